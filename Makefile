@@ -1,0 +1,44 @@
+# `make demo` and `make test` do all set-up themselves; the stamp lets the next call start at once.
+# On a machine with CUDA: make EXTRA=gpu demo
+
+EXTRA := cpu
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(EXTRA)
+PROTOS := $(wildcard api_schemas/*.proto)
+
+.PHONY: help setup demo test check proto serve clean
+
+help:
+	@echo "make demo    train and sample a small vision-language model on this machine"
+	@echo "make test    lint, types, then all tests that need no GPU"
+	@echo "make check   lint and types only"
+	@echo "make serve   start the server (settings come from TINKER_SERVER_* variables)"
+	@echo "make proto   compile the protobuf schema again"
+	@echo "make setup   only install; make clean removes $(VENV) and all caches"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml .ci/install.sh backends/torchvision_shim.py
+	@.ci/install.sh $(VENV) $(EXTRA),dev
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/caltech10_demo.py
+
+test: check
+	$(BIN)/pytest -m "not gpu" --ignore tests/gpu tests
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTOS)
+
+serve: $(STAMP)
+	$(BIN)/tinker-server
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,0 +1,78 @@
+"""Imports run one way, api_schemas <- backends <- tinker_server, and some libraries stay in one room."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    path.relative_to(ROOT)
+    for package in ("api_schemas", "backends", "migrations", "tinker_server")
+    for path in sorted((ROOT / package).rglob("*.py"))
+]
+SEEN_OF_BACKENDS = ("backends.protocol", "backends.config", "backends.create")
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Every dotted name that a file imports, lazy and type-checking imports included."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = path.parts[: -node.level] if node.level else ()
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def importers(*modules: str) -> dict[str, set[str]]:
+    """Files that import one of the modules or something inside it, with what they import."""
+    found = {str(path): {name for name in imported_names(path) if within(name, *modules)} for path in FILES}
+    return {path: names for path, names in found.items() if names}
+
+
+def within(name: str, *modules: str) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def test_api_schemas_import_neither_backends_nor_the_server() -> None:
+    assert not [path for path in importers("backends", "tinker_server") if path.startswith("api_schemas/")]
+
+
+def test_backends_do_not_import_the_server() -> None:
+    assert not [path for path in importers("tinker_server") if path.startswith("backends/")]
+
+
+def test_the_server_sees_only_the_public_side_of_backends() -> None:
+    for path, names in importers("backends").items():
+        if path.startswith("tinker_server/"):
+            assert all(within(name, *SEEN_OF_BACKENDS) for name in names), (path, names)
+
+
+def test_torch_stays_in_backends() -> None:
+    assert all(path.startswith("backends/") for path in importers("torch"))
+
+
+def test_vllm_stays_in_its_own_files() -> None:
+    assert all(Path(path).match("backends/vllm_*.py") for path in importers("vllm"))
+
+
+def test_routes_do_not_import_sqlalchemy() -> None:
+    assert not [path for path in importers("sqlalchemy") if path.startswith("tinker_server/routes/")]
+
+
+def test_the_store_does_not_import_fastapi() -> None:
+    assert not [path for path in importers("fastapi") if path.startswith("tinker_server/store/")]
+
+
+def test_only_main_imports_the_app() -> None:
+    assert set(importers("tinker_server.app")) <= {"tinker_server/__main__.py"}
+
+
+def test_event_loops_start_only_in_process_mains() -> None:
+    callers = {
+        str(path)
+        for path in FILES
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.run"
+    } | set(importers("asyncio.run"))
+    assert callers <= {"tinker_server/__main__.py", "backends/vllm_host.py"}
