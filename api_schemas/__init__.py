@@ -1,0 +1,1 @@
+"""The wire types of the Tinker protocol. Knows neither torch nor the server."""

@@ -1,0 +1,96 @@
+"""Sampling (protocol sections 4.4, 7.5 and 10)."""
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from api_schemas.base import Request, Response
+from api_schemas.inputs import ModelInput, TensorData
+
+
+class SamplingParams(Request):
+    """How to draw tokens."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Absent: up to the context limit."""
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """0 is greedy."""
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 (or 0) is off."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class SampleRequest(Request):
+    """Draw `num_samples` continuations of a prompt, from a sampling session's weights."""
+
+    type: Literal["sample"] = "sample"
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    """With the session, the request's identity (not its order). Up to about 10^18."""
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    num_samples: int = Field(default=1, ge=1)
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = Field(default=0, ge=0)
+    topk_sample_logprobs: int = Field(default=0, ge=0)
+    prompt_alt_tokens_k: int = Field(default=0, ge=0)
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: TensorData | None = None
+    record_stability_info: bool = False
+
+
+class TopkLogprobs(Response):
+    """Per position the k likeliest tokens; cells with none hold token 0 and -99999."""
+
+    token_ids: np.ndarray
+    """[T, K] int32"""
+    logprobs: np.ndarray
+    """[T, K] float32, nats"""
+
+
+class SampledSequence(Response):
+    """One continuation. `tokens` ends with the stop token, or the tokens of the stop string."""
+
+    stop_reason: Literal["stop", "length"]
+    tokens: np.ndarray
+    """[T] int32"""
+    logprobs: np.ndarray
+    """[T] float32, nats: of the temperature-scaled distribution the tokens were drawn from"""
+    topk_logprobs: TopkLogprobs | None = None
+
+
+class SampleResponse(Response):
+    """Answered as protobuf."""
+
+    sequences: list[SampledSequence]
+    prompt_logprobs: np.ndarray | None = None
+    """[prompt length] float32, nats, at temperature 1: NaN at position 0, 0.0 at image positions"""
+    topk_prompt_logprobs: TopkLogprobs | None = None
+    prompt_cache_hit_tokens: int = 0
+
+
+class CreateSamplingSessionRequest(Request):
+    """Sample from a base model, or from saved weights."""
+
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class CreateSamplingSessionResponse(Response):
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class GetSamplerResponse(Response):
+    sampler_id: str
+    base_model: str
+    model_path: str | None

@@ -1,0 +1,180 @@
+"""Protobuf and zstd bytes to and from the wire types; the only file that sees protobuf.
+
+Layout: protocol section 11. All packed arrays are little-endian.
+"""
+
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError
+
+from api_schemas import tinker_wire_pb2 as pb
+from api_schemas.inputs import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    dense_from_csr,
+    shaped,
+)
+from api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
+
+_DTYPE_OF = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+}
+
+
+class MalformedBody(ValueError):
+    """The body is not what its content type says."""
+
+
+def decompress(body: bytes, max_bytes: int) -> bytes:
+    """The content of one zstd frame. Raises MalformedBody for a corrupt frame or one that grows past `max_bytes`."""
+    try:
+        reader = zstandard.ZstdDecompressor().stream_reader(body)
+        content = reader.read(max_bytes + 1)
+    except zstandard.ZstdError as error:
+        raise MalformedBody(f"the zstd body is corrupt: {error}") from None
+    if len(content) > max_bytes:
+        raise MalformedBody(f"the zstd body grows past {max_bytes} bytes")
+    return content
+
+
+def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
+    """Raises MalformedBody, naming the datum and field, where bytes and declared sizes disagree."""
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        raise MalformedBody("the body is not a protobuf ForwardBackwardRequest") from None
+    config: dict[str, float | str] = {
+        key: value.text if value.WhichOneof("value") == "text" else value.number
+        for key, value in message.loss_fn_config_v2.items()
+    } or dict(message.loss_fn_config)
+    return ForwardBackwardRequest(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        forward_only=message.forward_only,
+        forward_backward_input=ForwardBackwardInput.model_construct(
+            data=[_datum(index, datum) for index, datum in enumerate(message.data)],
+            loss_fn=message.loss_fn,
+            loss_fn_config=config or None,
+        ),
+    )
+
+
+def _datum(index: int, message: pb.Datum) -> Datum:
+    try:
+        return Datum.model_construct(
+            model_input=ModelInput.model_construct(chunks=[_chunk(chunk) for chunk in message.model_input]),
+            loss_fn_inputs={name: _tensor(name, tensor) for name, tensor in message.loss_fn_inputs.items()},
+        )
+    except ValueError as error:
+        raise MalformedBody(f"datum {index}: {error}") from None
+
+
+def _chunk(message: pb.Chunk) -> EncodedTextChunk | ImageChunk | DmelChunk:
+    match message.WhichOneof("chunk"):
+        case "encoded_text":
+            return EncodedTextChunk.model_construct(
+                type="encoded_text", tokens=_array(message.encoded_text.tokens, np.dtype("<i4"), "tokens")
+            )
+        case "image":
+            image = message.image
+            if image.HasField("override_dimensions"):
+                raise ValueError(
+                    "image: override_dimensions is not supported; send the image at its own size"
+                )
+            expected = image.expected_tokens if image.HasField("expected_tokens") else None
+            return ImageChunk.model_validate(
+                {"type": "image", "data": image.data, "format": image.format, "expected_tokens": expected}
+            )
+        case "dmel":
+            return DmelChunk.model_construct(type="dmel", dmel=message.dmel.dmel)
+        case _:
+            raise ValueError("model_input: a chunk holds nothing this server knows")
+
+
+def _array(data: bytes, dtype: np.dtype[Any], what: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{what}: {len(data)} bytes are no whole number of {dtype.name}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _tensor(name: str, message: pb.Tensor) -> np.ndarray:
+    dtype = _DTYPE_OF.get(message.dtype)
+    if dtype is None:
+        raise ValueError(f"{name}: dtype must be float32, int64 or int32")
+    shape = list(message.shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{name}: shape {shape} has a negative size")
+    try:
+        if message.WhichOneof("encoding") == "sparse_csr":
+            csr = message.sparse_csr
+            index = np.dtype("<i8")
+            return dense_from_csr(
+                _array(csr.values, dtype, "values"),
+                _array(csr.crow_indices, index, "crow_indices"),
+                _array(csr.col_indices, index, "col_indices"),
+                shape,
+            )
+        return shaped(_array(message.dense, dtype, "data"), shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
+    """One ArrayRecord per run of datums whose tensors agree in all dimensions but the first."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
+    for _, run in groupby(output.loss_fn_outputs, key=lambda row: {n: a.shape[1:] for n, a in row.items()}):
+        rows = list(run)
+        record = message.loss_fn_outputs.add(num_datums=len(rows))
+        for name in rows[0]:
+            _batched(record.fields[name], [row[name] for row in rows])
+    return message.SerializeToString()
+
+
+def _batched(message: pb.BatchedTensor, arrays: list[np.ndarray]) -> None:
+    parts = [np.ascontiguousarray(array, dtype="<f4").tobytes() for array in arrays]
+    message.data = b"".join(parts)
+    message.offsets = np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes()
+    message.dtype = pb.DTYPE_FLOAT32
+    message.trailing_shape.extend(arrays[0].shape[1:])
+
+
+def encode_sample(response: SampleResponse) -> bytes:
+    """The protobuf SampleResponse."""
+    message = pb.SampleResponse(
+        sequences=map(_sequence, response.sequences), prompt_cache_hit_tokens=response.prompt_cache_hit_tokens
+    )
+    if response.prompt_logprobs is not None:
+        message.prompt_logprobs = response.prompt_logprobs.astype("<f4").tobytes()
+    if response.topk_prompt_logprobs is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(response.topk_prompt_logprobs))
+    return message.SerializeToString()
+
+
+def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
+    message = pb.SampledSequence(
+        stop_reason=pb.STOP_REASON_STOP if sequence.stop_reason == "stop" else pb.STOP_REASON_LENGTH,
+        tokens=sequence.tokens.astype("<i4").tobytes(),
+        logprobs=sequence.logprobs.astype("<f4").tobytes(),
+    )
+    if sequence.topk_logprobs is not None:
+        message.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk_logprobs))
+    return message
+
+
+def _topk(topk: TopkLogprobs) -> pb.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return pb.TopkLogprobs(
+        token_ids=topk.token_ids.astype("<i4").tobytes(),
+        logprobs=topk.logprobs.astype("<f4").tobytes(),
+        k=k,
+        length=length,
+    )
