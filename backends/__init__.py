@@ -1,0 +1,1 @@
+"""Training and sampling. Knows the wire types; knows neither HTTP nor the database."""

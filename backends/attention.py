@@ -1,0 +1,55 @@
+"""Attention over packed rows: each sample attends to itself alone.
+
+On CPU transformers' SDPA does it, with a block mask built from restarting position ids. On CUDA
+`varlen_attn` does it from the samples' bounds, with no mask at all, through transformers' attention
+interface.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+VARLEN = "tinker_varlen"
+
+
+def implementation(device: torch.device) -> str:
+    """The name of transformers' attention implementation for the decoder on this device."""
+    if device.type != "cuda":
+        return "sdpa"
+    AttentionInterface.register(VARLEN, _varlen_attention)
+    AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)
+    return VARLEN
+
+
+def bounds(device: torch.device, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """The extra arguments that the implementation needs in the model's forward."""
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen} if device.type == "cuda" else {}
+
+
+def _varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (
+        tensor[0].repeat_interleave(repeats, dim=0).transpose(0, 1).contiguous()
+        for tensor, repeats in ((query, 1), (key, groups), (value, groups))
+    )
+    out = varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=(-1, 0)
+    )
+    assert isinstance(out, Tensor)
+    return out[None], None

@@ -1,0 +1,41 @@
+"""What a backend needs to know, read once by the server's settings."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class BackendConfig(BaseModel):
+    """Plain values; the defaults fit a small machine."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    models: dict[str, str] = {}
+    """Served base models: public name to a local directory or a hub id. Two names may share a source."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA where torch sees it."""
+    ranks: int = Field(default=1, ge=1)
+    """Trainer processes per base model; above 1 the frozen base is sharded over them with FSDP2."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters are float32."""
+    max_context_length: int | None = Field(default=None, ge=16)
+    """Largest sequence in tokens; absent: the model's own, at most 32768."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 64
+    """Largest rank a client may ask for; the sampler reserves memory for it."""
+    max_tokens_per_microbatch: int = Field(default=8192, ge=16)
+    """Tokens of one forward pass in training; a longer datum runs alone."""
+    max_concurrent_samples: int = Field(default=256, ge=1)
+    """Sequences the sampler decodes at once; more wait their turn."""
+    gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
+    """Part of each GPU's memory that the sampler takes for weights and KV cache; the rest is the trainer's."""
+    kv_cache_bytes: int = Field(default=512 << 20, ge=1 << 20)
+    """KV cache of the sampler on CPU."""
+    image_cache_bytes: int = Field(default=512 << 20, ge=0)
+    """Rendered images kept per process, by content."""
+    max_image_pixels: int = Field(default=50_000_000, ge=1)
+    """Larger images are refused before they are decoded."""
+    max_images_per_prompt: int = Field(default=64, ge=1)
+    """Images in one sampling prompt."""
+    scratch_dir: Path = Path("scratch")
+    """Where the sampler keeps its own links to adapters in use; emptied at start."""

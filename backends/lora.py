@@ -1,0 +1,156 @@
+"""Many LoRA adapters on one frozen base, by PEFT (Hu et al. 2021, arXiv:2106.09685).
+
+Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. Which
+modules a request's train_attn, train_mlp and train_unembed mean is decided here and nowhere else.
+"""
+
+import math
+import re
+import warnings
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft.tuners.lora import LoraLayer, LoraModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from api_schemas.training import LoraConfig
+from backends.protocol import InvalidInput
+
+ALPHA = 32
+"""Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter's tensors, by their name in a PEFT file."""
+
+    name: str
+    config: LoraConfig
+    tensors: dict[str, nn.Parameter]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.tensors.values())
+
+
+def target_modules(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Full module names by the flag that trains them; the vision tower has none."""
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    head = model.get_output_embeddings()
+    groups: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if module is head:
+            groups["train_unembed"].append(name)
+        elif isinstance(module, nn.Linear) and name.startswith(f"{prefix}.layers."):
+            if last in _ATTENTION:
+                groups["train_attn"].append(name)
+            elif last in _MLP:
+                groups["train_mlp"].append(name)
+    return groups
+
+
+class Adapters:
+    """The adapters of one model. Exactly one is selected: only it computes and gathers gradient."""
+
+    def __init__(self, model: PreTrainedModel, max_rank: int) -> None:
+        self._model = model
+        self._max_rank = max_rank
+        self._targets = target_modules(model)
+        self._tuner: LoraModel | None = None
+        self._layers: list[tuple[str, LoraLayer]] = []
+        self._selected: str | None = None
+
+    def create(self, name: str, config: LoraConfig) -> Adapter:
+        """A fresh adapter: A uniform as nn.Linear, drawn from `config.seed` in float32, and B zero.
+
+        The same seed gives the same tensors on every device and rank.
+        """
+        if not 1 <= config.rank <= self._max_rank:
+            raise InvalidInput(f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}")
+        modules = []
+        for flag, names in self._targets.items():
+            if getattr(config, flag):
+                if not names:
+                    raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
+                modules += names
+        if not modules:
+            raise InvalidInput("lora_config: at least one of train_attn, train_mlp, train_unembed must be true")
+        peft_config = PeftLoraConfig(
+            r=config.rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="|".join(map(re.escape, modules))
+        )
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # A head tied to the embeddings: the adapter is on the head's output alone, which is meant.
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+            self._inject(name, peft_config)
+        self._layers = [(n, m) for n, m in self._model.named_modules() if isinstance(m, LoraLayer)]
+        self._selected = None
+        adapter = Adapter(name, config, self._tensors(name))
+        _initialise(adapter)
+        return adapter
+
+    def _inject(self, name: str, peft_config: PeftLoraConfig) -> None:
+        if self._tuner is None:
+            self._tuner = LoraModel(self._model, peft_config, name)
+        else:
+            self._tuner.peft_config[name] = peft_config
+            self._tuner.inject_adapter(self._model, name)
+
+    def _tensors(self, name: str) -> dict[str, nn.Parameter]:
+        tensors = {}
+        for module_name, layer in self._layers:
+            for half, linears in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+                if name in linears:
+                    linear = linears[name]
+                    linear.weight = nn.Parameter(torch.empty_like(linear.weight, dtype=torch.float32))
+                    tensors[f"base_model.model.{module_name}.{half}.weight"] = linear.weight
+        return tensors
+
+    def select(self, name: str) -> None:
+        """Make `name` the adapter that computes."""
+        if name != self._selected:
+            for _, layer in self._layers:
+                layer.set_adapter([name])
+            self._selected = name
+
+    def drop(self, adapter: Adapter) -> None:
+        """Forget an adapter and free its tensors."""
+        assert self._tuner is not None
+        with warnings.catch_warnings():
+            # PEFT says which adapter it selects next; the next call to select decides that.
+            warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
+            self._tuner.delete_adapter(adapter.name)
+        self._selected = None
+
+
+def _initialise(adapter: Adapter) -> None:
+    generator = torch.Generator().manual_seed((adapter.config.seed or 0) % 2**63)
+    with torch.no_grad():
+        for name, tensor in adapter.tensors.items():
+            if ".lora_B." in name:
+                tensor.zero_()
+            else:
+                fresh = torch.empty(tensor.shape, dtype=torch.float32)
+                nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
+                tensor.copy_(fresh)
+
+
+def copy_tensors(source: dict[str, Tensor], adapter: Adapter, where: str) -> None:
+    """Overwrite the adapter's tensors. Raises InvalidInput where names or shapes differ."""
+    if source.keys() != adapter.tensors.keys():
+        raise InvalidInput(f"{where}: the checkpoint trains other modules than this model")
+    for name, tensor in adapter.tensors.items():
+        if source[name].shape != tensor.shape:
+            raise InvalidInput(
+                f"{where}: {name} has shape {tuple(source[name].shape)}, this model's {tuple(tensor.shape)}:"
+                " the LoRA ranks differ"
+            )
+    with torch.no_grad():
+        for name, tensor in adapter.tensors.items():
+            tensor.copy_(source[name])

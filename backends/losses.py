@@ -1,0 +1,136 @@
+"""The losses of the protocol (section 8): one pure function each, and the table that names them.
+
+Every loss is a sum over positions, never a mean: requests, microbatches and ranks then add up.
+
+T positions of a microbatch, K alternatives of a position, B datums
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def cross_entropy(logprobs_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """-sum(weight * logprob). Weights may be negative or large: they may be any gradient.
+
+    logprobs_TK  [T, K] float32, nats: of the targets, carries the gradient
+    weights_TK   [T, K] float32
+    """
+    return -(weights_TK * logprobs_TK).sum()
+
+
+def importance_sampling(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+    """-sum(ratio * advantage), ratio = exp(logprob - old logprob): REINFORCE corrected for the drawing policy.
+
+    logprobs_T      [T] float32, nats: current policy, carries the gradient
+    old_logprobs_T  [T] float32, nats: the policy that drew the tokens
+    advantages_T    [T] float32: 0 where a token must not train
+    """
+    return -((logprobs_T - old_logprobs_T).exp() * advantages_T).sum()
+
+
+def ppo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
+    """Clipped surrogate loss (Schulman et al. 2017, eq. 7, arXiv:1707.06347).
+
+    low_T, high_T  [T] float32: bounds of the probability ratio itself, e.g. 0.8 and 1.2
+    """
+    ratio_T = (logprobs_T - old_logprobs_T).exp()
+    clipped_T = ratio_T.clamp(low_T, high_T)
+    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
+
+
+def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
+    """Clipped importance weights as constants (MiniMax-M1, eq. 4, arXiv:2506.13585)."""
+    weight_T = (logprobs_T.detach() - old_logprobs_T).exp().clamp(low_T, high_T)
+    return -(weight_T * logprobs_T * advantages_T).sum()
+
+
+def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, beta: float) -> Tensor:
+    """Direct reward optimisation, per token (Richemond et al. 2024, arXiv:2405.19107): a quadratic penalty
+    beta/2 * (logprob - old logprob)^2 in place of a ratio."""
+    return -(logprobs_T * advantages_T - 0.5 * beta * (logprobs_T - old_logprobs_T) ** 2).sum()
+
+
+def gspo(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    low_T: Tensor,
+    high_T: Tensor,
+    datum_T: Tensor,
+    num_datums: int,
+) -> Tensor:
+    """Group sequence policy optimisation, token form (Zheng et al. 2025, eq. 13, arXiv:2507.18071).
+
+    The ratio of a datum is the geometric mean over its positions with mask != 0; each token carries its
+    gradient through its own log probability.
+
+    mask_T   [T] float32: sequence_ratio_mask
+    datum_T  [T] int64: which datum a position belongs to, 0 .. num_datums - 1
+    """
+    inside_T = (mask_T != 0).float()
+    log_ratio_T = (logprobs_T.detach() - old_logprobs_T) * inside_T
+    total_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, log_ratio_T)
+    count_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, inside_T)
+    sequence_T = (total_B / count_B.clamp(min=1)).exp()[datum_T]
+    ratio_T = sequence_T * (logprobs_T - logprobs_T.detach()).exp()
+    clipped_T = ratio_T.clamp(low_T, high_T)
+    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a microbatch gives its loss."""
+
+    logprobs_TK: Tensor
+    tensors: Mapping[str, Tensor]
+    """By input name, [T, K] for cross_entropy, else [T]."""
+    config: Mapping[str, float]
+    datum_T: Tensor
+    num_datums: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and what it takes besides target_tokens."""
+
+    compute: Callable[[LossInputs], Tensor]
+    required: tuple[str, ...] = ()
+    optional: Mapping[str, str | float] = field(default_factory=dict)
+    """Inputs that may be absent, and what then stands at every position: a number, or a config key's value."""
+    config: Mapping[str, float] = field(default_factory=dict)
+    """Config keys and their defaults."""
+    soft_targets: bool = False
+    """Takes target_tokens of shape [N, K]."""
+
+
+_RL = ("logprobs", "advantages")
+_CLIP = {"clip_low_threshold": "clip_low_threshold", "clip_high_threshold": "clip_high_threshold"}
+
+
+def _rl(x: LossInputs, *more: str) -> list[Tensor]:
+    return [x.logprobs_TK[:, 0], *(x.tensors[name] for name in (*_RL, *more))]
+
+
+def _clip(low: float, high: float) -> dict[str, float]:
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(
+        lambda x: cross_entropy(x.logprobs_TK, x.tensors["weights"]), optional={"weights": 1.0}, soft_targets=True
+    ),
+    "importance_sampling": Loss(lambda x: importance_sampling(*_rl(x)), _RL),
+    "ppo": Loss(lambda x: ppo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.8, 1.2)),
+    "cispo": Loss(lambda x: cispo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.0, 4.0)),
+    "dro": Loss(lambda x: dro(*_rl(x), beta=x.config["beta"]), _RL, config={"beta": 0.05}),
+    "gspo": Loss(
+        lambda x: gspo(*_rl(x, "sequence_ratio_mask", *_CLIP), datum_T=x.datum_T, num_datums=x.num_datums),
+        (*_RL, "sequence_ratio_mask"),
+        _CLIP,
+        _clip(1 - 3e-4, 1 + 4e-4),
+    ),
+}

@@ -1,0 +1,108 @@
+"""The one seam between the server and what computes: a trainer and a sampler per base model.
+
+What may be called when: `Backend.start` first, then anything from any task, `Backend.stop` last. The
+server serialises a model's training operations by seq_id; the trainer runs one operation at a time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from api_schemas.sampling import SampleRequest, SampleResponse
+from api_schemas.training import (
+    AdamParams,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepResponse,
+)
+
+
+class InvalidInput(ValueError):
+    """The request cannot be done as it is. The text names the datum and field, and what is allowed."""
+
+
+class ModelLost(RuntimeError):
+    """The process that held the model ended; it can be created again from a checkpoint."""
+
+
+class BackendFailed(RuntimeError):
+    """Something broke in computing; the request was not at fault."""
+
+
+@dataclass(frozen=True)
+class BaseModelInfo:
+    """What the server says of a base model."""
+
+    name: str
+    source: str
+    """Directory or hub id it was loaded from."""
+    arch: str
+    """transformers' model_type, such as qwen3_vl."""
+    vocab_size: int
+    max_context_length: int
+    """Largest number of tokens of a prompt and its continuation, or of a datum; images counted expanded."""
+    takes_images: bool
+    max_lora_rank: int
+
+
+class Trainer(Protocol):
+    """LoRA models on one frozen base. Every method raises InvalidInput, ModelLost or BackendFailed."""
+
+    async def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. InvalidInput for a bad rank."""
+
+    async def delete_model(self, model_id: str) -> None:
+        """Drop adapter, gradient and optimizer. Nothing happens where the model is not held."""
+
+    async def forward_backward(
+        self, model_id: str, work: ForwardBackwardInput, *, backward: bool
+    ) -> ForwardBackwardOutput:
+        """Log probabilities of every target; with `backward` the loss's gradient is added to the model's.
+
+        A failure with `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
+        """
+
+    async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
+        """Apply the gradient, then clear it. InvalidInput where there is none, or part of it is missing."""
+
+    async def save_state(self, model_id: str, directory: Path) -> None:
+        """Write adapter and optimizer into `directory`, which appears whole or not at all."""
+
+    async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared."""
+
+    async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
+        """Write the adapter in PEFT's form into `directory`, which appears whole or not at all."""
+
+
+class Sampler(Protocol):
+    """Continuations and prompt scores from one base model and any saved adapter."""
+
+    async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
+        """Sample from the adapter in `weights` (written by save_sampler_weights, never changed after), or
+        from the base model. Cancelling the call stops the work."""
+
+
+class BaseModel(Protocol):
+    """One served base model."""
+
+    info: BaseModelInfo
+    trainer: Trainer
+    sampler: Sampler
+
+    def check_sample(self, request: SampleRequest) -> None:
+        """Raises InvalidInput for what can be told without computing: ids, images, lengths, parameters."""
+
+
+class Backend(Protocol):
+    """All served base models, by name."""
+
+    models: Mapping[str, BaseModel]
+
+    async def start(self) -> None:
+        """Load everything. Raises BackendFailed with one clear line."""
+
+    async def stop(self) -> None:
+        """End every child process."""
