@@ -9,9 +9,7 @@ from api_schemas.base import Request, Response
 from api_schemas.training import OptimizerConfig
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
-_PATH = re.compile(
-    r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)"
-)
+_PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 

@@ -23,7 +23,7 @@ from api_schemas.inputs import (
 from api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
 
-_DTYPE_OF = {
+_DTYPE_OF: dict[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
@@ -87,9 +87,7 @@ def _chunk(message: pb.Chunk) -> EncodedTextChunk | ImageChunk | DmelChunk:
         case "image":
             image = message.image
             if image.HasField("override_dimensions"):
-                raise ValueError(
-                    "image: override_dimensions is not supported; send the image at its own size"
-                )
+                raise ValueError("image: override_dimensions is not supported; send the image at its own size")
             expected = image.expected_tokens if image.HasField("expected_tokens") else None
             return ImageChunk.model_validate(
                 {"type": "image", "data": image.data, "format": image.format, "expected_tokens": expected}

@@ -90,9 +90,7 @@ def pack(samples: Sequence[tuple[Rendered, np.ndarray]], device: torch.device, *
     )
 
 
-def loss_inputs(
-    loss: Loss, config: Mapping[str, float], datums: Sequence[Datum], logprobs_TK: Tensor
-) -> LossInputs:
+def loss_inputs(loss: Loss, config: Mapping[str, float], datums: Sequence[Datum], logprobs_TK: Tensor) -> LossInputs:
     """The datums' loss inputs, side by side as their samples are packed; cells beyond a datum's own K are 0."""
     lengths = [len(datum.loss_fn_inputs["target_tokens"]) for datum in datums]
     tensors = {}

@@ -37,7 +37,13 @@ def _frame(message: Any) -> bytes:
 class Child:
     """The server's end of one child process."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self.name = name
         self._process = process
         self._writer = writer
@@ -45,6 +51,7 @@ class Child:
         self._ids = itertools.count()
         self.died = asyncio.Event()
         """Set once the process no longer answers."""
+        self._reading = asyncio.create_task(self._read(reader), name=f"replies of {name}")
 
     @classmethod
     async def start(cls, name: str, module: str, env: Mapping[str, str] | None = None) -> "Child":
@@ -62,9 +69,7 @@ class Child:
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        child = cls(name, process, writer)
-        child._reading = asyncio.create_task(child._read(reader), name=f"replies of {name}")
-        return child
+        return cls(name, process, reader, writer)
 
     async def call(self, method: str, *args: Any) -> Any:
         """The method's value. Raises InvalidInput as the child did, BackendFailed for any other error there,
@@ -146,6 +151,7 @@ async def serve_async(make: Callable[..., Awaitable[Any]]) -> None:
 
     async def run(call_id: int, method: str, args: tuple[Any, ...]) -> None:
         nonlocal target
+        reply: tuple[Any, ...]
         try:
             if method == "start":
                 target = await make(*args)

@@ -47,7 +47,7 @@ def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_
     return -(weight_T * logprobs_T * advantages_T).sum()
 
 
-def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, beta: float) -> Tensor:
+def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, beta: float) -> Tensor:
     """Direct reward optimisation, per token (Richemond et al. 2024, arXiv:2405.19107): a quadratic penalty
     beta/2 * (logprob - old logprob)^2 in place of a ratio."""
     return -(logprobs_T * advantages_T - 0.5 * beta * (logprobs_T - old_logprobs_T) ** 2).sum()
@@ -60,6 +60,7 @@ def gspo(
     mask_T: Tensor,
     low_T: Tensor,
     high_T: Tensor,
+    *,
     datum_T: Tensor,
     num_datums: int,
 ) -> Tensor:

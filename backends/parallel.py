@@ -71,5 +71,3 @@ def barrier(world: World) -> None:
     """Wait until every rank is here."""
     if world.size > 1:
         gather_objects(None, world)
-
-

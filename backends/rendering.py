@@ -172,7 +172,7 @@ class Renderer:
             raise InvalidInput(f"{at}: the {len(chunk.data)} bytes are no readable PNG or JPEG image") from None
         if image.width * image.height > self._max_image_pixels:
             raise InvalidInput(
-                f"{at}: the image has {image.width}x{image.height} pixels, more than the {self._max_image_pixels} allowed"
+                f"{at}: the image has {image.width}x{image.height} pixels; {self._max_image_pixels} are allowed"
             )
         if image.mode in _DEEP_MODES:
             raise InvalidInput(f"{at}: the image has more than 8 bits a channel; convert it to 8 bits")
@@ -234,5 +234,3 @@ def mrope_positions(length: int, spans: list[ImageSpan]) -> np.ndarray:
         position += max(grid_h, grid_w)
     positions_3T[:, token:] = np.arange(position, position + length - token)
     return positions_3T
-
-

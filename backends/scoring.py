@@ -27,7 +27,7 @@ class Scorer(nn.Module):
 
 def target_logprobs(hidden_TH: Tensor, head: nn.Module, targets_TK: Tensor) -> Tensor:
     """[T, K] float32. The logits of a chunk of tokens are computed, used, and computed again in backward."""
-    vocab_size: int = head.weight.shape[0]  # type: ignore[assignment, union-attr, index]
+    vocab_size: int = head.weight.shape[0]  # type: ignore[assignment, index]
     chunk = max(1, MAX_LOGITS // vocab_size)
     if len(hidden_TH) <= chunk:
         return _logprobs(hidden_TH, head, targets_TK)
@@ -38,5 +38,5 @@ def target_logprobs(hidden_TH: Tensor, head: nn.Module, targets_TK: Tensor) -> T
 
 
 def _logprobs(hidden_TH: Tensor, head: nn.Module, targets_TK: Tensor) -> Tensor:
-    logits_TV = head(hidden_TH).float()
+    logits_TV: Tensor = head(hidden_TH).float()
     return logits_TV.gather(-1, targets_TK) - logits_TV.logsumexp(-1, keepdim=True)

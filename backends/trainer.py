@@ -319,7 +319,7 @@ def _own_logprobs(model: PreTrainedModel, sample: Rendered, targets: np.ndarray,
     length = input_ids.shape[1]
     extra = attention.bounds(device, torch.tensor([0, length], dtype=torch.int32, device=device), length)
     with torch.no_grad():
-        logits = model(input_ids=input_ids, use_cache=False, **extra).logits[0].float()
+        logits: Tensor = model(input_ids=input_ids, use_cache=False, **extra).logits[0].float()
     return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None].to(device))
 
 

@@ -57,14 +57,16 @@ def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_siz
             raise InvalidInput(f"{where}: {loss_fn} needs loss_fn_inputs {name!r}")
     for name in inputs:
         if name not in known:
-            raise InvalidInput(f"{where}: {loss_fn} takes no loss_fn_inputs {name!r}; it takes {', '.join(sorted(known))}")
+            raise InvalidInput(
+                f"{where}: {loss_fn} takes no loss_fn_inputs {name!r}; it takes {', '.join(sorted(known))}"
+            )
     targets = inputs["target_tokens"]
     if not np.issubdtype(targets.dtype, np.integer):
         raise InvalidInput(f"{where}: target_tokens must be int64, got {targets.dtype.name}")
     if targets.ndim > (2 if loss.soft_targets else 1) or targets.shape[:1] != (length,) or 0 in targets.shape:
         shapes = f"({length},) or ({length}, K)" if loss.soft_targets else f"({length},)"
         raise InvalidInput(
-            f"{where}: target_tokens has shape {targets.shape}, but model_input has {length} tokens: it must be {shapes}"
+            f"{where}: target_tokens has shape {targets.shape}, model_input has {length} tokens: it must be {shapes}"
         )
     low, high = targets.min(), targets.max()
     if low < 0 or high >= vocab_size:
@@ -72,6 +74,8 @@ def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_siz
         raise InvalidInput(f"{where}: target token {bad} is outside the vocabulary (0 to {vocab_size - 1})")
     for name, values in inputs.items():
         if values.shape != targets.shape:
-            raise InvalidInput(f"{where}: {name} has shape {values.shape}, target_tokens {targets.shape}: they must agree")
+            raise InvalidInput(
+                f"{where}: {name} has shape {values.shape}, target_tokens {targets.shape}: they must agree"
+            )
         if not np.isfinite(values).all():
             raise InvalidInput(f"{where}: NonFiniteInTensor: {name} holds NaN or infinity")

@@ -1,0 +1,532 @@
+"""The trainer against plain transformers, PEFT and torch.optim, in float32.
+
+pytest tests/contract/test_trainer.py
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from api_schemas.inputs import Datum
+from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
+from backends import scoring
+from backends.parallel import World
+from backends.protocol import BackendFailed, InvalidInput
+from backends.ranks import RankedTrainer
+from backends.rendering import Renderer, mrope_positions
+from backends.trainer import RankTrainer, TrainerConfig
+from tests.conftest import make_renderer
+from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
+from tests.models import make_tiny_vl
+
+LORA = LoraConfig(rank=8, seed=1)
+# Adam's first step is nearly the sign of the gradient, which blows rounding up; a large eps makes it
+# nearly the gradient itself.
+SMOOTH = AdamParams(learning_rate=0.1, eps=1.0)
+
+
+def config(source: Path, max_tokens: int = 1024) -> TrainerConfig:
+    return TrainerConfig(
+        name="tiny",
+        source=str(source),
+        device="cpu",
+        dtype="float32",
+        max_lora_rank=64,
+        max_tokens_per_microbatch=max_tokens,
+        image_cache_bytes=1 << 26,
+        max_image_pixels=10**7,
+    )
+
+
+def trainer(source: Path, max_tokens: int = 1024) -> RankTrainer:
+    return RankTrainer(config(source, max_tokens), World(0, 1, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def rank(tiny_vl: Path) -> RankTrainer:
+    return trainer(tiny_vl)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_vl: Path):
+    return AutoModelForImageTextToText.from_pretrained(tiny_vl).eval()
+
+
+def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.Tensor]:
+    """One unpacked sample the way the processor would give it; transformers finds the positions itself."""
+    rendered = renderer.render(model_input, "datum")
+    ids = torch.from_numpy(rendered.token_ids_T)[None]
+    if not rendered.images:
+        return {"input_ids": ids}
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.cat([one.pixel_values_PD for one in rendered.images]),
+        "image_grid_thw": torch.tensor([one.grid_thw for one in rendered.images]),
+        "mm_token_type_ids": (ids == model.config.image_token_id).int(),
+    }
+
+
+def reference_logprobs(renderer: Renderer, item: Datum, model) -> torch.Tensor:
+    logits = model(**reference_inputs(renderer, item.model_input, model), use_cache=False).logits[0]
+    targets = torch.from_numpy(item.loss_fn_inputs["target_tokens"]).reshape(len(logits), -1)
+    return logits.log_softmax(-1).gather(-1, targets)
+
+
+def perturb(rank: RankTrainer, model_id: str) -> None:
+    """Give B random values: a fresh adapter adds nothing and would prove nothing."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, tensor in rank._models[model_id].adapter.tensors.items():
+            if ".lora_B." in name:
+                tensor.normal_(0, 0.05, generator=generator)
+
+
+def gradients(rank: RankTrainer, model_id: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.grad.clone() for name, tensor in rank._models[model_id].adapter.tensors.items()}
+
+
+def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rtol: float = 1e-4) -> None:
+    """Equal to a fraction of each tensor's largest entry."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        scale = tensor.abs().max().item()
+        assert (got[name] - tensor).abs().max().item() <= rtol * scale + 1e-7, name
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_logprobs_are_those_of_transformers(rank, reference, renderer, name):
+    rank.create_model("m", LORA)
+    item = datum(MIXED[name], renderer)
+    output = rank.forward_backward("m", cross_entropy([item]), False)
+    with torch.no_grad():
+        expected = reference_logprobs(renderer, item, reference)[:, 0]
+    np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"], expected, atol=1e-4)
+
+
+def test_positions_are_those_of_transformers(renderer, reference):
+    for model_input in MIXED.values():
+        rendered = renderer.render(model_input, "datum")
+        inputs = reference_inputs(renderer, model_input, reference)
+        inputs.setdefault("mm_token_type_ids", torch.zeros_like(inputs["input_ids"]))
+        expected, _ = reference.model.get_rope_index(
+            inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
+        )
+        np.testing.assert_array_equal(mrope_positions(len(rendered.token_ids_T), rendered.spans), expected[:, 0])
+
+
+def test_two_images_with_no_text_between_keep_positions_of_their_own(renderer):
+    """transformers' get_rope_index takes them for one image; the sampler does not."""
+    rendered = renderer.render(prompt(words(2), image(64, 64, 1), image(64, 64, 2), words(1)), "datum")
+    positions = mrope_positions(len(rendered.token_ids_T), rendered.spans)
+    assert positions[:, 2].tolist() == [2, 2, 2]
+    assert positions[:, 6].tolist() == [4, 4, 4]
+    assert positions[:, -1].tolist() == [6, 6, 6]
+
+
+def test_packed_samples_are_as_one_by_one_and_as_transformers_pads_them(tiny_vl, reference, renderer):
+    data = [datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())]
+    results = []
+    for max_tokens in (1024, 1):
+        rank = trainer(tiny_vl, max_tokens)
+        rank.create_model("m", LORA)
+        perturb(rank, "m")
+        output = rank.forward_backward("m", cross_entropy(data), True)
+        results.append((output, gradients(rank, "m")))
+    (packed, packed_gradients), (single, single_gradients) = results
+    for one, other in zip(packed.loss_fn_outputs, single.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-4)
+    assert packed.metrics["loss:sum"] == pytest.approx(single.metrics["loss:sum"], rel=1e-5)
+    assert_same(packed_gradients, single_gradients)
+
+    fresh = trainer(tiny_vl)
+    fresh.create_model("m", LORA)
+    unpadded = fresh.forward_backward("m", cross_entropy(data), False)
+    for index, logprobs in enumerate(padded_logprobs(data, renderer, reference)):
+        np.testing.assert_allclose(unpadded.loss_fn_outputs[index]["logprobs"], logprobs, atol=1e-4)
+
+
+def padded_logprobs(data: list[Datum], renderer: Renderer, model) -> list[np.ndarray]:
+    """All samples in one right-padded batch, by transformers alone."""
+    inputs = [reference_inputs(renderer, item.model_input, model) for item in data]
+    lengths = [one["input_ids"].shape[1] for one in inputs]
+    ids = torch.zeros(len(data), max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, one in enumerate(inputs):
+        ids[row, : lengths[row]] = one["input_ids"][0]
+        mask[row, : lengths[row]] = 1
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            mm_token_type_ids=((ids == model.config.image_token_id) & mask.bool()).int(),
+            pixel_values=torch.cat([one["pixel_values"] for one in inputs if "pixel_values" in one]),
+            image_grid_thw=torch.cat([one["image_grid_thw"] for one in inputs if "pixel_values" in one]),
+            use_cache=False,
+        ).logits.log_softmax(-1)
+    return [
+        logits[row, np.arange(length), item.loss_fn_inputs["target_tokens"]].numpy()
+        for row, (item, length) in enumerate(zip(data, lengths, strict=True))
+    ]
+
+
+def test_many_text_chunks_are_as_one(rank, renderer):
+    whole, picture = words(12, 3), image(80, 60, 2)
+    pieces = [words(0), *(type(whole)(tokens=whole.tokens[i : i + 5]) for i in (0, 5, 10)), picture]
+    results = []
+    for chunks in ([whole, picture], pieces):
+        rank.create_model("m", LORA)
+        perturb(rank, "m")
+        item = datum(prompt(*chunks), renderer)
+        output = rank.forward_backward("m", cross_entropy([item]), True)
+        results.append((output.loss_fn_outputs[0]["logprobs"], gradients(rank, "m")))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    assert_same(results[0][1], results[1][1], rtol=0)
+
+
+def test_soft_targets_and_ragged_k_keep_their_shapes(rank, reference, renderer):
+    rank.create_model("m", LORA)
+    data = [
+        datum(MIXED["text"], renderer, 1, k=3),
+        datum(MIXED["one image"], renderer, 2),
+        datum(MIXED["text"], renderer, 3, k=5),
+    ]
+    output = rank.forward_backward("m", cross_entropy(data), True)
+    loss = 0.0
+    for item, got in zip(data, output.loss_fn_outputs, strict=True):
+        with torch.no_grad():
+            expected = reference_logprobs(renderer, item, reference).numpy()
+        assert got["logprobs"].shape == item.loss_fn_inputs["target_tokens"].shape
+        np.testing.assert_allclose(got["logprobs"], expected.reshape(got["logprobs"].shape), atol=1e-4)
+        loss -= (item.loss_fn_inputs["weights"] * got["logprobs"]).sum()
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_logits_in_chunks_change_nothing(tiny_vl, renderer, monkeypatch):
+    data = [datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())]
+    results = []
+    for limit in (scoring.MAX_LOGITS, 384 * 7):
+        monkeypatch.setattr(scoring, "MAX_LOGITS", limit)
+        rank = trainer(tiny_vl)
+        rank.create_model("m", LORA)
+        perturb(rank, "m")
+        output = rank.forward_backward("m", cross_entropy(data), True)
+        results.append((output, gradients(rank, "m")))
+    for one, other in zip(results[0][0].loss_fn_outputs, results[1][0].loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-5)
+    assert_same(results[1][1], results[0][1])
+
+
+ALL_FIELDS = AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("adam", "tie"),
+    [(AdamParams(learning_rate=3e-3), False), (ALL_FIELDS, False), (AdamParams(learning_rate=3e-3), True)],
+    ids=["plain", "every field", "tied head"],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, tie):
+    source = make_tiny_vl(tmp_path / "model", tie=tie)
+    rank = trainer(source)
+    rank.create_model("m", LORA)
+    model = get_peft_model(
+        AutoModelForImageTextToText.from_pretrained(source),
+        PeftLoraConfig(
+            r=8,
+            lora_alpha=32,
+            target_modules=r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)",
+        ),
+    ).eval()
+    own = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if "lora_" in name}
+    theirs = rank._models["m"].adapter.tensors
+    assert own.keys() == theirs.keys()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(theirs[name])
+    optimizer = torch.optim.AdamW(
+        own.values(),
+        lr=adam.learning_rate,
+        betas=(adam.beta1, adam.beta2),
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+    )
+    for step in range(5):
+        data = [datum(model_input, renderer, 10 * step + i) for i, model_input in enumerate(MIXED.values())]
+        rank.forward_backward("m", cross_entropy(data), True)
+        metrics = rank.optim_step("m", adam).metrics
+        for item in data:
+            weights = torch.from_numpy(item.loss_fn_inputs["weights"])[:, None]
+            (-(weights * reference_logprobs(renderer, item, model)).sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(own.values(), adam.grad_clip_norm or float("inf"))
+        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Adam divides by the gradient's own size, so that rounding (packed here, one by one there) in a
+    # coordinate of hardly any gradient is blown up: tensors are compared as a whole.
+    assert relative_distance(theirs.values(), own.values()) <= 1e-5
+    for name, tensor in own.items():
+        assert relative_distance([theirs[name]], [tensor]) <= 5e-5, name
+
+
+def relative_distance(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
+    """L2 norm of the difference, as a fraction of what is wanted."""
+    flat_got, flat_wanted = (torch.cat([tensor.detach().flatten() for tensor in side]) for side in (got, wanted))
+    return ((flat_got - flat_wanted).norm() / flat_wanted.norm()).item()
+
+
+def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, renderer):
+    data = {
+        name: [datum(model_input, renderer, seed) for model_input in MIXED.values()]
+        for seed, name in enumerate(("small", "large"))
+    }
+    loras = {
+        "small": LoraConfig(rank=4, seed=1, train_unembed=False),
+        "large": LoraConfig(rank=16, seed=2, train_attn=False),
+    }
+
+    def run(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+        rank = trainer(tiny_vl)
+        for name in names:
+            rank.create_model(name, loras[name])
+        for _ in range(3):
+            for name in names:
+                rank.forward_backward(name, cross_entropy(data[name]), True)
+            for name in names:
+                rank.optim_step(name, SMOOTH)
+        return {name: dict(rank._models[name].adapter.tensors) for name in names}
+
+    together = run(["small", "large"])
+    for name in ("small", "large"):
+        assert_same(together[name], run([name])[name], rtol=1e-6)
+
+
+def test_a_dropped_model_leaves_the_others_as_they_are(rank, renderer):
+    rank.create_model("kept", LORA)
+    perturb(rank, "kept")
+    item = datum(MIXED["one image"], renderer)
+    before = rank.forward_backward("kept", cross_entropy([item]), False)
+    rank.create_model("dropped", LoraConfig(rank=4, seed=9))
+    rank.forward_backward("dropped", cross_entropy([item]), True)
+    rank.delete_model("dropped")
+    after = rank.forward_backward("kept", cross_entropy([item]), False)
+    np.testing.assert_array_equal(before.loss_fn_outputs[0]["logprobs"], after.loss_fn_outputs[0]["logprobs"])
+
+
+def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(rank):
+    drawn = []
+    for seed in (5, 5, 6):
+        rank.create_model("m", LoraConfig(rank=4, seed=seed))
+        drawn.append({name: tensor.detach().clone() for name, tensor in rank._models["m"].adapter.tensors.items()})
+    assert_same(drawn[0], drawn[1], rtol=0)
+    assert any((drawn[0][name] != drawn[2][name]).any() for name in drawn[0])
+
+
+def test_the_flags_choose_the_modules(rank):
+    for flag, modules in (
+        ("train_attn", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("train_mlp", {"gate_proj", "up_proj", "down_proj"}),
+        ("train_unembed", {"lm_head"}),
+    ):
+        flags = {"train_attn": False, "train_mlp": False, "train_unembed": False, flag: True}
+        rank.create_model("m", LoraConfig(rank=2, seed=1, **flags))
+        names = rank._models["m"].adapter.tensors
+        assert {name.split(".")[-3] for name in names} == modules
+        assert not any("visual" in name for name in names)
+
+
+@pytest.mark.parametrize("rank_of_lora", [0, -3, 65])
+def test_a_rank_out_of_range_is_refused(rank, rank_of_lora):
+    with pytest.raises(InvalidInput, match="1 to 64"):
+        rank.create_model("bad", LoraConfig(rank=rank_of_lora, seed=1))
+
+
+def test_forward_only_leaves_the_gradient_alone(rank, renderer):
+    rank.create_model("m", LORA)
+    item = datum(MIXED["text"], renderer)
+    rank.forward_backward("m", cross_entropy([item]), True)
+    before = gradients(rank, "m")
+    rank.forward_backward("m", cross_entropy([item]), False)
+    assert_same(gradients(rank, "m"), before, rtol=0)
+
+
+def test_a_step_without_a_gradient_is_refused(rank, renderer):
+    rank.create_model("m", LORA)
+    with pytest.raises(InvalidInput, match="no gradient"):
+        rank.optim_step("m", SMOOTH)
+    rank.forward_backward("m", cross_entropy([datum(MIXED["text"], renderer)]), False)
+    with pytest.raises(InvalidInput, match="no gradient"):
+        rank.optim_step("m", SMOOTH)
+
+
+def test_a_failed_forward_backward_fails_the_next_step_and_the_run_goes_on(rank, renderer):
+    rank.create_model("m", LORA)
+    good = datum(MIXED["text"], renderer)
+    truncated = image(64, 64, 3)
+    broken = datum(prompt(words(3), truncated), renderer)
+    cut = type(truncated)(data=truncated.data[: len(truncated.data) // 2], format="png")
+    broken = Datum(model_input=prompt(words(3), cut), loss_fn_inputs=broken.loss_fn_inputs)
+    rank.forward_backward("m", cross_entropy([good]), True)
+    with pytest.raises(InvalidInput, match="datum 1, chunk 1: the image does not decode"):
+        rank.forward_backward("m", cross_entropy([good, broken]), True)
+    with pytest.raises(InvalidInput, match="incomplete"):
+        rank.optim_step("m", SMOOTH)
+    rank.forward_backward("m", cross_entropy([good]), True)
+    assert rank.optim_step("m", SMOOTH).metrics["grad_norm"] > 0
+
+
+def test_saved_state_goes_on_as_if_never_interrupted(tiny_vl, rank, renderer, tmp_path):
+    data = cross_entropy([datum(model_input, renderer) for model_input in MIXED.values()])
+    rank.create_model("m", LORA)
+    for _ in range(2):
+        rank.forward_backward("m", data, True)
+        rank.optim_step("m", AdamParams(learning_rate=1e-2))
+    rank.save_state("m", tmp_path / "state")
+
+    other = trainer(tiny_vl)
+    other.create_model("n", LoraConfig(rank=8, seed=99))
+    other.load_state("n", tmp_path / "state", True)
+    fresh = trainer(tiny_vl)
+    fresh.create_model("n", LoraConfig(rank=8, seed=99))
+    fresh.load_state("n", tmp_path / "state", False)
+    for one, name in ((rank, "m"), (other, "n"), (fresh, "n")):
+        one.forward_backward(name, data, True)
+        one.optim_step(name, AdamParams(learning_rate=1e-2))
+    tensors = [dict(one._models[name].adapter.tensors) for one, name in ((rank, "m"), (other, "n"), (fresh, "n"))]
+    assert_same(tensors[1], tensors[0], rtol=0)
+    assert any((tensors[2][name] != tensors[0][name]).any() for name in tensors[0])
+
+
+def test_a_checkpoint_of_another_rank_is_refused(rank, tmp_path):
+    rank.create_model("m", LORA)
+    rank.save_state("m", tmp_path / "state")
+    rank.create_model("n", LoraConfig(rank=4, seed=1))
+    with pytest.raises(InvalidInput, match="the LoRA ranks differ"):
+        rank.load_state("n", tmp_path / "state", False)
+
+
+def test_sampler_weights_hold_no_optimizer_and_say_so(rank, tmp_path):
+    rank.create_model("m", LORA)
+    rank.save_sampler_weights("m", tmp_path / "weights")
+    with pytest.raises(InvalidInput, match="not saved for training"):
+        rank.load_state("m", tmp_path / "weights", True)
+
+
+def test_text_models_train_as_transformers_scores_them(tiny_text):
+    rank, renderer = trainer(tiny_text), make_renderer(tiny_text)
+    rank.create_model("m", LORA)
+    data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
+    output = rank.forward_backward("m", cross_entropy(data), True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
+    for item, got in zip(data, output.loss_fn_outputs, strict=True):
+        with torch.no_grad():
+            expected = reference_logprobs(renderer, item, model)[:, 0]
+        np.testing.assert_allclose(got["logprobs"], expected, atol=1e-4)
+    rank.optim_step("m", SMOOTH)
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_text, monkeypatch):
+    from transformers import Qwen3ForCausalLM
+
+    plain = Qwen3ForCausalLM.forward
+
+    def softcapped(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", softcapped)
+    with pytest.raises(BackendFailed, match="not supported"):
+        trainer(tiny_text)
+
+
+async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
+    """Also where one rank has no image, or nothing at all to do."""
+    batches = [
+        [datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())],
+        [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
+        [datum(MIXED["three images of different sizes"], renderer, 3)],
+    ]
+    weights = []
+    for num_ranks in (1, 2):
+        ranked = RankedTrainer(config(tiny_vl, max_tokens=60), renderer, num_ranks=num_ranks, max_context_length=1024)
+        await ranked.start()
+        try:
+            await ranked.create_model("m", LORA)
+            outputs = []
+            for batch in batches:
+                outputs.append(await ranked.forward_backward("m", cross_entropy(batch), backward=True))
+                await ranked.optim_step("m", SMOOTH)
+            await ranked.save_state("m", tmp_path / str(num_ranks))
+        finally:
+            await ranked.stop()
+        weights.append((outputs, load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors")))
+    (one, one_weights), (two, two_weights) = weights
+    for single, double in zip(one, two, strict=True):
+        assert double.metrics["loss:sum"] == pytest.approx(single.metrics["loss:sum"], rel=1e-5)
+        for a, b in zip(single.loss_fn_outputs, double.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(b["logprobs"], a["logprobs"], atol=1e-4)
+    assert_same(two_weights, one_weights, rtol=1e-5)
+
+
+async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group(tiny_vl, renderer):
+    whole = image(64, 64, 3)
+    cut = type(whole)(data=whole.data[: len(whole.data) // 2], format="png")
+    broken = Datum(
+        model_input=prompt(words(3), cut), loss_fn_inputs=datum(prompt(words(3), whole), renderer).loss_fn_inputs
+    )
+    good = datum(MIXED["text"], renderer)
+    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=2, max_context_length=1024)
+    await ranked.start()
+    try:
+        await ranked.create_model("m", LORA)
+        with pytest.raises(InvalidInput, match="datum 1, chunk 1"):
+            await ranked.forward_backward("m", cross_entropy([good, broken]), backward=True)
+        with pytest.raises(InvalidInput, match="incomplete"):
+            await ranked.optim_step("m", SMOOTH)
+        await ranked.forward_backward("m", cross_entropy([good]), backward=True)
+        await ranked.optim_step("m", SMOOTH)
+    finally:
+        await ranked.stop()
+
+
+async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
+    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=1, max_context_length=64)
+    good = datum(MIXED["text"], renderer)
+    inputs = good.loss_fn_inputs
+
+    def changed(**changes: object) -> Datum:
+        return Datum(
+            model_input=good.model_input,
+            loss_fn_inputs={k: v for k, v in {**inputs, **changes}.items() if v is not None},
+        )
+
+    cases = [
+        (changed(target_tokens=None), "datum 1: cross_entropy needs loss_fn_inputs 'target_tokens'"),
+        (changed(target_tokens=inputs["target_tokens"][:-1]), r"datum 1: target_tokens has shape \(16,\)"),
+        (changed(weights=inputs["weights"][:-1]), "datum 1: weights has shape"),
+        (changed(weights=inputs["weights"] * np.float32("nan")), "datum 1: NonFiniteInTensor: weights"),
+        (changed(target_tokens=inputs["target_tokens"] + 9999), "datum 1: target token .* vocabulary"),
+        (changed(advantages=inputs["weights"]), "datum 1: cross_entropy takes no loss_fn_inputs 'advantages'"),
+        (datum(prompt(words(65)), renderer), "datum 1: 65 tokens, but the context window holds 64"),
+    ]
+    await ranked.start()
+    try:
+        await ranked.create_model("m", LORA)
+        for bad, message in cases:
+            with pytest.raises(InvalidInput, match=message):
+                await ranked.forward_backward("m", cross_entropy([good, bad]), backward=False)
+        with pytest.raises(InvalidInput, match="loss_fn 'stable_reinforce' is not supported; supported: cross_entropy"):
+            await ranked.forward_backward(
+                "m", ForwardBackwardInput(data=[good], loss_fn="stable_reinforce"), backward=False
+            )
+        await ranked.forward_backward("m", cross_entropy([good]), backward=True)
+        await ranked.optim_step("m", SMOOTH)
+    finally:
+        await ranked.stop()

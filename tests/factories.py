@@ -1,0 +1,68 @@
+"""Small inputs for tests: images of known content, datums with random targets."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
+from api_schemas.training import ForwardBackwardInput
+from backends.rendering import Renderer
+
+VOCAB = 300
+"""Below every tiny model's image placeholder."""
+
+
+def photo(width: int, height: int, seed: int = 0, *, mode: str = "RGB", format: str = "png") -> bytes:
+    """A smooth random picture as a file."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+    buffer = io.BytesIO()
+    image.save(buffer, format)
+    return buffer.getvalue()
+
+
+def text(*tokens: int) -> EncodedTextChunk:
+    return EncodedTextChunk(tokens=list(tokens))
+
+
+def words(count: int, seed: int = 0) -> EncodedTextChunk:
+    """Random token ids."""
+    return EncodedTextChunk(tokens=np.random.default_rng(seed).integers(0, VOCAB, count, dtype=np.int32))
+
+
+def image(width: int, height: int, seed: int = 0) -> ImageChunk:
+    return ImageChunk(data=photo(width, height, seed), format="png")
+
+
+def prompt(*chunks: EncodedTextChunk | ImageChunk) -> ModelInput:
+    return ModelInput(chunks=list(chunks))
+
+
+MIXED: dict[str, ModelInput] = {
+    "text": prompt(words(17, 1)),
+    "one image": prompt(words(4, 2), image(96, 64, 1), words(7, 3)),
+    "three images of different sizes": prompt(
+        words(3, 4), image(64, 96, 2), words(2, 5), image(130, 50, 3), words(1, 6), image(200, 150, 4), words(5, 7)
+    ),
+    "image last": prompt(words(6, 8), image(70, 70, 5)),
+    "image first": prompt(image(40, 90, 6), words(4, 9)),
+}
+"""Inputs that together show what can go wrong with images."""
+
+
+def datum(model_input: ModelInput, renderer: Renderer, seed: int = 0, *, k: int | None = None) -> Datum:
+    """Random targets and weights, some negative, some zero; `k` for soft targets."""
+    length, _ = renderer.layout(model_input, "datum")
+    random = np.random.default_rng(seed)
+    shape = (length,) if k is None else (length, k)
+    weights = random.normal(size=shape).astype(np.float32) * (random.random(shape) < 0.8)
+    return Datum(
+        model_input=model_input,
+        loss_fn_inputs={"target_tokens": random.integers(0, VOCAB, shape), "weights": weights.astype(np.float32)},
+    )
+
+
+def cross_entropy(datums: Sequence[Datum]) -> ForwardBackwardInput:
+    return ForwardBackwardInput(data=list(datums), loss_fn="cross_entropy")

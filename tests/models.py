@@ -1,0 +1,150 @@
+"""Tiny random models as complete Hugging Face directories, made in a second.
+
+The usual initialisation of 0.02 gives near-flat log probabilities, on which a parity test proves
+nothing: here they range over about -9 .. -2.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+SPECIALS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+CONTEXT = 4096
+
+
+def make_tiny_vl(directory: Path, *, tie: bool = False, seed: int = 0) -> Path:
+    """A Qwen3-VL of 0.3 M parameters; `tie`: its head shares the embeddings' weight."""
+    tokenizer, ids = _tokenizer(directory)
+    text_config = dict(
+        _text_sizes(tokenizer, ids, tie),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    )
+    vision_config = dict(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_heads=2,
+        in_channels=3,
+        patch_size=16,
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+        out_hidden_size=64,
+        num_position_embeddings=256,
+        deepstack_visual_indexes=[0, 1],
+    )
+    config = Qwen3VLConfig(
+        text_config=text_config,
+        vision_config=vision_config,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=tie,
+    )
+    _save(Qwen3VLForConditionalGeneration, config, directory, ids, seed)
+    processor = {
+        "size": {"longest_edge": 16777216, "shortest_edge": 1024},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    video = {key: value for key, value in processor.items() if key != "image_processor_type"}
+    video |= {
+        "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    }
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
+    return directory
+
+
+def make_tiny_text(directory: Path, *, seed: int = 0) -> Path:
+    """A text-only Qwen3 of the same size."""
+    tokenizer, ids = _tokenizer(directory)
+    _save(Qwen3ForCausalLM, Qwen3Config(**_text_sizes(tokenizer, ids, False)), directory, ids, seed)
+    return directory
+
+
+def _text_sizes(tokenizer: PreTrainedTokenizerFast, ids: dict[str, int], tie: bool) -> dict[str, object]:
+    return {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,  # padded above the tokenizer's, as Qwen does
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tie,
+        "pad_token_id": ids["<|endoftext|>"],
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+    }
+
+
+def _tokenizer(directory: Path) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    corpus = ["hello world, this is a small corpus for a tiny tokenizer. user assistant system image what"] * 4
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=384, initial_alphabet=sorted(alphabet), show_progress=False)
+    )
+    raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIALS[1:],
+        model_max_length=CONTEXT,
+    )
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.save_pretrained(directory)
+    return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
+
+
+def _save(kind: type[PreTrainedModel], config: object, directory: Path, ids: dict[str, int], seed: int) -> None:
+    config.architectures = [kind.__name__]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = kind(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() >= 2:
+                    parameter.normal_(0, 0.5 if "pos_embed" in name else 1.2 / parameter[0].numel() ** 0.5)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]
+    )
+    model.save_pretrained(directory)
