@@ -23,8 +23,8 @@ class BackendConfig(BaseModel):
     """Largest sequence in tokens; absent: the model's own, at most 32768."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 64
     """Largest rank a client may ask for; the sampler reserves memory for it."""
-    max_tokens_per_microbatch: int = Field(default=8192, ge=16)
-    """Tokens of one forward pass in training; a longer datum runs alone."""
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
+    """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 8192 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Sequences the sampler decodes at once; more wait their turn."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)

@@ -1,11 +1,13 @@
 """Fixtures shared by all tests: tiny models, made once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from backends.rendering import Renderer
 from tests.models import make_tiny_text, make_tiny_vl
+from tests.servers import MODEL, Server
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +29,11 @@ def renderer(tiny_vl: Path) -> Renderer:
 
 def make_renderer(source: Path) -> Renderer:
     return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The one server, and so the one vLLM engine, of a test session."""
+    running = Server(tmp_path_factory.mktemp("server") / "data", {MODEL: tiny_vl}).start()
+    yield running
+    assert running.stop() == 0, running.log.read_text()[-4000:]

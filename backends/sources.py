@@ -1,0 +1,80 @@
+"""Where a base model's files are, and whether this machine can hold it. Loads no weights."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import psutil
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoTokenizer
+
+from backends.protocol import BackendFailed
+
+_PROCESS_BYTES = 3 << 29  # 1.5 GiB: torch, transformers or vLLM, before any weights
+_SIZE_OF = {"float32": 4, "bfloat16": 2}
+
+
+def local_directory(source: str) -> Path:
+    """The directory named by `source`, or the hub's files for it (downloaded where they are not cached)."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_absolute() or source.startswith((".", "~")):
+        raise BackendFailed(f"model directory {source} does not exist")
+    try:
+        return Path(snapshot_download(source, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BackendFailed(f"{source} is no directory here, and the model hub does not give it: {reason}") from None
+
+
+def check_tokenizer(directory: Path) -> None:
+    """The sampler needs it for stop strings."""
+    try:
+        AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # transformers raises what it happens to meet first
+        raise BackendFailed(f"{directory}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+
+
+def count_parameters(directory: Path) -> int:
+    """From the headers of the safetensors files."""
+    total = 0
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    if total == 0:
+        raise BackendFailed(f"{directory}: no safetensors weights")
+    return total
+
+
+def check_memory(
+    name: str, num_parameters: int, dtype: str, device: str, *, ranks: int, sampler_fraction: float, kv_bytes: int
+) -> None:
+    """Refuse a base that cannot fit, with the figures, before minutes of loading end in a kill."""
+    copy = num_parameters * _SIZE_OF[dtype]
+    if device == "cpu":
+        needed = copy * (ranks + 1) + kv_bytes + _PROCESS_BYTES * (ranks + 1)
+        available = psutil.virtual_memory().available
+        if needed > available:
+            raise BackendFailed(
+                f"{name}: too little memory: the trainer ({ranks} x {_gib(copy)}) and the sampler ({_gib(copy)} and"
+                f" {_gib(kv_bytes)} of KV cache) need about {_gib(needed)}, {_gib(available)} are free"
+            )
+        return
+    for index in range(ranks):
+        _, total = torch.cuda.mem_get_info(index)
+        sampler, trainer = total * sampler_fraction, total * (1 - sampler_fraction)
+        if copy + (1 << 30) > sampler or copy / ranks + (2 << 30) > trainer:
+            raise BackendFailed(
+                f"{name}: too little GPU memory: its weights take {_gib(copy)}; of {_gib(total)} the sampler has"
+                f" {_gib(sampler)} (gpu_memory_fraction {sampler_fraction}) and the trainer {_gib(trainer)}"
+            )
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

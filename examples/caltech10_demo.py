@@ -1,0 +1,203 @@
+"""Teach a small vision-language model to name the subject of a photograph, through the public SDK alone.
+
+Starts a server on this machine (or takes a running one), trains a LoRA adapter on 300 photographs and
+samples answers about 200 held-out ones before and after.
+
+    python examples/caltech10_demo.py
+    python examples/caltech10_demo.py --base-url http://HOST:PORT --model-name NAME --model-dir DIRECTORY
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tinker
+import transformers
+from caltech10 import Conversation, Photo, load_photos, training_batch
+from caltech10_report import Evaluation, Report, Step, evaluation_of, print_comparison, print_times
+from local_server import ROOT, ServerDied, local_server, while_alive
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from stand_in import make_stand_in
+from tinker import types
+
+STAND_IN_NAME = "tinker-server/stand-in-vl"
+STAND_IN_DIR = ROOT / ".data" / "stand-in-vl"
+SERVER_DATA_DIR = ROOT / ".data" / "demo"
+RANK = 32
+WARM_UP_STEPS = 5
+ANSWER_TOKENS = 12  # more than the longest class name takes
+STAND_IN_NOTICE = (
+    "[bold]The base model is a randomly initialised stand-in.[/bold] Its weights are noise from a fixed seed: "
+    "it was never trained and knows nothing. What it can do after this run, the LoRA adapter has learned here."
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the client asks of the server."""
+
+    model_name: str
+    steps: int
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+    def learning_rate_at(self, step: int) -> float:
+        """A short warm-up, then linear decay."""
+        warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
+        return self.learning_rate * warm_up * (1 - step / self.steps)
+
+
+def mean_loss(batch: list[types.Datum], output: types.ForwardBackwardOutput) -> float:
+    """Nats per answer token, from the log-probabilities that the server returns."""
+    loss = weight = 0.0
+    for datum, result in zip(batch, output.loss_fn_outputs, strict=True):
+        weights = datum.loss_fn_inputs["weights"].to_numpy()
+        loss -= float(np.dot(weights, result["logprobs"].to_numpy()))
+        weight += float(weights.sum())
+    return loss / weight
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+
+
+async def evaluate(
+    sampler: tinker.SamplingClient, conversation: Conversation, photos: list[Photo], step: int, progress: Progress
+) -> Evaluation:
+    """Ask about all photographs at once; the sampler batches them."""
+    started = time.monotonic()
+    params = types.SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, stop=[conversation.end_token])
+    bar = progress.add_task(f"asking about {len(photos)} photographs", total=len(photos))
+
+    async def answer(photo: Photo) -> str:
+        response = await sampler.sample(conversation.prompt(photo), num_samples=1, sampling_params=params)
+        progress.advance(bar)
+        return conversation.read_answer(response.sequences[0].tokens)
+
+    answers = await asyncio.gather(*(answer(photo) for photo in photos))
+    progress.remove_task(bar)
+    return evaluation_of(step, [photo.label for photo in photos], answers, time.monotonic() - started)
+
+
+async def train(
+    client: tinker.TrainingClient, conversation: Conversation, plan: Plan, report: Report, progress: Progress
+) -> None:
+    """Every step is submitted before the one ahead of it is awaited, so the server never waits for us."""
+    photos = load_photos("train")
+    held_out = load_photos("test")
+    curve_steps = {plan.steps * quarter // 4 for quarter in (1, 2, 3)}
+    started = time.monotonic()
+    bar = progress.add_task("training", total=plan.steps)
+
+    async def finish(
+        step: int,
+        batch: list[types.Datum],
+        forward_backward: tinker.APIFuture[types.ForwardBackwardOutput],
+        optim_step: tinker.APIFuture[types.OptimStepResponse],
+    ) -> None:
+        loss = mean_loss(batch, await forward_backward)
+        await optim_step
+        report.add_step(Step(step, loss, plan.learning_rate_at(step), time.monotonic() - started))
+        progress.update(bar, advance=1, description=f"training, loss {loss:.3f}")
+
+    ahead = None
+    for step in range(plan.steps):
+        if step in curve_steps:
+            sampler = await client.save_weights_and_get_sampling_client()
+            report.add_evaluation(await evaluate(sampler, conversation, held_out, step, progress))
+        batch = [conversation.datum(p) for p in training_batch(photos, step, plan.batch_size, plan.seed)]
+        adam = types.AdamParams(learning_rate=plan.learning_rate_at(step))
+        submitted = (step, batch, client.forward_backward(batch, "cross_entropy"), client.optim_step(adam))
+        if ahead is not None:
+            await finish(*ahead)
+        ahead = submitted
+    if ahead is not None:
+        await finish(*ahead)
+
+
+async def teach(base_url: str, plan: Plan, conversation: Conversation, report: Report, console: Console) -> None:
+    """The whole client side; it would be the same against any server of this API."""
+    held_out = load_photos("test")
+    service = tinker.ServiceClient(base_url=base_url, api_key="tml-demo")
+    client = await service.create_lora_training_client(base_model=plan.model_name, rank=RANK, seed=plan.seed)
+    with progress_bar(console) as progress:
+        untrained = await client.save_weights_and_get_sampling_client()
+        before = await evaluate(untrained, conversation, held_out, 0, progress)
+        report.add_evaluation(before)
+        progress.print(f"before training: {before.accuracy:.2f} of {before.count} photographs named correctly")
+        training_started = time.monotonic()
+        await train(client, conversation, plan, report, progress)
+        training_s = time.monotonic() - training_started
+        trained = await client.save_weights_and_get_sampling_client()
+        after = await evaluate(trained, conversation, held_out, plan.steps, progress)
+        report.add_evaluation(after)
+    await service.close("success")
+    report.draw(f"LoRA of rank {RANK} on {plan.model_name}: {plan.steps} steps of {plan.batch_size} photographs")
+    print_comparison(console, before, after)
+    print_times(
+        console,
+        {
+            "sampling before": before.time_s,
+            "training, with three evaluations": training_s,
+            "sampling after": after.time_s,
+        },
+    )
+    console.print(f"curves in {report.picture_path}, metrics in {report.metrics_path}")
+    print(f"accuracy {before.accuracy:.2f} -> {after.accuracy:.2f} on {after.count} held-out photographs", flush=True)
+
+
+async def run(options: argparse.Namespace, console: Console) -> None:
+    if options.model_dir is None:
+        console.print(STAND_IN_NOTICE)
+    model_dir: Path = make_stand_in(STAND_IN_DIR) if options.model_dir is None else options.model_dir.resolve()
+    plan = Plan(options.model_name, options.steps, options.batch_size, options.learning_rate, options.seed)
+    work = (plan, Conversation(model_dir), Report(options.output), console)
+    if options.base_url:
+        await teach(options.base_url, *work)
+        return
+    data_dir = SERVER_DATA_DIR.resolve()
+    arguments = ["--data-dir", str(data_dir), "--model", f"{plan.model_name}={model_dir}", "--device", options.device]
+    async with local_server(arguments, data_dir / "server.log", console) as server:
+        await while_alive(server, teach(server.base_url, *work))
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch-size", type=int, default=30)
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the peak; a pretrained model wants less")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "demo-output", help="directory for curves and metrics")
+    parser.add_argument("--base-url", help="a running server; without it one is started here")
+    parser.add_argument("--model-name", default=STAND_IN_NAME, help="the base model's name on the server")
+    parser.add_argument("--model-dir", type=Path, help="its directory; without it the stand-in is made")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="for a server started here")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = read_options()
+    console = Console()
+    transformers.logging.disable_progress_bar()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a SIGTERM stops the server too
+    try:
+        asyncio.run(run(options, console))
+    except ServerDied as death:
+        console.print(str(death), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""The same server, on CUDA."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.servers import MODEL, Server
+
+
+@pytest.fixture(scope="session")
+def server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    running = Server(tmp_path_factory.mktemp("server") / "data", {MODEL: tiny_vl}, "--device", "cuda").start()
+    yield running
+    assert running.stop() == 0, running.log.read_text()[-4000:]

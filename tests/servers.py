@@ -1,0 +1,79 @@
+"""A real server in a process of its own, as a user starts it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tinker
+import tinker.types as types
+
+MODEL = "tests/tiny-vl"
+KEY = "tml-test"
+
+
+class Server:
+    """`tinker-server serve` on a free port."""
+
+    def __init__(self, data_dir: Path, models: Mapping[str, Path], *arguments: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self._command = [sys.executable, "-m", "tinker_server", "serve", "--port", str(self.port)]
+        self._command += ["--data-dir", str(data_dir), *arguments]
+        for name, directory in models.items():
+            self._command += ["--model", f"{name}={directory}"]
+        self.log = data_dir.with_suffix(".log")
+
+    def start(self) -> "Server":
+        """Returns once the server has said its URL."""
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+            )
+        timer = threading.Timer(180, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        assert re.search(re.escape(self.base_url), line), f"no URL but {line!r}; log:\n{self.log.read_text()[-4000:]}"
+        return self
+
+    def stop(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        """A crash."""
+        self.process.kill()
+        self.process.wait()
+
+    def client(self) -> tinker.ServiceClient:
+        """An SDK client of its own session."""
+        return tinker.ServiceClient(base_url=self.base_url, api_key=KEY)
+
+
+def sdk_input(model_input: Any) -> types.ModelInput:
+    """Our ModelInput as the SDK's."""
+    chunks: list[Any] = []
+    for chunk in model_input.chunks:
+        if chunk.type == "encoded_text":
+            chunks.append(types.EncodedTextChunk(tokens=chunk.tokens.tolist()))
+        else:
+            chunks.append(types.ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens))
+    return types.ModelInput(chunks=chunks)
+
+
+def sdk_datum(datum: Any) -> types.Datum:
+    """Our Datum as the SDK's."""
+    return types.Datum(
+        model_input=sdk_input(datum.model_input),
+        loss_fn_inputs={name: types.TensorData.from_numpy(array) for name, array in datum.loss_fn_inputs.items()},
+    )
