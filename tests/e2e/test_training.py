@@ -207,7 +207,7 @@ BAD = {
     "truncated image": (lambda: bad_image(photo(64, 64)[:200]), "chunk 1.*does not decode"),
     "wrong expected_tokens": (lambda: bad_image(photo(64, 64), 7), "Expected 7 tokens, got 4 from image"),
     "length mismatch": (lambda: bad_targets(np.zeros(3, np.int64)), r"target_tokens has shape \(3,\)"),
-    "token id beyond the vocabulary": (lambda: bad_tokens(384), "token id 384 is not in the vocabulary"),
+    "token id beyond the vocabulary": (lambda: bad_tokens(384), "token id 384 is outside the vocabulary"),
     "target beyond the vocabulary": (lambda: bad_targets(np.full(5, 999)), "target token 999"),
     "placeholder without image": (lambda: bad_tokens(326), "image placeholder"),
 }

@@ -1,0 +1,333 @@
+"""The wire as the real SDK speaks it, and raw HTTP where the SDK would not err, on a backend of fakes."""
+
+import asyncio
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import zstandard
+from tinker import types
+
+from api_schemas import tinker_wire_pb2 as pb
+from tests.fakes import FakeBackend
+from tinker_server.app import create_app
+from tinker_server.server import Server
+from tinker_server.settings import Settings
+
+HOLD_S = 0.3
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.backend = FakeBackend()
+        self.settings = Settings(
+            data_dir=data_dir, poll_hold_s=HOLD_S, gap_grace_s=0.5, max_body_bytes=1 << 20, drain_s=1
+        )
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._listening.wait(20)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=20)
+
+    async def _serve(self) -> None:
+        app = create_app(self.settings, self.backend)
+        async with app.router.lifespan_context(app):
+            self._server = Server(app, app.state.services.drain, self._listening.set)
+            self._server.config.port = 0
+            serving = asyncio.create_task(self._server.serve())
+            while not self._server.started:
+                await asyncio.sleep(0.01)
+            self.port = self._server.servers[0].sockets[0].getsockname()[1]
+            await serving
+
+    def stop(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive() and not self.backend.running
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def result(self, submitted: httpx.Response) -> httpx.Response:
+        assert submitted.status_code == 200, submitted.text
+        while (answer := self.post("/retrieve_future", request_id=submitted.json()["request_id"])).status_code == 408:
+            pass
+        return answer
+
+    def session(self) -> str:
+        session_id: str = self.post("/create_session", sdk_version="0.38.0").json()["session_id"]
+        return session_id
+
+    def model(self) -> str:
+        submitted = self.post(
+            "/create_model", session_id=self.session(), model_seq_id=0, base_model="tiny", lora_config={"rank": 8}
+        )
+        model_id: str = self.result(submitted).json()["model_id"]
+        return model_id
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("server"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
+        yield client
+
+
+def datum(length: int = 3) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(length))),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(np.arange(length)),
+            "weights": types.TensorData.from_numpy(np.ones(length, np.float32)),
+        },
+    )
+
+
+def forward_backward_body(model_id: str, seq_id: int, tokens: bytes = b"\1\0\0\0") -> bytes:
+    chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=tokens))
+    target = pb.Tensor(dtype=pb.DTYPE_INT64, shape=[1], dense=b"\1" + b"\0" * 7)
+    one = pb.Datum(model_input=[chunk], loss_fn_inputs={"target_tokens": target})
+    return pb.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id, data=[one], loss_fn="cross_entropy"
+    ).SerializeToString()
+
+
+def test_a_client_trains_saves_resumes_and_samples(client: tinker.ServiceClient) -> None:
+    training = client.create_lora_training_client("tiny", rank=8)
+    info = training.get_info()
+    assert (info.lora_rank, info.model_data.model_name, info.model_data.tokenizer_id) == (8, "tiny", "org/tiny")
+
+    passed = training.forward_backward([datum(3), datum(2)], "cross_entropy")
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))
+    outputs = passed.result()
+    assert [output["logprobs"].tolist() for output in outputs.loss_fn_outputs] == [[-1] * 3, [-1] * 2]
+    assert outputs.metrics == {"loss:sum": 2} and stepped.result().metrics == {"grad_norm": 1, "step": 1}
+
+    path = training.save_state("checkpoint").result().path
+    assert path == f"tinker://{training.model_id}/weights/checkpoint"
+    resumed = client.create_training_client_from_state_with_optimizer(path)
+    assert resumed.model_id != training.model_id and resumed.get_info().lora_rank == 8
+    assert resumed.optim_step(types.AdamParams()).result().metrics["step"] == 2
+    assert client.create_training_client_from_state(path).optim_step(types.AdamParams()).result().metrics["step"] == 1
+
+    prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
+    sampler = resumed.save_weights_and_get_sampling_client()
+    sampled = sampler.sample(prompt, num_samples=2, sampling_params=params).result()
+    assert [sequence.tokens for sequence in sampled.sequences] == [[2], [2]]
+    assert sampled.sequences[0].stop_reason == "length" and sampled.sequences[0].logprobs == [-0.5]
+
+    named = training.save_weights_for_sampler("final").result().path
+    from_named = client.create_sampling_client(model_path=named)
+    assert from_named.get_base_model() == "tiny"
+    assert from_named.sample(prompt, 1, params).result().sequences[0].tokens == [1]
+    base = client.create_sampling_client(base_model="tiny")
+    assert base.sample(prompt, 1, params).result().sequences[0].tokens == [100]
+
+
+def test_a_large_batch_comes_back_in_order(client: tinker.ServiceClient) -> None:
+    training = client.create_lora_training_client("tiny", rank=8)
+    lengths = [1 + index % 7 for index in range(1100)]
+    outputs = training.forward_backward([datum(length) for length in lengths], "cross_entropy").result()
+    assert [len(output["logprobs"].data) for output in outputs.loss_fn_outputs] == lengths
+    assert outputs.metrics == {"loss:sum": 1100}
+
+
+def test_the_sdk_raises_a_failed_operation_with_its_category(client: tinker.ServiceClient) -> None:
+    training = client.create_lora_training_client("tiny", rank=8)
+    with pytest.raises(tinker.RequestFailedError, match="loss_fn 'wrong' is not known") as caught:
+        training.forward_backward([datum()], "wrong").result()  # type: ignore[arg-type]
+    assert caught.value.category == "user"
+    assert training.optim_step(types.AdamParams()).result().metrics is not None
+    with pytest.raises(tinker.RequestFailedError, match="served: tiny"):
+        client.create_lora_training_client("other", rank=8)
+    with pytest.raises(tinker.NotFoundError, match="served: tiny"):
+        client.create_sampling_client(base_model="other")
+    with pytest.raises(tinker.BadRequestError, match="the prompt is empty"):
+        client.create_sampling_client(base_model="tiny").sample(
+            types.ModelInput(chunks=[]), 1, types.SamplingParams()
+        ).result()
+
+
+def test_capabilities_name_the_served_models(client: tinker.ServiceClient) -> None:
+    (model,) = client.get_server_capabilities().supported_models
+    assert (model.model_name, model.max_context_length) == ("tiny", 128)
+
+
+def test_a_session_is_alive_until_it_is_finished(server: Running) -> None:
+    session_id = server.session()
+    assert server.post("/session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
+    assert server.post("/session_heartbeat", session_id="other").status_code == 404
+    for _ in range(2):
+        finished = server.post(f"/sessions/{session_id}/finish", reason={"type": "success"}, detail=None)
+        assert finished.status_code == 204
+    assert server.post("/session_heartbeat", session_id=session_id).status_code == 410
+    refused = server.post("/create_model", session_id=session_id, model_seq_id=0, base_model="tiny")
+    assert refused.status_code == 403 and "finished" in refused.json()["detail"]
+    refused = server.post("/create_sampling_session", session_id="other", sampling_session_seq_id=0, base_model="tiny")
+    assert refused.status_code == 404
+
+
+def test_a_repeated_session_request_makes_one_session(server: Running) -> None:
+    key = {"x-idempotency-key": str(uuid.uuid4())}
+    first, second = (server.http.post("/create_session", json={}, headers=key).json() for _ in range(2))
+    assert first == second
+
+
+def test_telemetry_is_logged_without_keys(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tinker_server")
+    event = {"event": "GENERIC_EVENT", "event_data": {"headers": "x-api-key: tml-secret-1"}}
+    answer = server.post("/telemetry", session_id="s", events=[event], platform="", sdk_version="0.38.0")
+    assert answer.json() == {"status": "accepted"}
+    assert "[key]" in caplog.text and "secret" not in caplog.text
+
+
+def test_a_repeated_submit_has_the_same_request_id_and_another_operation_is_400(server: Running) -> None:
+    model_id = server.model()
+    first, second = (server.post("/optim_step", model_id=model_id, seq_id=1).json() for _ in range(2))
+    assert first == second
+    conflict = server.post("/save_weights", model_id=model_id, seq_id=1, path="a")
+    assert conflict.status_code == 400 and "seq_id 1" in conflict.json()["detail"]
+
+
+def test_an_unfinished_poll_is_held_then_408_and_wakes_at_once(server: Running) -> None:
+    model_id = server.model()
+    gate = server.backend.tiny.trainer.gates["cross_entropy"]
+    gate.clear()
+    headers = {"content-type": "application/x-protobuf"}
+    submitted = server.http.post("/forward_backward", content=forward_backward_body(model_id, 1), headers=headers)
+    started = time.monotonic()
+    pending = server.post("/retrieve_future", request_id=submitted.json()["request_id"], allow_metadata_only=True)
+    assert pending.status_code == 408 and time.monotonic() - started >= HOLD_S
+    assert pending.json() == {"type": "try_again", "queue_state": "active", **submitted.json()}
+    threading.Timer(HOLD_S / 3, gate.set).start()  # the loop's own task wakes by the next arrival at the latest
+    server.post("/session_heartbeat", session_id="other")
+    assert server.result(submitted).headers["content-type"] == "application/x-protobuf"
+
+
+def test_compressed_bodies_are_read_and_corrupt_ones_refused(server: Running) -> None:
+    model_id = server.model()
+    headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
+    body = zstandard.compress(forward_backward_body(model_id, 1))
+    submitted = server.http.post("/forward_backward", content=body, headers=headers)
+    assert pb.ForwardBackwardOutput.FromString(server.result(submitted).content).metrics == {"loss:sum": 1}
+    bomb = zstandard.compress(b"\0" * (2 << 20))
+    for wrong in (b"nonsense", bomb):
+        refused = server.http.post("/forward_backward", content=wrong, headers=headers)
+        assert refused.status_code == 400 and "zstd" in refused.json()["detail"]
+
+
+def test_refused_bodies_have_an_answer_with_a_length_and_settle_their_number(server: Running) -> None:
+    model_id = server.model()
+    headers = {"content-type": "application/x-protobuf"}
+    malformed = forward_backward_body(model_id, 1, tokens=b"\1")
+    refused = [
+        server.http.post("/forward_backward", content=malformed, headers=headers),
+        server.http.post("/forward_backward", content=b"\xff", headers=headers),
+        server.post("/forward_backward", model_id=model_id, seq_id=9),
+        server.post("/optim_step", model_id=model_id, seq_id=2, adam_params={"beta1": 2}),
+        server.post("/optim_step", model_id=model_id, seq_id=2**70),
+        server.http.post("/optim_step", content=b"{"),
+        server.post("/optim_step", model_id=model_id, seq_id=2, typo=1),
+        server.post("/load_weights", path="tinker://a/weights/b", model_id=model_id),
+    ]
+    assert [answer.status_code for answer in refused] == [400, 400, 400, 422, 400, 422, 422, 400]
+    assert all(int(answer.headers["content-length"]) > 0 and answer.json()["detail"] for answer in refused)
+    assert "datum 0: tokens" in refused[0].json()["detail"] and "adam_params.beta1" in refused[3].json()["detail"]
+    started = time.monotonic()
+    third = server.http.post("/forward_backward", content=forward_backward_body(model_id, 3), headers=headers)
+    server.result(third)
+    assert time.monotonic() - started < server.settings.gap_grace_s
+
+
+def test_unknown_things_are_404(server: Running) -> None:
+    session_id = server.session()
+    answers = [
+        server.post("/retrieve_future", request_id="nothing"),
+        server.post("/optim_step", model_id="nothing", seq_id=1),
+        server.post("/get_info", model_id="nothing"),
+        server.http.get("/samplers/nothing"),
+        server.post(
+            "/create_sampling_session",
+            session_id=session_id,
+            sampling_session_seq_id=0,
+            model_path="tinker://run/sampler_weights/a",
+        ),
+        server.http.get("/nothing"),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * 6
+
+
+def test_a_body_over_the_limit_is_413_with_a_text(server: Running) -> None:
+    refused = server.http.post("/optim_step", content=b"x" * (3 << 20))
+    assert refused.status_code == 413 and "larger than 1048576 bytes" in refused.json()["detail"]
+    chunked = server.http.post("/optim_step", content=iter([b"x" * (1 << 20)] * 3))
+    assert chunked.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs"),
+        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"record_stability_info": True}, "record_stability_info"),
+        ({"base_model": "tiny"}, "base_model"),
+        ({"seq_id": None}, "seq_id"),
+    ],
+)
+def test_samples_that_cannot_be_are_refused_by_name(server: Running, fields: dict[str, object], text: str) -> None:
+    session_id = server.session()
+    created = server.post(
+        "/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="tiny"
+    )
+    body = {
+        "sampling_session_id": created.json()["sampling_session_id"],
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 1},
+    }
+    refused = server.post("/asample", **(body | fields))
+    assert refused.status_code == 400 and text in refused.json()["detail"]
+    accepted = server.post("/asample", **body).json()
+    assert len(set(accepted["sample_sequence_ids"])) == 2 and server.post("/asample", **body).json() == accepted
+
+
+def test_a_sampling_session_on_training_weights_is_refused(server: Running) -> None:
+    refused = server.post(
+        "/create_sampling_session",
+        session_id=server.session(),
+        sampling_session_seq_id=0,
+        model_path="tinker://run/weights/a",
+    )
+    assert refused.status_code == 400 and "sampler_weights" in refused.json()["detail"]
+
+
+def test_two_hundred_submits_at_once_are_all_accepted(server: Running) -> None:
+    model_id = server.model()
+
+    async def submit_all() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=20) as http:
+            bodies = [{"model_id": model_id, "seq_id": number} for number in range(1, 201)]
+            return await asyncio.gather(*(http.post("/optim_step", json=body) for body in bodies))
+
+    answers = asyncio.run(submit_all())
+    assert len({answer.json()["request_id"] for answer in answers}) == 200
+    last = server.result(answers[-1])
+    assert json.loads(last.content)["metrics"]["grad_norm"] == 1

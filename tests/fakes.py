@@ -1,0 +1,134 @@
+"""A backend that satisfies the protocol and computes next to nothing."""
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse
+from api_schemas.training import (
+    AdamParams,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepResponse,
+)
+from backends.protocol import BaseModelInfo, InvalidInput, ModelLost
+
+
+class FakeTrainer:
+    """Counts steps. A loss named `wrong` is invalid, and one named `broken` an unforeseen error."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
+        self.calls: list[tuple[str, str]] = []
+        self.at_once = 0
+        self.gates: dict[str, asyncio.Event] = defaultdict(_open)
+        """Per loss: a forward_backward waits here."""
+
+    async def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        if lora.rank > 64:
+            raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
+        self.steps[model_id] = 0
+        self.calls.append(("create_model", model_id))
+
+    async def delete_model(self, model_id: str) -> None:
+        self.steps.pop(model_id, None)
+
+    async def forward_backward(
+        self, model_id: str, work: ForwardBackwardInput, *, backward: bool
+    ) -> ForwardBackwardOutput:
+        self._held(model_id)
+        assert self.at_once == 0, "two operations at once"
+        self.at_once += 1
+        try:
+            await self.gates[work.loss_fn].wait()
+        finally:
+            self.at_once -= 1
+        self.calls.append((work.loss_fn, model_id))
+        if work.loss_fn == "wrong":
+            raise InvalidInput("datum 0: loss_fn 'wrong' is not known")
+        if work.loss_fn == "broken":
+            raise ZeroDivisionError("division by zero")
+        outputs = [
+            {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -1, np.float32)} for datum in work.data
+        ]
+        return ForwardBackwardOutput(loss_fn_outputs=outputs, metrics={"loss:sum": float(len(work.data))})
+
+    async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
+        self._held(model_id)
+        self.calls.append(("optim_step", model_id))
+        self.steps[model_id] += 1
+        return OptimStepResponse(metrics={"grad_norm": 1.0, "step": self.steps[model_id]})
+
+    async def save_state(self, model_id: str, directory: Path) -> None:
+        self._held(model_id)
+        directory.mkdir(parents=True)
+        (directory / "steps").write_text(str(self.steps[model_id]))
+
+    async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        self._held(model_id)
+        self.steps[model_id] = int((directory / "steps").read_text()) if with_optimizer else 0
+
+    async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
+        await self.save_state(model_id, directory)
+
+    def _held(self, model_id: str) -> None:
+        if model_id not in self.steps:
+            raise ModelLost("the trainer was restarted")
+
+
+class FakeSampler:
+    """Answers each sample with one token: the number of steps its weights had, 100 for the base model."""
+
+    def __init__(self) -> None:
+        self.gate = _open()
+
+    async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
+        await self.gate.wait()
+        token = 100 if weights is None else int((weights / "steps").read_text())
+        sequence = SampledSequence(
+            stop_reason="length", tokens=np.array([token], np.int32), logprobs=np.array([-0.5], np.float32)
+        )
+        return SampleResponse(sequences=[sequence] * request.num_samples)
+
+
+class FakeBaseModel:
+    def __init__(self, name: str) -> None:
+        self.info = BaseModelInfo(
+            name=name,
+            source=f"org/{name}",
+            arch="fake",
+            vocab_size=1000,
+            max_context_length=128,
+            takes_images=False,
+            max_lora_rank=64,
+        )
+        self.trainer = FakeTrainer()
+        self.sampler = FakeSampler()
+
+    def check_sample(self, request: SampleRequest) -> None:
+        if not request.prompt.chunks:
+            raise InvalidInput("the prompt is empty")
+
+
+class FakeBackend:
+    """One base model, named `tiny`."""
+
+    def __init__(self) -> None:
+        self.tiny = FakeBaseModel("tiny")
+        self.models = {"tiny": self.tiny}
+        self.running = False
+
+    async def start(self) -> None:
+        self.running = True
+
+    async def stop(self) -> None:
+        self.running = False
+
+
+def _open() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event

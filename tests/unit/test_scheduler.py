@@ -1,0 +1,334 @@
+"""When accepted work runs, with the real store and operations on a backend that computes nothing."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from api_schemas.base import Request
+from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from api_schemas.sampling import SampleRequest, SamplingParams
+from api_schemas.sessions import CreateSessionRequest
+from api_schemas.training import (
+    CreateModelRequest,
+    ForwardBackwardInput,
+    ForwardBackwardRequest,
+    LoraConfig,
+    OptimizerConfig,
+    OptimStepRequest,
+)
+from api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
+from tests.fakes import FakeBackend
+from tinker_server.app import serving
+from tinker_server.db.tables import SamplingSession
+from tinker_server.deps import Services
+from tinker_server.errors import SequenceConflict, ShuttingDown
+from tinker_server.settings import Settings
+from tinker_server.store.futures import Result, Work
+
+GRACE_S = 0.3
+
+
+class Client:
+    """Submits as the routes do."""
+
+    def __init__(self, services: Services, backend: FakeBackend, session_id: str) -> None:
+        self.services = services
+        self.trainer = backend.tiny.trainer
+        self.sampler = backend.tiny.sampler
+        self.session_id = session_id
+        self.model_id = f"{session_id}:train:0"
+
+    async def submit(self, kind: str, request: Request, seq_id: int, lane: str | None = None) -> str:
+        body = request.model_dump_json().encode() if kind == "sample" else b"body"
+        return await self.services.scheduler.submit(
+            Work(kind, lane or self.model_id, seq_id, body, "application/json"), request
+        )
+
+    async def create_model(self, number: int = 0, **fields: object) -> str:
+        values = {"base_model": "tiny", "lora_config": LoraConfig(rank=8)} | fields
+        request = CreateModelRequest(session_id=self.session_id, model_seq_id=number, **values)
+        return await self.submit("create_model", request, 0, f"{self.session_id}:train:{number}")
+
+    async def forward_backward(self, seq_id: int, loss_fn: str | None = None, model_id: str | None = None) -> str:
+        lane = model_id or self.model_id
+        datum = Datum(model_input=ModelInput(chunks=[]), loss_fn_inputs={"target_tokens": np.array([1, 2])})
+        work = ForwardBackwardInput(data=[datum], loss_fn=loss_fn or f"loss {seq_id}")
+        request = ForwardBackwardRequest(model_id=lane, seq_id=seq_id, forward_backward_input=work)
+        return await self.submit("forward_backward", request, seq_id, lane)
+
+    async def optim_step(self, seq_id: int) -> str:
+        return await self.submit("optim_step", OptimStepRequest(model_id=self.model_id, seq_id=seq_id), seq_id)
+
+    async def save(self, seq_id: int, path: str, **fields: object) -> str:
+        request = SaveWeightsRequest(model_id=self.model_id, seq_id=seq_id, path=path, **fields)
+        return await self.submit("save_weights", request, seq_id)
+
+    async def load_as(self, number: int, path: str, **fields: object) -> str:
+        request = LoadWeightsRequest(session_id=self.session_id, model_seq_id=number, path=path, **fields)
+        return await self.submit("load_weights", request, 0, f"{self.session_id}:train:{number}")
+
+    async def sample(self, seq_id: int = 0) -> str:
+        sampler_id = f"{self.session_id}:sample:0"
+        await self.services.samplers.create(
+            SamplingSession(
+                sampling_session_id=sampler_id, session_id=self.session_id, base_model="tiny", created_at=1.0
+            )
+        )
+        request = SampleRequest(
+            sampling_session_id=sampler_id,
+            seq_id=seq_id,
+            prompt=ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2])]),
+            sampling_params=SamplingParams(max_tokens=1),
+        )
+        return await self.submit("sample", request, seq_id, sampler_id)
+
+    async def result(self, request_id: str) -> Result:
+        result = await self.services.futures.wait(request_id, 10)
+        assert result is not None
+        return result
+
+    async def error(self, request_id: str) -> dict[str, str]:
+        result = await self.result(request_id)
+        assert result.failed, result.body
+        return json.loads(result.body)
+
+    def ran(self) -> list[str]:
+        return [name for name, model_id in self.trainer.calls if model_id == self.model_id][1:]
+
+
+@asynccontextmanager
+async def server(data_dir: Path) -> AsyncIterator[Client]:
+    backend = FakeBackend()
+    settings = Settings(data_dir=data_dir, gap_grace_s=GRACE_S, drain_s=0.1)
+    async with serving(settings, backend) as services:
+        yield Client(services, backend, await services.sessions.create(CreateSessionRequest(), None))
+    assert not backend.running
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        yield client
+
+
+async def test_work_runs_by_number_whatever_the_order_of_arrival(client: Client) -> None:
+    ids = [await client.forward_backward(number) for number in (3, 2, 1)]
+    for request_id in ids:
+        assert not (await client.result(request_id)).failed
+    assert client.ran() == ["loss 1", "loss 2", "loss 3"]
+
+
+async def test_a_gap_before_forward_backward_is_waited_for_until_the_grace_is_over(client: Client) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    request_id = await client.forward_backward(2)
+    await client.result(request_id)
+    assert GRACE_S * 0.9 < loop.time() - started < GRACE_S + 2
+
+
+async def test_another_arrival_starts_the_grace_anew(client: Client) -> None:
+    last = await client.forward_backward(3)
+    await asyncio.sleep(GRACE_S * 0.7)
+    await client.forward_backward(2)
+    await asyncio.sleep(GRACE_S * 0.7)
+    await client.forward_backward(1)
+    await client.result(last)
+    assert client.ran() == ["loss 1", "loss 2", "loss 3"]
+
+
+async def test_a_later_optim_step_settles_the_numbers_before_it(client: Client) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    await client.forward_backward(2)
+    await client.result(await client.optim_step(5))
+    assert client.ran() == ["loss 2", "optim_step"] and loop.time() - started < GRACE_S
+
+
+async def test_a_refused_number_is_not_waited_for(client: Client) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    client.services.scheduler.refuse_number(client.model_id, 1)
+    request_id = await client.forward_backward(3)
+    client.services.scheduler.refuse_number(client.model_id, 2)
+    await client.result(request_id)
+    assert loop.time() - started < GRACE_S
+
+
+async def test_a_number_that_comes_after_it_was_skipped_runs_at_once(client: Client) -> None:
+    await client.result(await client.optim_step(4))
+    assert not (await client.result(await client.forward_backward(2))).failed
+    assert client.ran() == ["optim_step", "loss 2"]
+
+
+async def test_a_repeated_submit_runs_once(client: Client) -> None:
+    first, second = await asyncio.gather(client.optim_step(1), client.optim_step(1))
+    assert first == second and json.loads((await client.result(first)).body)["metrics"]["step"] == 1
+    assert await client.optim_step(1) == first
+    await client.result(await client.optim_step(2))
+    assert client.ran() == ["optim_step"] * 2
+
+
+async def test_another_operation_under_a_used_number_is_refused(client: Client) -> None:
+    await client.optim_step(1)
+    with pytest.raises(SequenceConflict, match="seq_id 1 of .* was a optim_step before"):
+        await client.forward_backward(1)
+
+
+async def test_a_failed_operation_does_not_stop_the_lane(client: Client) -> None:
+    invalid = await client.forward_backward(1, "wrong")
+    broken = await client.forward_backward(2, "broken")
+    step = await client.optim_step(3)
+    assert await client.error(invalid) == {"error": "datum 0: loss_fn 'wrong' is not known", "category": "user"}
+    assert await client.error(broken) == {"error": "ZeroDivisionError: division by zero", "category": "server"}
+    assert not (await client.result(step)).failed
+
+
+async def test_models_take_turns_on_one_trainer(client: Client) -> None:
+    await client.result(await client.create_model(1))
+    other = f"{client.session_id}:train:1"
+    client.trainer.gates["hold"].clear()
+    await client.forward_backward(1, "hold")
+    ids = [await client.forward_backward(2, "a2"), await client.forward_backward(1, "b1", other)]
+    await asyncio.sleep(0.05)
+    client.trainer.gates["hold"].set()
+    for request_id in ids:
+        assert not (await client.result(request_id)).failed
+    assert [name for name, _ in client.trainer.calls[2:]] == ["hold", "b1", "a2"]
+
+
+async def test_samples_do_not_wait_for_each_other_or_for_training(client: Client) -> None:
+    client.trainer.gates["hold"].clear()
+    await client.forward_backward(1, "hold")
+    for result in await asyncio.gather(*[client.result(await client.sample(seq_id)) for seq_id in (5, 0)]):
+        assert result.content_type == "application/x-protobuf" and not result.failed
+    client.trainer.gates["hold"].set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"base_model": "other"}, "base model 'other' is not served here; served: tiny"),
+        ({"lora_config": None}, "full fine-tuning is not supported"),
+        ({"lora_config": LoraConfig(rank=128)}, "rank 128: at most 64"),
+        (
+            {"lora_config": LoraConfig(rank=8, train_mlp=False, train_attn=False, train_unembed=False)},
+            "trains nothing",
+        ),
+        ({"optimizer_config": OptimizerConfig(type="dimuon")}, "only type 'adamw' is"),
+    ],
+)
+async def test_what_cannot_be_created_fails_in_its_future(client: Client, fields: dict[str, object], text: str) -> None:
+    error = await client.error(await client.create_model(7, **fields))
+    assert text in error["error"] and error["category"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        ("a/b", {}, "checkpoint name 'a/b'"),
+        ("ok", {"ttl_seconds": 10}, "ttl_seconds 10 is not between 3600 and 315360000"),
+        ("taken", {}, "exists already"),
+    ],
+)
+async def test_what_cannot_be_saved_fails_in_its_future(
+    client: Client, path: str, fields: dict[str, object], text: str
+) -> None:
+    await client.result(await client.save(1, "taken"))
+    error = await client.error(await client.save(2, path, **fields))
+    assert text in error["error"] and error["category"] == "user"
+
+
+async def test_overwriting_takes_a_new_directory_and_deletes_the_old_one(client: Client, tmp_path: Path) -> None:
+    await client.result(await client.save(1, "a"))
+    (old,) = tmp_path.glob("checkpoints/*/weights/a~*")
+    await client.result(await client.optim_step(2))
+    assert not (await client.result(await client.save(3, "a", overwrite=True))).failed
+    (new,) = tmp_path.glob("checkpoints/*/weights/a~*")
+    assert old != new and (new / "steps").read_text() == "1"
+
+
+async def test_a_model_is_created_from_a_checkpoint(client: Client) -> None:
+    await client.result(await client.optim_step(1))
+    saved = json.loads((await client.result(await client.save(2, "a"))).body)["path"]
+    await client.result(await client.load_as(1, saved, optimizer=True))
+    await client.result(await client.load_as(2, saved, optimizer=False))
+    assert client.trainer.steps == {f"{client.session_id}:train:{n}": steps for n, steps in enumerate([1, 1, 0])}
+    run = await client.services.runs.require(f"{client.session_id}:train:1")
+    first = await client.services.runs.require(client.model_id)
+    assert (run.lora_rank, run.lora_seed) == (8, first.lora_seed)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "text"),
+    [
+        ("nonsense", {}, "is not tinker://"),
+        ("tinker://run/sampler_weights/a", {}, "cannot be trained on"),
+        ("tinker://run/weights/a", {}, "training run run has no weights named 'a'"),
+        (None, {"base_model": "other"}, "is of tiny, not of other"),
+    ],
+)
+async def test_what_cannot_be_loaded_fails_in_its_future(
+    client: Client, path: str | None, fields: dict[str, object], text: str
+) -> None:
+    saved = json.loads((await client.result(await client.save(1, "a"))).body)["path"]
+    error = await client.error(await client.load_as(1, path or saved, **fields))
+    assert text in error["error"] and error["category"] == "user"
+
+
+async def test_inflight_weights_are_refused_by_name(client: Client) -> None:
+    request = SaveWeightsForSamplerRequest(
+        model_id=client.model_id, seq_id=1, sampling_session_seq_id=0, kind="inflight"
+    )
+    error = await client.error(await client.submit("save_weights_for_sampler", request, 1))
+    assert error == {"error": "kind 'inflight' is not supported; use kind 'snapshot'", "category": "user"}
+
+
+async def test_a_model_that_its_trainer_lost_says_so_from_then_on(client: Client) -> None:
+    client.trainer.steps.clear()
+    for seq_id in (1, 2):
+        error = await client.error(await client.optim_step(seq_id))
+        assert "create it again from a checkpoint" in error["error"] and error["category"] == "server"
+
+
+async def test_after_a_restart_samples_run_again_and_training_says_what_to_do(tmp_path: Path) -> None:
+    async with server(tmp_path) as before:
+        await before.result(await before.create_model())
+        before.trainer.gates["hold"].clear()
+        before.sampler.gate.clear()
+        running = await before.forward_backward(1, "hold")
+        queued = await before.optim_step(2)
+        sample = await before.sample()
+        await before.services.drain()
+        with pytest.raises(ShuttingDown):
+            await before.optim_step(3)
+    async with server(tmp_path) as after:
+        assert not (await after.result(sample)).failed
+        for request_id in (running, queued):
+            error = await after.error(request_id)
+            assert "create the model again from a checkpoint" in error["error"] and error["category"] == "server"
+        request = OptimStepRequest(model_id=before.model_id, seq_id=3)
+        error = await after.error(await after.submit("optim_step", request, 3, before.model_id))
+        assert "no longer in memory" in error["error"]
+
+
+async def test_work_that_is_running_may_end_when_the_server_stops(tmp_path: Path) -> None:
+    async with server(tmp_path) as before:
+        await before.result(await before.create_model())
+        before.trainer.gates["hold"].clear()
+        running = await before.forward_backward(1, "hold")
+        await asyncio.sleep(0.02)
+        asyncio.get_running_loop().call_later(0.03, before.trainer.gates["hold"].set)
+    async with server(tmp_path) as after:
+        assert not (await after.result(running)).failed
+
+
+async def test_results_hold_no_number_that_strict_json_lacks(client: Client) -> None:
+    client.trainer.steps[client.model_id] = float("nan")  # type: ignore[assignment]
+    error = await client.error(await client.optim_step(1))
+    assert "not JSON compliant" in error["error"] and error["category"] == "server"

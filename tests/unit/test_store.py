@@ -1,0 +1,286 @@
+"""The store on a migrated database: SQLite in a file, or where TEST_DATABASE_URL points."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
+from api_schemas.weights import TinkerPath
+from tinker_server.db.database import Database
+from tinker_server.db.tables import Checkpoint, SamplingSession, Table, TrainingRun
+from tinker_server.errors import (
+    BadRequest,
+    HeartbeatEnded,
+    ResultExpired,
+    SequenceConflict,
+    SessionFinished,
+    StartFailed,
+    UnknownCheckpoint,
+    UnknownFuture,
+    UnknownModel,
+    UnknownSession,
+)
+from tinker_server.storage import Storage, hold
+from tinker_server.store.futures import FutureStore, RecentResults, Result, Work
+from tinker_server.store.runs import CheckpointStore, RunStore
+from tinker_server.store.sessions import SamplerStore, SessionStore
+
+
+@pytest.fixture
+async def db(tmp_path: Path) -> AsyncIterator[Database]:
+    db = Database(os.environ.get("TEST_DATABASE_URL") or f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+    await db.migrate()
+    async with db.write() as session:
+        for table in reversed(Table.metadata.sorted_tables):
+            await session.execute(table.delete())
+    yield db
+    await db.close()
+
+
+@pytest.fixture
+async def futures(db: Database) -> AsyncIterator[FutureStore]:
+    store = FutureStore(db, recent_bytes=1000)
+    await store.start()
+    yield store
+    await store.stop()
+
+
+def step(seq_id: int, lane: str = "model", kind: str = "optim_step") -> Work:
+    return Work(kind, lane, seq_id, b'{"a":1}', "application/json")
+
+
+def done(text: str = "{}", failed: bool = False) -> Result:
+    return Result(text.encode(), "application/json", failed)
+
+
+async def test_the_migrations_make_the_tables_that_the_code_declares(db: Database) -> None:
+    async with db.read() as session:
+        connection = await session.connection()
+        differences = await connection.run_sync(
+            lambda sync: compare_metadata(MigrationContext.configure(sync), Table.metadata)
+        )
+    assert differences == []
+
+
+async def test_the_same_number_again_gives_the_first_request_id(futures: FutureStore) -> None:
+    first = step(1)
+    assert await futures.enqueue(first) == first.request_id
+    assert await futures.enqueue(step(1)) == first.request_id
+    futures.complete(first.request_id, done())
+    assert await futures.wait(first.request_id, 5) is not None
+    assert await futures.enqueue(step(1)) == first.request_id
+
+
+async def test_retries_in_one_commit_agree_on_one_request_id(futures: FutureStore) -> None:
+    ids = await asyncio.gather(*(futures.enqueue(step(seq_id)) for seq_id in [1, 2, 1, 1, 2]))
+    assert ids[0] == ids[2] == ids[3] and ids[1] == ids[4] and ids[0] != ids[1]
+
+
+async def test_another_operation_under_a_used_number_is_refused_and_harms_no_other(futures: FutureStore) -> None:
+    await futures.enqueue(step(1))
+    outcomes = await asyncio.gather(
+        futures.enqueue(step(1, kind="save_weights")), futures.enqueue(step(2)), return_exceptions=True
+    )
+    assert isinstance(outcomes[0], SequenceConflict) and isinstance(outcomes[1], str)
+
+
+async def test_numbers_have_64_bits(futures: FutureStore) -> None:
+    work = step(10**18)
+    assert await futures.enqueue(work) == work.request_id
+    with pytest.raises(BadRequest):
+        await futures.enqueue(step(2**63))
+
+
+async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureStore) -> None:
+    request_id = await futures.enqueue(step(1))
+    waits = [asyncio.create_task(futures.wait(request_id, 30)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    started = time.perf_counter()
+    futures.complete(request_id, done('{"x":1}'))
+    for result in await asyncio.gather(*waits):
+        assert result is not None and result.body == b'{"x":1}'
+    assert time.perf_counter() - started < 0.5
+
+
+async def test_a_wait_for_nothing_yet_ends_empty_handed(futures: FutureStore) -> None:
+    assert await futures.wait(await futures.enqueue(step(1)), 0.02) is None
+
+
+async def test_an_unknown_request_id_is_told(futures: FutureStore) -> None:
+    with pytest.raises(UnknownFuture):
+        await futures.wait("nothing", 1)
+
+
+async def test_results_too_large_for_memory_come_from_the_database(futures: FutureStore) -> None:
+    request_id = await futures.enqueue(step(1))
+    futures.complete(request_id, Result(b"x" * 5000, "application/x-protobuf"))
+    result = await futures.wait(request_id, 5)
+    assert result is not None and result.body == b"x" * 5000 and result.content_type == "application/x-protobuf"
+
+
+async def test_expired_results_leave_a_tombstone(futures: FutureStore) -> None:
+    request_id = await futures.enqueue(step(1))
+    futures.complete(request_id, done())
+    await futures.wait(request_id, 5)
+    await futures.expire(time.time() + 1)
+    with pytest.raises(ResultExpired):
+        await futures.wait(request_id, 1)
+
+
+async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -> None:
+    first = FutureStore(db, recent_bytes=0)
+    await first.start()
+    left, finished = step(1), step(2)
+    for work in (left, finished):
+        await first.enqueue(work)
+    first.complete(finished.request_id, done("no", failed=True))
+    await first.stop()
+    second = FutureStore(db, recent_bytes=0)
+    assert await second.start() == [left]
+    result = await second.wait(finished.request_id, 1)
+    assert result is not None and result.body == b"no" and result.failed
+    assert await second.wait(left.request_id, 0.01) is None
+    await second.stop()
+
+
+async def test_a_thousand_futures_pass_in_seconds(futures: FutureStore) -> None:
+    async def one(seq_id: int) -> None:
+        request_id = await futures.enqueue(step(seq_id))
+        futures.complete(request_id, done())
+        assert await futures.wait(request_id, 30) is not None
+
+    started = time.perf_counter()
+    await asyncio.gather(*map(one, range(1000)))
+    assert time.perf_counter() - started < 2.5  # 400 a second; far more on an idle machine
+
+
+def test_recent_results_stay_within_their_bytes() -> None:
+    recent = RecentResults(max_bytes=10)
+    for name in "abc":
+        recent.put(name, done("1234"))
+    assert [name for name in "abc" if recent.get(name)] == ["b", "c"]
+    recent.put("large", done("x" * 11))
+    assert recent.get("large") is None and recent.get("c") is not None
+
+
+async def test_a_session_lives_until_it_is_finished(db: Database) -> None:
+    store = SessionStore(db)
+    session_id = await store.create(CreateSessionRequest(tags=["a"]), "key")
+    assert await store.create(CreateSessionRequest(tags=["a"]), "key") == session_id
+    assert await store.create(CreateSessionRequest(), None) != session_id
+    await store.heartbeat(session_id)
+    await store.save_heartbeats()
+    await store.require_open(session_id)
+    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="errored"), detail="d"))
+    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="success")))
+    again = SessionStore(db)
+    with pytest.raises(HeartbeatEnded):
+        await again.heartbeat(session_id)
+    with pytest.raises(SessionFinished):
+        await again.require_open(session_id)
+    with pytest.raises(UnknownSession):
+        await again.heartbeat("other")
+
+
+def run(session_id: str, number: int = 0) -> TrainingRun:
+    return TrainingRun(
+        model_id=f"{session_id}:train:{number}",
+        session_id=session_id,
+        model_seq_id=number,
+        base_model="tiny",
+        lora_rank=8,
+        lora_seed=2**62,
+        train_unembed=True,
+        train_mlp=True,
+        train_attn=False,
+        user_metadata={"k": "v"},
+        optimizer_config={"type": "adamw"},
+        status="active",
+        created_at=1.0,
+    )
+
+
+async def test_runs_are_lost_after_a_restart_and_known_still(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None)
+    await RunStore(db).add(run(session_id))
+    store = RunStore(db)
+    await store.mark_lost()
+    found = await store.require(f"{session_id}:train:0")
+    assert (found.status, found.lora_seed, found.train_attn) == ("lost", 2**62, False)
+    with pytest.raises(UnknownModel):
+        await store.require("other")
+
+
+def checkpoint(directory: str, expires_at: float | None = None) -> Checkpoint:
+    return Checkpoint(
+        tinker_path="tinker://run/weights/a",
+        run_id="run",
+        kind="weights",
+        name="a",
+        directory=directory,
+        base_model="tiny",
+        lora_rank=8,
+        lora_seed=1,
+        train_unembed=True,
+        train_mlp=True,
+        train_attn=True,
+        size_bytes=2**40,
+        created_at=1.0,
+        expires_at=expires_at,
+    )
+
+
+async def test_a_checkpoint_is_replaced_expires_and_goes(db: Database) -> None:
+    store, path = CheckpointStore(db), TinkerPath("run", "weights", "a")
+    await store.put(checkpoint("first"))
+    await store.put(checkpoint("second", expires_at=100))
+    assert (await store.require(path, now=99)).directory == "second"
+    with pytest.raises(UnknownCheckpoint):
+        await store.require(path, now=100)
+    assert await store.take_expired(99) == []
+    assert await store.take_expired(100) == ["second"]
+    assert await store.find(path) is None
+
+
+async def test_a_sampling_session_is_made_once(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None)
+
+    def sampler(base_model: str) -> SamplingSession:
+        return SamplingSession(
+            sampling_session_id=f"{session_id}:sample:0", session_id=session_id, base_model=base_model, created_at=1
+        )
+
+    store = SamplerStore(db)
+    assert await store.create(sampler("tiny")) == await store.create(sampler("tiny"))
+    with pytest.raises(BadRequest):
+        await store.create(sampler("other"))
+    assert (await SamplerStore(db).require(f"{session_id}:sample:0")).base_model == "tiny"
+
+
+def test_directories_are_never_used_twice_and_stay_inside(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    first, second = (storage.fresh("s:train:0", "weights", "a") for _ in range(2))
+    assert first != second and first.startswith("checkpoints/s:train:0/weights/a~")
+    for part in ("..", "a/b", "", ".hidden", "/etc"):
+        with pytest.raises(ValueError, match="cannot be part of a directory"):
+            storage.fresh(part, "weights", "a")
+
+
+def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
+    with hold(tmp_path / "data"), pytest.raises(StartFailed, match="another server"), hold(tmp_path / "data"):
+        pass
+    with hold(tmp_path / "data"):
+        pass
+
+
+async def test_an_unusable_database_is_one_clear_line(tmp_path: Path) -> None:
+    db = Database(f"sqlite+aiosqlite:///{tmp_path / 'missing' / 'test.db'}")
+    with pytest.raises(StartFailed, match="unable to open database file"):
+        await db.migrate()
+    await db.close()

@@ -1,0 +1,138 @@
+"""Protobuf and JSON forms of the wire types, against the SDK's own encoders and decoders."""
+
+import numpy as np
+import pytest
+import tinker.types as types
+import zstandard
+from pydantic import ValidationError
+from tinker.proto.response_conv import deserialize_forward_backward_output
+
+from api_schemas import tinker_wire_pb2 as pb
+from api_schemas import wire
+from api_schemas.inputs import TensorData
+from api_schemas.sampling import SampleRequest
+from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest
+from tests.factories import photo
+
+
+def encoded(**changes: object) -> pb.ForwardBackwardRequest:
+    datum = pb.Datum(
+        model_input=[
+            pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.array([5, 6], "<i4").tobytes())),
+            pb.Chunk(image=pb.ImageChunk(data=photo(40, 40), format="png", expected_tokens=4)),
+        ],
+        loss_fn_inputs={
+            "weights": pb.Tensor(dense=np.ones(6, "<f4").tobytes(), dtype=pb.DTYPE_FLOAT32, shape=[6]),
+            "target_tokens": pb.Tensor(
+                sparse_csr=pb.SparseCsr(
+                    values=np.array([7, 8], "<i8").tobytes(),
+                    crow_indices=np.array([0, 1, 1, 2], "<i8").tobytes(),
+                    col_indices=np.array([1, 0], "<i8").tobytes(),
+                ),
+                dtype=pb.DTYPE_INT64,
+                shape=[3, 2],
+            ),
+        },
+    )
+    return pb.ForwardBackwardRequest(model_id="m", seq_id=3, data=[datum], loss_fn="ppo", **changes)
+
+
+def test_a_request_decodes_to_what_was_sent():
+    message = encoded(forward_only=True)
+    message.loss_fn_config_v2["beta"].number = 0.5
+    message.loss_fn_config_v2["name"].text = "x"
+    request = wire.decode_forward_backward(message.SerializeToString())
+    assert (request.model_id, request.seq_id, request.forward_only) == ("m", 3, True)
+    work = request.forward_backward_input
+    assert (work.loss_fn, work.loss_fn_config) == ("ppo", {"beta": 0.5, "name": "x"})
+    text, image = work.data[0].model_input.chunks
+    assert text.tokens.tolist() == [5, 6]
+    assert (image.data, image.expected_tokens) == (photo(40, 40), 4)
+    assert work.data[0].loss_fn_inputs["weights"].tolist() == [1.0] * 6
+    assert work.data[0].loss_fn_inputs["target_tokens"].tolist() == [[0, 7], [0, 0], [8, 0]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: setattr(t, "dense", b"123"), "datum 0: weights: data: 3 bytes are no whole number of float32"),
+        (lambda t: t.shape.__setitem__(0, 7), r"datum 0: weights: a tensor of shape \[7\] needs 7 values, got 6"),
+        (lambda t: t.shape.__setitem__(0, -6), "negative size"),
+        (lambda t: setattr(t, "dtype", pb.DTYPE_BFLOAT16), "datum 0: weights: dtype must be"),
+    ],
+)
+def test_a_tensor_that_contradicts_itself_is_malformed(spoil, message):
+    request = encoded()
+    spoil(request.data[0].loss_fn_inputs["weights"])
+    with pytest.raises(wire.MalformedBody, match=message):
+        wire.decode_forward_backward(request.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("crow", "col"), [([0, 1, 2], [1, 0]), ([0, 2, 1, 2], [1, 0]), ([0, 1, 1, 2], [2, 0]), ([1, 1, 1, 2], [1, 0])]
+)
+def test_sparse_indices_that_contradict_the_shape_are_malformed(crow, col):
+    request = encoded()
+    sparse = request.data[0].loss_fn_inputs["target_tokens"].sparse_csr
+    sparse.crow_indices = np.array(crow, "<i8").tobytes()
+    sparse.col_indices = np.array(col, "<i8").tobytes()
+    with pytest.raises(wire.MalformedBody, match="datum 0: target_tokens: sparse_"):
+        wire.decode_forward_backward(request.SerializeToString())
+
+
+@pytest.mark.parametrize("length", [1, 10, 60])
+def test_a_body_cut_short_is_malformed_or_another_request_but_never_a_crash(length):
+    body = encoded().SerializeToString()
+    with pytest.raises(wire.MalformedBody):
+        wire.decode_forward_backward(body[:-length])
+
+
+def test_zstd_is_undone_and_a_bomb_is_not():
+    body = encoded().SerializeToString()
+    assert wire.decompress(zstandard.compress(body), 1 << 20) == body
+    with pytest.raises(wire.MalformedBody, match="grows past 1000 bytes"):
+        wire.decompress(zstandard.compress(bytes(10**7)), 1000)
+    with pytest.raises(wire.MalformedBody, match="corrupt"):
+        wire.decompress(b"\x28\xb5\x2f\xfdnonsense", 1000)
+
+
+def test_ragged_outputs_come_back_through_the_sdk():
+    rows = [np.arange(3, dtype=np.float32), np.ones((2, 4), np.float32), np.zeros((1, 4), np.float32)]
+    output = ForwardBackwardOutput(loss_fn_outputs=[{"logprobs": row} for row in rows], metrics={"loss:sum": 2.5})
+    decoded = deserialize_forward_backward_output(wire.encode_forward_backward(output))
+    assert decoded.metrics == {"loss:sum": 2.5}
+    for got, row in zip(decoded.loss_fn_outputs, rows, strict=True):
+        np.testing.assert_array_equal(got["logprobs"].to_numpy(), row)
+
+
+def test_old_clients_may_leave_out_types_and_send_nulls():
+    request = SampleRequest.model_validate_json(
+        '{"prompt": {"chunks": [{"tokens": [1, 2]}, {"data": "aGk=", "format": "png", "expected_tokens": null}]},'
+        ' "sampling_params": {"max_tokens": 3, "seed": null}, "num_samples": null}'
+    )
+    text, image = request.prompt.chunks
+    assert (text.tokens.tolist(), image.data, request.num_samples) == ([1, 2], b"hi", 1)
+    assert (
+        OptimStepRequest.model_validate({"model_id": "m", "seq_id": 1, "adam_params": {}}).adam_params == AdamParams()
+    )
+
+
+def test_an_unknown_field_or_chunk_is_refused():
+    with pytest.raises(ValidationError, match="learning_rat"):
+        AdamParams.model_validate({"learning_rat": 1e-3})
+    with pytest.raises(ValidationError, match="is no chunk"):
+        SampleRequest.model_validate({"prompt": {"chunks": [{"type": "video"}]}, "sampling_params": {}})
+
+
+def test_an_empty_stop_list_is_not_an_absent_one():
+    empty = SampleRequest.model_validate({"prompt": {"chunks": []}, "sampling_params": {"stop": []}})
+    absent = SampleRequest.model_validate({"prompt": {"chunks": []}, "sampling_params": {}})
+    assert (empty.sampling_params.stop, absent.sampling_params.stop) == ([], None)
+
+
+def test_sparse_json_tensors_are_filled():
+    tensor = TensorData(
+        data=[1.5], dtype="float32", shape=[2, 2], sparse_crow_indices=[0, 0, 1], sparse_col_indices=[1]
+    )
+    assert tensor.to_array().tolist() == [[0, 0], [0, 1.5]]
+    assert tensor.to_array(fill=-1).tolist() == [[-1, -1], [-1, 1.5]]
