@@ -66,6 +66,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **(env or {})},
                 stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,  # the server's own output is for its user alone
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)

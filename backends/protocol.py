@@ -88,9 +88,12 @@ class Sampler(Protocol):
 class BaseModel(Protocol):
     """One served base model."""
 
-    info: BaseModelInfo
-    trainer: Trainer
-    sampler: Sampler
+    @property
+    def info(self) -> BaseModelInfo: ...
+    @property
+    def trainer(self) -> Trainer: ...
+    @property
+    def sampler(self) -> Sampler: ...
 
     def check_sample(self, request: SampleRequest) -> None:
         """Raises InvalidInput for what can be told without computing: ids, images, lengths, parameters."""
@@ -99,7 +102,9 @@ class BaseModel(Protocol):
 class Backend(Protocol):
     """All served base models, by name."""
 
-    models: Mapping[str, BaseModel]
+    @property
+    def models(self) -> Mapping[str, BaseModel]:
+        """Complete once started."""
 
     async def start(self) -> None:
         """Load everything. Raises BackendFailed with one clear line."""

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
-import tinker
 import tinker.types as types
 import torch
 from peft import LoraConfig, get_peft_model
@@ -106,8 +105,8 @@ async def bare_sampling(model_dir: Path, rounds: int) -> float:
 async def through_the_sdk(server: Server, rounds: int) -> dict[str, float]:
     """p50 in ms from the call to the result in hand."""
     service = server.client()
-    training = await service.create_lora_training_client_async("bench/tiny-text", rank=8)
-    sampling = await service.create_sampling_client_async(base_model="bench/tiny-text")
+    training = await service.create_lora_training_client("bench/tiny-text", rank=8)
+    sampling = await service.create_sampling_client(base_model="bench/tiny-text")
 
     def data(batch: int) -> list[types.Datum]:
         rows = np.random.randint(0, VOCAB, (batch, LENGTH))
@@ -119,17 +118,17 @@ async def through_the_sdk(server: Server, rounds: int) -> dict[str, float]:
             for row in rows
         ]
 
-    async def result(future: Awaitable[tinker.APIFuture]) -> None:
-        await (await future).result_async()
+    async def result(future: Awaitable[object]) -> None:
+        await future
 
     prompt = types.ModelInput.from_ints(np.random.randint(0, VOCAB, LENGTH).tolist())
     params = types.SamplingParams(max_tokens=NEW_TOKENS, stop=[])
     one, eight = data(1), data(BATCH)
     operations: dict[str, Callable[[], Awaitable[object]]] = {
-        "forward 1x64": lambda: result(training.forward_async(one, "cross_entropy")),
-        "forward_backward 8x64": lambda: result(training.forward_backward_async(eight, "cross_entropy")),
-        "optim_step": lambda: result(training.optim_step_async(types.AdamParams())),
-        "sample 1x32": lambda: sampling.sample_async(prompt, 1, params),
+        "forward 1x64": lambda: result(training.forward(one, "cross_entropy")),
+        "forward_backward 8x64": lambda: result(training.forward_backward(eight, "cross_entropy")),
+        "optim_step": lambda: result(training.optim_step(types.AdamParams())),
+        "sample 1x32": lambda: sampling.sample(prompt, 1, params),
     }
     times: dict[str, list[float]] = {name: [] for name in operations}
     for _ in range(rounds + 5):

@@ -64,8 +64,7 @@ class FakeTrainer:
 
     async def save_state(self, model_id: str, directory: Path) -> None:
         self._held(model_id)
-        directory.mkdir(parents=True)
-        (directory / "steps").write_text(str(self.steps[model_id]))
+        _write_steps(directory, self.steps[model_id])
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         self._held(model_id)
@@ -126,6 +125,11 @@ class FakeBackend:
 
     async def stop(self) -> None:
         self.running = False
+
+
+def _write_steps(directory: Path, steps: int) -> None:
+    directory.mkdir(parents=True)
+    (directory / "steps").write_text(str(steps))
 
 
 def _open() -> asyncio.Event:

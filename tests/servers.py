@@ -48,12 +48,15 @@ class Server:
     def stop(self) -> int:
         """Ctrl-C; returns the exit code."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        self.process.stdout.close()
+        return code
 
     def kill(self) -> None:
         """A crash."""
         self.process.kill()
         self.process.wait()
+        self.process.stdout.close()
 
     def client(self) -> tinker.ServiceClient:
         """An SDK client of its own session."""

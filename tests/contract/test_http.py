@@ -1,6 +1,7 @@
 """The wire as the real SDK speaks it, and raw HTTP where the SDK would not err, on a backend of fakes."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -17,11 +18,15 @@ from tinker import types
 
 from api_schemas import tinker_wire_pb2 as pb
 from tests.fakes import FakeBackend
+from tinker_server.__main__ import listen
 from tinker_server.app import create_app
 from tinker_server.server import Server
 from tinker_server.settings import Settings
 
 HOLD_S = 0.3
+
+# The SDK leaves the connections of its first calls to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 
 class Running:
@@ -33,22 +38,19 @@ class Running:
             data_dir=data_dir, poll_hold_s=HOLD_S, gap_grace_s=0.5, max_body_bytes=1 << 20, drain_s=1
         )
         self._listening = threading.Event()
+        self._listener = listen("127.0.0.1", 0)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
         assert self._listening.wait(20)
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=20)
 
     async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
         app = create_app(self.settings, self.backend)
         async with app.router.lifespan_context(app):
             self._server = Server(app, app.state.services.drain, self._listening.set)
-            self._server.config.port = 0
-            serving = asyncio.create_task(self._server.serve())
-            while not self._server.started:
-                await asyncio.sleep(0.01)
-            self.port = self._server.servers[0].sockets[0].getsockname()[1]
-            await serving
+            await self._server.serve(sockets=[self._listener])
 
     def stop(self) -> None:
         self.http.close()
@@ -56,7 +58,7 @@ class Running:
         self._thread.join(20)
         assert not self._thread.is_alive() and not self.backend.running
 
-    def post(self, path: str, **body: object) -> httpx.Response:
+    def post(self, path: str, /, **body: object) -> httpx.Response:
         return self.http.post(path, json=body)
 
     def result(self, submitted: httpx.Response) -> httpx.Response:
@@ -88,6 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def client(server: Running) -> Iterator[tinker.ServiceClient]:
     with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
         yield client
+    gc.collect()
 
 
 def datum(length: int = 3) -> types.Datum:
@@ -110,7 +113,7 @@ def forward_backward_body(model_id: str, seq_id: int, tokens: bytes = b"\1\0\0\0
 
 
 def test_a_client_trains_saves_resumes_and_samples(client: tinker.ServiceClient) -> None:
-    training = client.create_lora_training_client("tiny", rank=8)
+    training = client.create_lora_training_client("tiny", rank=8).result()
     info = training.get_info()
     assert (info.lora_rank, info.model_data.model_name, info.model_data.tokenizer_id) == (8, "tiny", "org/tiny")
 
@@ -122,27 +125,28 @@ def test_a_client_trains_saves_resumes_and_samples(client: tinker.ServiceClient)
 
     path = training.save_state("checkpoint").result().path
     assert path == f"tinker://{training.model_id}/weights/checkpoint"
-    resumed = client.create_training_client_from_state_with_optimizer(path)
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
     assert resumed.model_id != training.model_id and resumed.get_info().lora_rank == 8
     assert resumed.optim_step(types.AdamParams()).result().metrics["step"] == 2
-    assert client.create_training_client_from_state(path).optim_step(types.AdamParams()).result().metrics["step"] == 1
+    fresh = client.create_training_client_from_state(path).result()
+    assert fresh.optim_step(types.AdamParams()).result().metrics["step"] == 1
 
     prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
-    sampler = resumed.save_weights_and_get_sampling_client()
+    sampler = resumed.save_weights_and_get_sampling_client().result()
     sampled = sampler.sample(prompt, num_samples=2, sampling_params=params).result()
     assert [sequence.tokens for sequence in sampled.sequences] == [[2], [2]]
     assert sampled.sequences[0].stop_reason == "length" and sampled.sequences[0].logprobs == [-0.5]
 
     named = training.save_weights_for_sampler("final").result().path
-    from_named = client.create_sampling_client(model_path=named)
+    from_named = client.create_sampling_client(model_path=named).result()
     assert from_named.get_base_model() == "tiny"
     assert from_named.sample(prompt, 1, params).result().sequences[0].tokens == [1]
-    base = client.create_sampling_client(base_model="tiny")
+    base = client.create_sampling_client(base_model="tiny").result()
     assert base.sample(prompt, 1, params).result().sequences[0].tokens == [100]
 
 
 def test_a_large_batch_comes_back_in_order(client: tinker.ServiceClient) -> None:
-    training = client.create_lora_training_client("tiny", rank=8)
+    training = client.create_lora_training_client("tiny", rank=8).result()
     lengths = [1 + index % 7 for index in range(1100)]
     outputs = training.forward_backward([datum(length) for length in lengths], "cross_entropy").result()
     assert [len(output["logprobs"].data) for output in outputs.loss_fn_outputs] == lengths
@@ -150,23 +154,24 @@ def test_a_large_batch_comes_back_in_order(client: tinker.ServiceClient) -> None
 
 
 def test_the_sdk_raises_a_failed_operation_with_its_category(client: tinker.ServiceClient) -> None:
-    training = client.create_lora_training_client("tiny", rank=8)
+    training = client.create_lora_training_client("tiny", rank=8).result()
     with pytest.raises(tinker.RequestFailedError, match="loss_fn 'wrong' is not known") as caught:
         training.forward_backward([datum()], "wrong").result()  # type: ignore[arg-type]
     assert caught.value.category == "user"
     assert training.optim_step(types.AdamParams()).result().metrics is not None
     with pytest.raises(tinker.RequestFailedError, match="served: tiny"):
-        client.create_lora_training_client("other", rank=8)
+        client.create_lora_training_client("other", rank=8).result()
     with pytest.raises(tinker.NotFoundError, match="served: tiny"):
-        client.create_sampling_client(base_model="other")
+        client.create_sampling_client(base_model="other").result()
     with pytest.raises(tinker.BadRequestError, match="the prompt is empty"):
-        client.create_sampling_client(base_model="tiny").sample(
+        client.create_sampling_client(base_model="tiny").result().sample(
             types.ModelInput(chunks=[]), 1, types.SamplingParams()
         ).result()
 
 
-def test_capabilities_name_the_served_models(client: tinker.ServiceClient) -> None:
-    (model,) = client.get_server_capabilities().supported_models
+def test_capabilities_name_the_served_models(server: Running) -> None:
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-test")
+    (model,) = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length) == ("tiny", 128)
 
 
@@ -216,8 +221,7 @@ def test_an_unfinished_poll_is_held_then_408_and_wakes_at_once(server: Running) 
     pending = server.post("/retrieve_future", request_id=submitted.json()["request_id"], allow_metadata_only=True)
     assert pending.status_code == 408 and time.monotonic() - started >= HOLD_S
     assert pending.json() == {"type": "try_again", "queue_state": "active", **submitted.json()}
-    threading.Timer(HOLD_S / 3, gate.set).start()  # the loop's own task wakes by the next arrival at the latest
-    server.post("/session_heartbeat", session_id="other")
+    server.loop.call_soon_threadsafe(server.loop.call_later, HOLD_S / 3, gate.set)
     assert server.result(submitted).headers["content-type"] == "application/x-protobuf"
 
 

@@ -21,6 +21,8 @@ from tests.factories import MIXED, datum, image, photo, prompt, words
 from tests.servers import MODEL, Server, sdk_datum, sdk_input
 
 ADAM = types.AdamParams(learning_rate=3e-3)
+PLACEHOLDER = 320
+"""The tiny model's <|image_pad|>."""
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def saved_adapter(server: Server, path: str) -> dict[str, torch.Tensor]:
 
 
 def test_five_steps_through_the_sdk_are_those_of_peft_and_torch_optim(server, service, tiny_vl, renderer):
-    client = service.create_lora_training_client(MODEL, rank=8, seed=1)
+    client = service.create_lora_training_client(MODEL, rank=8, seed=1).result()
     initial = saved_adapter(server, client.save_state("initial").result().path)
     model = get_peft_model(
         AutoModelForImageTextToText.from_pretrained(tiny_vl),
@@ -81,13 +83,13 @@ def test_five_steps_through_the_sdk_are_those_of_peft_and_torch_optim(server, se
 
 def test_the_sampler_scores_prompts_as_the_trainer_does(service, renderer):
     """With images and a trained adapter, the head's LoRA included; also for the base model."""
-    client = service.create_lora_training_client(MODEL, rank=8, seed=2)
-    untrained = service.create_sampling_client(base_model=MODEL)
+    client = service.create_lora_training_client(MODEL, rank=8, seed=2).result()
+    untrained = service.create_sampling_client(base_model=MODEL).result()
     inputs = [*MIXED.values(), prompt(words(3, 1), image(64, 64, 1), image(90, 40, 2), words(4, 2))]
     assert_scores_agree(client, untrained, inputs, renderer)
     for number in range(3):
         step(client, batch(renderer, number), types.AdamParams(learning_rate=2e-2))
-    assert_scores_agree(client, client.save_weights_and_get_sampling_client(), inputs, renderer)
+    assert_scores_agree(client, client.save_weights_and_get_sampling_client().result(), inputs, renderer)
 
 
 def assert_scores_agree(client, sampler, inputs, renderer) -> None:
@@ -114,9 +116,9 @@ def assert_scores_agree(client, sampler, inputs, renderer) -> None:
 
 def test_sampled_tokens_have_the_trainers_logprobs(service, renderer):
     """What importance sampling relies on: at step 0 the ratio is 1."""
-    client = service.create_lora_training_client(MODEL, rank=8, seed=3)
+    client = service.create_lora_training_client(MODEL, rank=8, seed=3).result()
     step(client, batch(renderer), types.AdamParams(learning_rate=2e-2))
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     start = prompt(words(3, 1), image(64, 96, 1), words(4, 2))
     length = len(renderer.render(start, "prompt").token_ids_T)
     response = sampler.sample(
@@ -140,7 +142,7 @@ def test_sampled_tokens_have_the_trainers_logprobs(service, renderer):
 
 def test_interleaved_tenants_of_different_ranks_are_each_as_alone(service, renderer):
     def run(ranks: list[int]) -> dict[int, list[np.ndarray]]:
-        clients = {rank: service.create_lora_training_client(MODEL, rank=rank, seed=rank) for rank in ranks}
+        clients = {rank: service.create_lora_training_client(MODEL, rank=rank, seed=rank).result() for rank in ranks}
         for number in range(3):
             pending = []
             for rank, client in clients.items():
@@ -157,15 +159,18 @@ def test_interleaved_tenants_of_different_ranks_are_each_as_alone(service, rende
 
 
 def test_a_snapshot_keeps_its_weights_while_training_goes_on(service, renderer):
-    client = service.create_lora_training_client(MODEL, rank=8, seed=5)
+    client = service.create_lora_training_client(MODEL, rank=8, seed=5).result()
     step(client, batch(renderer), types.AdamParams(learning_rate=2e-2))
     model_input = sdk_input(MIXED["one image"])
     named = client.save_weights_for_sampler("snapshot").result().path
-    snapshot, by_name = client.save_weights_and_get_sampling_client(), service.create_sampling_client(model_path=named)
+    snapshot, by_name = (
+        client.save_weights_and_get_sampling_client().result(),
+        service.create_sampling_client(model_path=named).result(),
+    )
     before = snapshot.compute_logprobs(model_input).result()
     for number in range(3):
         step(client, batch(renderer, number), types.AdamParams(learning_rate=2e-2))
-    later = client.save_weights_and_get_sampling_client()
+    later = client.save_weights_and_get_sampling_client().result()
     assert snapshot.compute_logprobs(model_input).result()[1:] == pytest.approx(before[1:], abs=1e-5)
     assert by_name.compute_logprobs(model_input).result()[1:] == pytest.approx(before[1:], abs=1e-5)
     changed = np.abs(np.array(later.compute_logprobs(model_input).result()[1:]) - np.array(before[1:]))
@@ -173,7 +178,7 @@ def test_a_snapshot_keeps_its_weights_while_training_goes_on(service, renderer):
 
 
 def test_images_matter(service, renderer):
-    client = service.create_lora_training_client(MODEL, rank=8, seed=6)
+    client = service.create_lora_training_client(MODEL, rank=8, seed=6).result()
     chunks = [words(3, 1), image(64, 96, 1), words(5, 2)]
     other = [chunks[0], image(64, 96, 2), chunks[2]]
     first, second = logprobs_of(client, [datum(prompt(*c), renderer, 1) for c in (chunks, other)])
@@ -185,7 +190,7 @@ def test_custom_losses_differentiate_what_forward_returned(service, renderer):
     data = batch(renderer)
     gradients = []
     for custom in (True, False):
-        client = service.create_lora_training_client(MODEL, rank=8, seed=7)
+        client = service.create_lora_training_client(MODEL, rank=8, seed=7).result()
         plain = [sdk_datum(item) for item in data]
         if custom:
             weights = [torch.from_numpy(item.loss_fn_inputs["weights"]) for item in data]
@@ -209,7 +214,7 @@ BAD = {
     "length mismatch": (lambda: bad_targets(np.zeros(3, np.int64)), r"target_tokens has shape \(3,\)"),
     "token id beyond the vocabulary": (lambda: bad_tokens(384), "token id 384 is outside the vocabulary"),
     "target beyond the vocabulary": (lambda: bad_targets(np.full(5, 999)), "target token 999"),
-    "placeholder without image": (lambda: bad_tokens(326), "image placeholder"),
+    "placeholder without image": (lambda: bad_tokens(PLACEHOLDER), "image placeholder"),
 }
 
 
@@ -238,8 +243,8 @@ def bad_tokens(token: int) -> types.Datum:
 def test_bad_input_fails_its_own_future_and_nothing_else(service, renderer, name):
     make, message = BAD[name]
     good = batch(renderer)
-    client = service.create_lora_training_client(MODEL, rank=4, seed=8)
-    neighbour = service.create_lora_training_client(MODEL, rank=4, seed=8)
+    client = service.create_lora_training_client(MODEL, rank=4, seed=8).result()
+    neighbour = service.create_lora_training_client(MODEL, rank=4, seed=8).result()
     neighbours = neighbour.forward_backward([sdk_datum(item) for item in good], "cross_entropy")
     with pytest.raises(tinker.RequestFailedError, match=f"datum 1.*{message}") as caught:
         client.forward_backward([sdk_datum(good[0]), make()], "cross_entropy").result()
@@ -254,18 +259,20 @@ def test_bad_input_fails_its_own_future_and_nothing_else(service, renderer, name
 
 
 def test_an_unknown_loss_names_the_known_ones(service, renderer):
-    client = service.create_lora_training_client(MODEL, rank=4, seed=9)
+    client = service.create_lora_training_client(MODEL, rank=4, seed=9).result()
     with pytest.raises(tinker.RequestFailedError, match="stable_reinforce.*cross_entropy, importance_sampling"):
         client.forward_backward([sdk_datum(batch(renderer)[0])], "stable_reinforce").result()
+    with pytest.raises(tinker.RequestFailedError, match="incomplete"):
+        client.optim_step(ADAM).result()
     step(client, batch(renderer))
 
 
 async def test_bad_prompts_are_refused_and_the_engine_goes_on(service):
-    sampler = await service.create_sampling_client_async(base_model=MODEL)
+    sampler = await service.create_sampling_client(base_model=MODEL)
     params = types.SamplingParams(max_tokens=2)
     bad = [
         (types.ModelInput.from_ints([1, 999]), "token id 999"),
-        (types.ModelInput.from_ints([1, 326]), "image placeholder"),
+        (types.ModelInput.from_ints([1, PLACEHOLDER]), "image placeholder"),
         (types.ModelInput.from_ints([1] * 4095), "context window: 4095 \\+ 2 > 4096"),
         (types.ModelInput(chunks=[types.ImageChunk(data=b"junk", format="png")]), "no readable PNG or JPEG"),
         (
@@ -275,25 +282,25 @@ async def test_bad_prompts_are_refused_and_the_engine_goes_on(service):
     ]
     for model_input, message in bad:
         with pytest.raises(tinker.BadRequestError, match=message):
-            await sampler.sample_async(model_input, 1, params)
-    response = await sampler.sample_async(types.ModelInput.from_ints([1, 2]), 1, params)
+            await sampler.sample(model_input, 1, params)
+    response = await sampler.sample(types.ModelInput.from_ints([1, 2]), 1, params)
     assert len(response.sequences[0].tokens) <= 2
 
 
 async def test_two_hundred_prompts_are_scored_at_once_by_tenants_and_base(service, renderer):
     """The cookbook's evaluators do this, with adapters on the head."""
-    samplers, expected = [await service.create_sampling_client_async(base_model=MODEL)], []
+    samplers, expected = [await service.create_sampling_client(base_model=MODEL)], []
     clients = []
     for seed in (1, 2):
-        client = await service.create_lora_training_client_async(MODEL, rank=8 * seed, seed=seed)
+        client = await service.create_lora_training_client(MODEL, rank=8 * seed, seed=seed)
         await asyncio.to_thread(step, client, batch(renderer, seed), types.AdamParams(learning_rate=2e-2))
-        samplers.append(await client.save_weights_and_get_sampling_client_async())
+        samplers.append(await client.save_weights_and_get_sampling_client())
         clients.append(client)
     prompts = [prompt(words(5 + i % 40, i)) for i in range(210)]
     scores = await asyncio.gather(
-        *(samplers[i % 3].compute_logprobs_async(sdk_input(model_input)) for i, model_input in enumerate(prompts))
+        *(samplers[i % 3].compute_logprobs(sdk_input(model_input)) for i, model_input in enumerate(prompts))
     )
-    base = await service.create_lora_training_client_async(MODEL, rank=1, seed=0)  # B is zero: the base model
+    base = await service.create_lora_training_client(MODEL, rank=1, seed=0)  # B is zero: the base model
     for i, (model_input, got) in enumerate(zip(prompts, scores, strict=True)):
         ids = model_input.chunks[0].tokens
         item = datum(model_input, renderer)

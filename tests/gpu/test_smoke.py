@@ -43,12 +43,12 @@ def differences(client, sampler, inputs, renderer) -> np.ndarray:
 
 def test_trainer_and_sampler_agree_on_text_and_images_base_and_adapter(server, renderer):
     service = server.client()
-    client = service.create_lora_training_client(MODEL, rank=8, seed=1)
+    client = service.create_lora_training_client(MODEL, rank=8, seed=1).result()
     inputs = [*MIXED.values(), prompt(words(3, 1), image(64, 64, 1), image(90, 40, 2), words(4, 2)), prompt(words(300))]
-    base = differences(client, service.create_sampling_client(base_model=MODEL), inputs, renderer)
+    base = differences(client, service.create_sampling_client(base_model=MODEL).result(), inputs, renderer)
     for number in range(3):
         step(client, batch(renderer, number), types.AdamParams(learning_rate=5e-3))
-    adapted = differences(client, client.save_weights_and_get_sampling_client(), inputs, renderer)
+    adapted = differences(client, client.save_weights_and_get_sampling_client().result(), inputs, renderer)
     for name, found in (("base", base), ("adapter", adapted)):
         print(f"{name}: mean {found.mean():.4f}, max {found.max():.4f} nats over {len(found)} tokens")
     assert max(base.mean(), adapted.mean()) < MEAN
@@ -57,17 +57,15 @@ def test_trainer_and_sampler_agree_on_text_and_images_base_and_adapter(server, r
 
 async def test_two_hundred_prompts_of_two_tenants_and_the_base_are_scored_at_once(server, renderer):
     service = server.client()
-    clients = [await service.create_lora_training_client_async(MODEL, rank=1, seed=0)]
-    samplers = [await service.create_sampling_client_async(base_model=MODEL)]
+    clients = [await service.create_lora_training_client(MODEL, rank=1, seed=0)]
+    samplers = [await service.create_sampling_client(base_model=MODEL)]
     for seed in (1, 2):
-        client = await service.create_lora_training_client_async(MODEL, rank=8 * seed, seed=seed)
+        client = await service.create_lora_training_client(MODEL, rank=8 * seed, seed=seed)
         await asyncio.to_thread(step, client, batch(renderer, seed), types.AdamParams(learning_rate=5e-3))
         clients.append(client)
-        samplers.append(await client.save_weights_and_get_sampling_client_async())
+        samplers.append(await client.save_weights_and_get_sampling_client())
     prompts = [prompt(words(5 + i % 40, i)) for i in range(210)]
-    scores = await asyncio.gather(
-        *(samplers[i % 3].compute_logprobs_async(sdk_input(one)) for i, one in enumerate(prompts))
-    )
+    scores = await asyncio.gather(*(samplers[i % 3].compute_logprobs(sdk_input(one)) for i, one in enumerate(prompts)))
     found = []
     for which, client in enumerate(clients):
         items = [scoring_datum(one, renderer) for one in prompts[which::3]]
@@ -81,9 +79,9 @@ async def test_two_hundred_prompts_of_two_tenants_and_the_base_are_scored_at_onc
 
 def test_sampled_tokens_have_the_trainers_logprobs(server, renderer):
     service = server.client()
-    client = service.create_lora_training_client(MODEL, rank=8, seed=3)
+    client = service.create_lora_training_client(MODEL, rank=8, seed=3).result()
     step(client, batch(renderer), types.AdamParams(learning_rate=5e-3))
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     start = MIXED["one image"]
     length = len(renderer.render(start, "prompt").token_ids_T)
     params = types.SamplingParams(max_tokens=24, seed=4, stop=[])

@@ -1,0 +1,76 @@
+"""What is wrong with a sample request, found before anything is computed.
+
+Runs in the server and again in the sampler; needs no weights and no engine. A request that passes can
+only fail on pixels that do not decode.
+"""
+
+from api_schemas.inputs import ImageChunk
+from api_schemas.sampling import SampleRequest, SamplingParams
+from backends.protocol import InvalidInput
+from backends.rendering import Renderer
+
+MAX_TOPK = 100
+"""Largest topk_prompt_logprobs and topk_sample_logprobs."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""The engine's own limits; it would take a lower one for the lowest without a word."""
+
+
+def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> None:
+    """Raises InvalidInput naming the field and what is allowed."""
+    _check_support(request)
+    num_images = sum(isinstance(chunk, ImageChunk) for chunk in request.prompt.chunks)
+    if num_images > max_images:
+        raise InvalidInput(f"prompt: {num_images} images; {max_images} are allowed in one prompt")
+    length, _ = renderer.layout(request.prompt, "prompt")
+    if length == 0:
+        raise InvalidInput("prompt: it is empty")
+    _check_params(request.sampling_params, renderer.vocab_size)
+    max_tokens = request.sampling_params.max_tokens or 1
+    if length + max_tokens > max_context_length:
+        raise InvalidInput(
+            "Prompt length plus max_tokens exceeds the model's context window:"
+            f" {length} + {max_tokens} > {max_context_length}"
+        )
+    _check_suffix(request, length)
+
+
+def _check_support(request: SampleRequest) -> None:
+    if request.target_prompt_logprobs is not None:
+        raise InvalidInput("target_prompt_logprobs is not supported; use prompt_logprobs or topk_prompt_logprobs")
+    if request.prompt_alt_tokens_k:
+        raise InvalidInput("prompt_alt_tokens_k is not supported; use topk_prompt_logprobs")
+    if request.record_stability_info:
+        raise InvalidInput("record_stability_info is not supported; leave it out")
+    for field, k in (
+        ("topk_prompt_logprobs", request.topk_prompt_logprobs),
+        ("topk_sample_logprobs", request.topk_sample_logprobs),
+    ):
+        if k > MAX_TOPK:
+            raise InvalidInput(f"{field} is {k}; at most {MAX_TOPK} are supported")
+
+
+def _check_params(params: SamplingParams, vocab_size: int) -> None:
+    if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
+        raise InvalidInput(
+            f"sampling_params.temperature is {params.temperature};"
+            f" it must be 0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+        )
+    for stop in [params.stop] if isinstance(params.stop, str) else params.stop or []:
+        if stop == "":
+            raise InvalidInput("sampling_params.stop: an empty string stops nothing; send [] for no stop")
+        if isinstance(stop, int) and not 0 <= stop < vocab_size:
+            raise InvalidInput(
+                f"sampling_params.stop: token id {stop} is outside the vocabulary (0 to {vocab_size - 1})"
+            )
+
+
+def _check_suffix(request: SampleRequest, length: int) -> None:
+    last_n = request.prompt_logprobs_last_n
+    if last_n is None:
+        return
+    if not request.prompt_logprobs:
+        raise InvalidInput("prompt_logprobs_last_n needs prompt_logprobs")
+    if not 1 <= last_n <= length - 1:
+        raise InvalidInput(
+            f"prompt_logprobs_last_n is {last_n}; of a prompt of {length} tokens it must be 1 to {length - 1}"
+        )
