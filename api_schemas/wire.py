@@ -68,6 +68,15 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     )
 
 
+def number_of(body: bytes) -> tuple[str, int] | None:
+    """(model_id, seq_id) of a forward_backward that decode_forward_backward refused; None where it has none."""
+    try:
+        message = pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        return None
+    return message.model_id, message.seq_id
+
+
 def _datum(index: int, message: pb.Datum) -> Datum:
     try:
         return Datum.model_construct(

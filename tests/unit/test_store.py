@@ -279,8 +279,11 @@ def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
         pass
 
 
-async def test_an_unusable_database_is_one_clear_line(tmp_path: Path) -> None:
-    db = Database(f"sqlite+aiosqlite:///{tmp_path / 'missing' / 'test.db'}")
-    with pytest.raises(StartFailed, match="unable to open database file"):
+@pytest.mark.parametrize(("name", "text"), [("file", "file is not a database"), ("file/test.db", "a directory")])
+async def test_an_unusable_database_is_one_clear_line(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no database" * 1000)
+    db = Database(f"sqlite+aiosqlite:///{tmp_path / name}")
+    with pytest.raises(StartFailed) as caught:
         await db.migrate()
+    assert text in str(caught.value) and "\n" not in str(caught.value)
     await db.close()

@@ -1,0 +1,1 @@
+"""Alembic migrations: the only way to a database schema."""

@@ -1,0 +1,11 @@
+"""Runs the migrations on the connection that `tinker_server.db.database.Database.migrate` gives."""
+
+from alembic import context
+
+from tinker_server.db.tables import Table
+
+context.configure(
+    connection=context.config.attributes["connection"], target_metadata=Table.metadata, render_as_batch=True
+)
+with context.begin_transaction():
+    context.run_migrations()

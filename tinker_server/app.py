@@ -1,0 +1,98 @@
+"""The application: builds everything in its lifespan, in the order it depends on each other."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+
+from backends.protocol import Backend
+from tinker_server.db.database import Database
+from tinker_server.deps import Services
+from tinker_server.handlers import BodyLimit, install
+from tinker_server.models import Models
+from tinker_server.operations import ModelOperations
+from tinker_server.routes import futures, sampling, service, sessions, training, weights
+from tinker_server.scheduler import Scheduler
+from tinker_server.settings import Settings
+from tinker_server.storage import Storage, hold
+from tinker_server.store.futures import FutureStore
+from tinker_server.store.runs import CheckpointStore, RunStore
+from tinker_server.store.sessions import SamplerStore, SessionStore
+
+log = logging.getLogger(__name__)
+HOUSEKEEPING_S = 60.0
+
+
+def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
+    """The server; without a `backend`, the one that the settings describe is made and loaded."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with serving(settings, backend) as app.state.services:
+            yield
+
+    app = FastAPI(title="tinker-server", lifespan=lifespan)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    install(app)
+    api = APIRouter(prefix="/api/v1")
+    for room in (service, sessions, training, weights, sampling, futures):
+        api.include_router(room.router)
+    app.include_router(api)
+    return app
+
+
+@asynccontextmanager
+async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[Services]:
+    """All services, from an open database and loaded models to the end of the last child process.
+
+    Raises StartFailed, BackendFailed.
+    """
+    async with AsyncExitStack() as stack:
+        stack.enter_context(hold(settings.data_dir))
+        db = Database(settings.resolved_database_url())
+        stack.push_async_callback(db.close)
+        await db.migrate()
+
+        if backend is None:
+            from backends.create import create_backend  # slow to import: brings torch and vLLM
+
+            backend = create_backend(settings.resolved_backend())
+        stack.push_async_callback(backend.stop)
+        await backend.start()
+
+        storage = Storage(settings.data_dir)
+        runs, checkpoints = RunStore(db), CheckpointStore(db)
+        clients, samplers = SessionStore(db), SamplerStore(db)
+        models = Models(backend.models, runs)
+        operations = ModelOperations(models, runs, checkpoints, samplers, storage)
+        promises = FutureStore(db, settings.recent_results_bytes)
+        scheduler = Scheduler(promises, operations, settings.gap_grace_s)
+        services = Services(settings, models, clients, runs, checkpoints, samplers, promises, scheduler)
+
+        await runs.mark_lost()
+        left = await promises.start()
+        stack.push_async_callback(clients.save_heartbeats)
+        stack.push_async_callback(promises.stop)
+        stack.push_async_callback(services.drain)
+        await scheduler.resume(left)
+
+        housekeeping = asyncio.create_task(keep_house(services, storage), name="housekeeping")
+        stack.callback(housekeeping.cancel)
+        yield services
+
+
+async def keep_house(services: Services, storage: Storage) -> None:
+    """What is done from time to time: heartbeats written, expired results and checkpoints deleted."""
+    while True:
+        await asyncio.sleep(HOUSEKEEPING_S)
+        try:
+            now = time.time()
+            await services.sessions.save_heartbeats()
+            await services.futures.expire(now - services.settings.results_kept_s)
+            for directory in await services.checkpoints.take_expired(now):
+                await storage.delete(directory)
+        except Exception:  # the server must not stop for it
+            log.exception("housekeeping failed, and will be tried again")

@@ -1,0 +1,85 @@
+"""The database behind one URL: SQLite by default, PostgreSQL by URL; the SQL elsewhere is portable."""
+
+import asyncio
+import importlib.resources
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, event, make_url
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+
+from tinker_server.errors import StartFailed
+
+
+class Database:
+    """Sessions to read and to write. Writers take turns: SQLite has one, and waiting here is fair and cheap."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._engine = create_async_engine(url)
+        except (ArgumentError, ImportError) as error:
+            raise StartFailed(f"database URL {url!r}: {error}") from None
+        self.insert = sqlite.insert
+        """The dialect's insert, which has on_conflict_do_nothing."""
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine.sync_engine, "connect", _set_up_sqlite)
+            event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+        else:
+            self.insert = postgresql.insert  # type: ignore[assignment]  # the same methods
+        writing = self._engine.execution_options(writes=True)
+        self._read = async_sessionmaker(self._engine, expire_on_commit=False)
+        self._write = async_sessionmaker(writing, expire_on_commit=False)
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncSession]:
+        """A session on one consistent state."""
+        async with self._read() as session:
+            yield session
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncSession]:
+        """A session whose changes are committed together when the block ends without an error."""
+        async with self._turn, self._write.begin() as session:
+            yield session
+
+    async def migrate(self) -> None:
+        """Bring the schema up to date. Raises StartFailed where the database cannot be used."""
+        try:
+            if self._engine.dialect.name == "sqlite" and self._engine.url.database:
+                await asyncio.to_thread(os.makedirs, os.path.dirname(self._engine.url.database) or ".", exist_ok=True)
+            async with self._engine.begin() as connection:
+                await connection.run_sync(_upgrade)
+        except (SQLAlchemyError, OSError) as error:
+            shown = make_url(self._engine.url).render_as_string(hide_password=True)
+            reason = str(error).splitlines()[0]
+            raise StartFailed(f"the database {shown} cannot be used: {reason}") from error
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+
+def _set_up_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # the driver begins no transactions by itself; _begin_sqlite does
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=10000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and writes later cannot always get the write lock, so take it at once.
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _upgrade(connection: Connection) -> None:
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(importlib.resources.files("migrations")).replace("%", "%%"))
+    command.upgrade(config, "head")

@@ -1,0 +1,118 @@
+"""The tables. Times are Unix seconds; ids are text; numbers of clients reach 10^18."""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+
+class Table(DeclarativeBase):
+    type_annotation_map = {float: Double, int: BigInteger, bytes: LargeBinary, dict[str, Any]: JSON, list[str]: JSON}
+
+
+class Session(Table):
+    """One client, with its heartbeat."""
+
+    __tablename__ = "sessions"
+
+    session_id: Mapped[str] = mapped_column(primary_key=True)
+    idempotency_key: Mapped[str | None] = mapped_column(unique=True)
+    """Of the request that created it, so that a retry finds it."""
+    tags: Mapped[list[str]]
+    user_metadata: Mapped[dict[str, Any]]
+    project_id: Mapped[str | None]
+    display_name: Mapped[str | None]
+    sdk_version: Mapped[str]
+    created_at: Mapped[float]
+    last_heartbeat: Mapped[float]
+    finished_at: Mapped[float | None]
+    finish_reason: Mapped[str | None]
+    finish_detail: Mapped[str | None]
+
+
+class TrainingRun(Table):
+    """A LoRA model that was created; a row stays when the model is gone from memory."""
+
+    __tablename__ = "training_runs"
+
+    model_id: Mapped[str] = mapped_column(primary_key=True)
+    """`{session_id}:train:{model_seq_id}`"""
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
+    model_seq_id: Mapped[int]
+    base_model: Mapped[str]
+    lora_rank: Mapped[int]
+    lora_seed: Mapped[int]
+    train_unembed: Mapped[bool]
+    train_mlp: Mapped[bool]
+    train_attn: Mapped[bool]
+    user_metadata: Mapped[dict[str, Any] | None]
+    optimizer_config: Mapped[dict[str, Any]]
+    status: Mapped[str]
+    """`active`, or `lost`: the process that held it has ended."""
+    created_at: Mapped[float]
+
+
+class SamplingSession(Table):
+    """What a sampling client samples from: a base model, or saved weights on it."""
+
+    __tablename__ = "sampling_sessions"
+
+    sampling_session_id: Mapped[str] = mapped_column(primary_key=True)
+    """`{session_id}:sample:{sampling_session_seq_id}`"""
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
+    base_model: Mapped[str]
+    model_path: Mapped[str | None]
+    """tinker:// path of named weights."""
+    directory: Mapped[str | None]
+    """Of the weights, below the data directory; none: the base model alone."""
+    created_at: Mapped[float]
+
+
+class Checkpoint(Table):
+    """Saved weights, with all that is needed to make a model of them again."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (UniqueConstraint("run_id", "kind", "name"),)
+
+    tinker_path: Mapped[str] = mapped_column(primary_key=True)
+    run_id: Mapped[str]
+    kind: Mapped[str]
+    name: Mapped[str]
+    directory: Mapped[str]
+    """Below the data directory."""
+    base_model: Mapped[str]
+    lora_rank: Mapped[int]
+    lora_seed: Mapped[int]
+    train_unembed: Mapped[bool]
+    train_mlp: Mapped[bool]
+    train_attn: Mapped[bool]
+    user_metadata: Mapped[dict[str, Any] | None]
+    size_bytes: Mapped[int]
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None] = mapped_column(index=True)
+
+
+class Future(Table):
+    """The stored promise of one operation."""
+
+    __tablename__ = "futures"
+    __table_args__ = (
+        UniqueConstraint("lane", "seq_id"),
+        Index("ix_futures_status_finished_at", "status", "finished_at"),
+    )
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    lane: Mapped[str]
+    """model_id for training work, sampling_session_id for samples."""
+    seq_id: Mapped[int]
+    request: Mapped[bytes]
+    """The body as received; emptied once finished."""
+    request_type: Mapped[str]
+    status: Mapped[str]
+    """`queued`, `done`, `failed`, or `expired`: the result was deleted."""
+    result: Mapped[bytes | None]
+    """The body ready to send; of a failed one a FutureFailed."""
+    result_type: Mapped[str | None]
+    created_at: Mapped[float]
+    finished_at: Mapped[float | None]

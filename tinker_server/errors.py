@@ -1,0 +1,130 @@
+"""Every refusal, with its HTTP status and its category in a failed future.
+
+TinkerServerError
+├── BadRequest 400, SequenceConflict 400, BodyTooLarge 413
+├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
+├── SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
+├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
+├── LostModel 500: only in futures
+└── ShuttingDown 503
+
+The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
+"""
+
+import logging
+
+from api_schemas.futures import FutureFailed
+from api_schemas.wire import MalformedBody
+from backends.protocol import BackendFailed, InvalidInput, ModelLost
+
+log = logging.getLogger(__name__)
+
+
+class StartFailed(Exception):
+    """The server cannot start. The text is one line for the operator."""
+
+
+class TinkerServerError(Exception):
+    """The server could not do it."""
+
+    status: int = 500
+    category: str = "server"
+
+
+class BadRequest(TinkerServerError):
+    """The request is malformed, or asks for something this server does not have."""
+
+    status, category = 400, "user"
+
+
+class SequenceConflict(BadRequest):
+    """Another operation was sent under this number before."""
+
+
+class Unsupported(BadRequest):
+    """The operation cannot be done as it was asked."""
+
+
+class BodyTooLarge(TinkerServerError):
+    """The request's body is larger than the server takes."""
+
+    status, category = 413, "user"
+
+
+class UnknownSession(TinkerServerError):
+    """No session has this id."""
+
+    status, category = 404, "user"
+
+
+class UnknownModel(TinkerServerError):
+    """No model has this id."""
+
+    status, category = 404, "user"
+
+
+class UnknownBaseModel(TinkerServerError):
+    """The server does not serve this base model."""
+
+    status, category = 404, "user"
+
+
+class UnknownSampler(TinkerServerError):
+    """No sampling session has this id."""
+
+    status, category = 404, "user"
+
+
+class UnknownCheckpoint(TinkerServerError):
+    """The tinker:// path names no weights held here."""
+
+    status, category = 404, "user"
+
+
+class UnknownFuture(TinkerServerError):
+    """No operation has this request_id."""
+
+    status, category = 404, "user"
+
+
+class SessionFinished(TinkerServerError):
+    """The session was finished; it takes no new work."""
+
+    status, category = 403, "user"
+
+
+class HeartbeatEnded(TinkerServerError):
+    """The session was finished; heartbeats can stop."""
+
+    status, category = 410, "user"
+
+
+class ResultExpired(TinkerServerError):
+    """The result was kept for its time and is gone."""
+
+    status, category = 410, "server"
+
+
+class LostModel(TinkerServerError):
+    """The model is no longer in memory: the process that held it has ended."""
+
+
+class ShuttingDown(TinkerServerError):
+    """The server is stopping; the same request succeeds once it is back."""
+
+    status = 503
+
+
+def failure(error: Exception) -> FutureFailed:
+    """What a failed future says. An error nobody foresaw is logged with its traceback."""
+    match error:
+        case InvalidInput() | MalformedBody():
+            return FutureFailed(error=str(error), category="user")
+        case TinkerServerError():
+            return FutureFailed(error=str(error), category="user" if error.category == "user" else "server")
+        case ModelLost() | BackendFailed():
+            log.error("an operation failed: %s", error)
+            return FutureFailed(error=str(error), category="server")
+        case _:
+            log.error("an operation failed unexpectedly", exc_info=error)
+            return FutureFailed(error=f"{type(error).__name__}: {error}", category="server")

@@ -1,0 +1,75 @@
+"""From errors to HTTP answers, and the limit on request bodies; every answer has a body and its length."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api_schemas.wire import MalformedBody
+from backends.protocol import InvalidInput
+from tinker_server.errors import BadRequest, BodyTooLarge, TinkerServerError
+
+
+def answer(status: int, error: Exception, detail: str) -> JSONResponse:
+    return JSONResponse({"detail": detail, "error": type(error).__name__}, status)
+
+
+def describe(error: RequestValidationError) -> str:
+    """The first few places where a body is not what it should be."""
+    problems: list[Any] = list(error.errors())
+    places = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:5]]
+    return "; ".join(places) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+
+
+def install(app: FastAPI) -> None:
+    """The one mapping from exceptions to responses."""
+
+    @app.exception_handler(TinkerServerError)
+    async def refused(_: Request, error: TinkerServerError) -> JSONResponse:
+        return answer(error.status, error, str(error))
+
+    @app.exception_handler(MalformedBody)
+    @app.exception_handler(InvalidInput)
+    async def invalid(_: Request, error: ValueError) -> JSONResponse:
+        return answer(BadRequest.status, error, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(422, error, describe(error))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return answer(500, error, "internal error; the server's log has the details")  # uvicorn logs it
+
+
+class BodyLimit:
+    """Answers 413 to a larger body, after reading it: a client that is still sending would see no answer."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_bytes:
+                raise BodyTooLarge(self._text())
+            return message
+
+        if int(declared) <= self.max_bytes:
+            return await self.app(scope, counted, send)
+        while (await receive()).get("more_body", False):
+            pass
+        await answer(413, BodyTooLarge(), self._text())(scope, receive, send)
+
+    def _text(self) -> str:
+        return f"the request's body is larger than {self.max_bytes} bytes"

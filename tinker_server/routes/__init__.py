@@ -1,0 +1,1 @@
+"""The HTTP routes: parse, ask, return."""

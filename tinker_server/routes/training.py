@@ -1,0 +1,75 @@
+"""Creating, describing and training models. All work is queued; its result is fetched with retrieve_future."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+
+from api_schemas.futures import UntypedFuture
+from api_schemas.training import (
+    CreateModelRequest,
+    ForwardBackwardRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    ModelData,
+    OptimizerConfig,
+    OptimStepRequest,
+)
+from backends.protocol import BaseModelInfo
+from tinker_server.deps import Runs, ServedModels, Sessions, Work
+from tinker_server.routes.submission import Submission, forward_backward_body, json_body
+
+router = APIRouter()
+
+
+@router.post("/create_model", response_model_exclude_none=True)
+async def create_model(
+    submission: Annotated[Submission[CreateModelRequest], Depends(json_body(CreateModelRequest))],
+    sessions: Sessions,
+    work: Work,
+) -> UntypedFuture:
+    """Create a LoRA model. Repeating it gives the first request_id."""
+    request = submission.request
+    await sessions.require_open(request.session_id)
+    lane = f"{request.session_id}:train:{request.model_seq_id}"
+    return await submission.accept(work, "create_model", lane, 0)
+
+
+@router.post("/get_info")
+async def get_info(request: GetInfoRequest, runs: Runs, models: ServedModels) -> GetInfoResponse:
+    """What a client needs to know of its model."""
+    run = await runs.require(request.model_id)
+    info = models.base(run.base_model).info
+    return GetInfoResponse(
+        model_id=run.model_id,
+        lora_rank=run.lora_rank,
+        model_name=info.name,
+        model_data=ModelData(arch=info.arch, model_name=info.name, tokenizer_id=tokenizer_id(info)),
+        optimizer_config=OptimizerConfig.model_validate(run.optimizer_config),
+    )
+
+
+@router.post("/forward_backward", response_model_exclude_none=True)
+async def forward_backward(
+    submission: Annotated[Submission[ForwardBackwardRequest], Depends(forward_backward_body)], runs: Runs, work: Work
+) -> UntypedFuture:
+    """Add a loss's gradient to the model's, or (forward_only) just compute log probabilities."""
+    request = submission.request
+    await runs.require(request.model_id)
+    return await submission.accept(work, "forward_backward", request.model_id, request.seq_id)
+
+
+@router.post("/optim_step", response_model_exclude_none=True)
+async def optim_step(
+    submission: Annotated[Submission[OptimStepRequest], Depends(json_body(OptimStepRequest))], runs: Runs, work: Work
+) -> UntypedFuture:
+    """Apply the model's gradient, then clear it."""
+    request = submission.request
+    await runs.require(request.model_id)
+    return await submission.accept(work, "optim_step", request.model_id, request.seq_id)
+
+
+def tokenizer_id(info: BaseModelInfo) -> str:
+    """Where a client finds the tokenizer: the hub id. A directory of this machine means nothing elsewhere,
+    so then it is the public name, which the operator chose to be a hub id too, or not."""
+    return info.name if Path(info.source).is_dir() and not Path(info.name).is_dir() else info.source

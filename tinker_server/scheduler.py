@@ -1,0 +1,157 @@
+"""When accepted work runs: each model's operations in the order of their numbers, samples at once.
+
+Numbers come in any order and some never come: the SDK may send the first part of a batch last, and what
+it could not send, or was refused, keeps its number. A missing number is settled, that is no longer
+waited for, when a later operation other than forward_backward arrives (the SDK sends those only after
+all before them were answered), when the server itself refused it, or when a grace has passed.
+"""
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from api_schemas.base import Request
+from tinker_server.errors import LostModel, ShuttingDown, failure
+from tinker_server.store.futures import FutureStore, Result, Work
+
+log = logging.getLogger(__name__)
+
+
+class Operations(Protocol):
+    """What does the work."""
+
+    async def run(self, work: Work, request: Request) -> Result:
+        """Raises whatever the operation failed with."""
+
+    def replay(self, work: Work) -> Request | None:
+        """The request of work that an earlier server accepted; None where it cannot be done any more."""
+
+
+@dataclass
+class Lane:
+    """A model's operations that wait."""
+
+    expected: int
+    """Smallest number that has neither run nor been settled."""
+    settled_below: int = 0
+    refused: set[int] = field(default_factory=set)
+    waiting: dict[int, tuple[Work, Request]] = field(default_factory=dict)
+    last_arrival: float = 0
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    driver: asyncio.Task[None] | None = None
+
+    def has_gap_before(self, number: int) -> bool:
+        """Whether an earlier number may still be on its way."""
+        while self.expected in self.refused:
+            self.refused.discard(self.expected)
+            self.expected += 1
+        return number > self.expected and number > self.settled_below
+
+
+class Scheduler:
+    """Owns every running operation."""
+
+    def __init__(self, futures: FutureStore, operations: Operations, gap_grace_s: float) -> None:
+        self._futures = futures
+        self._operations = operations
+        self._gap_grace_s = gap_grace_s
+        self._lanes: dict[str, Lane] = {}
+        self._samples: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def resume(self, left: list[Work]) -> None:
+        """Take up what an earlier server left: samples run again, training cannot, for its models are gone."""
+        for work in left:
+            request = self._operations.replay(work)
+            if request is not None:
+                self._start_sample(work, request)
+            else:
+                lost = LostModel(
+                    f"the server was restarted before this {work.kind} was done, and {work.lane} is no longer in "
+                    "memory; create the model again from a checkpoint"
+                )
+                self._finish(work, lost)
+
+    async def submit(self, work: Work, request: Request) -> str:
+        """Accept an operation, durably when this returns, and have it run; its request_id.
+
+        Raises SequenceConflict, ShuttingDown, BadRequest.
+        """
+        if self._closing:
+            raise ShuttingDown("the server is stopping")
+        request_id = await self._futures.enqueue(work)
+        if request_id == work.request_id and not self._closing:
+            if work.kind == "sample":
+                self._start_sample(work, request)
+            else:
+                self._queue(work, request)
+        return request_id
+
+    def refuse_number(self, model_id: str, seq_id: int) -> None:
+        """Note that an operation was refused before it had a future, so that none waits for it."""
+        lane = self._lanes.get(model_id)
+        if lane is not None and seq_id >= lane.expected:
+            lane.refused.add(seq_id)
+            lane.arrived.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Start nothing more; let what runs end, and stop it after `timeout_s`. The rest stays queued."""
+        self._closing = True
+        for lane in self._lanes.values():
+            lane.arrived.set()
+        drivers = {lane.driver for lane in self._lanes.values() if lane.driver is not None}
+        running = {task for task in drivers | self._samples if not task.done()}
+        if not running:
+            return
+        _, late = await asyncio.wait(running, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    def _queue(self, work: Work, request: Request) -> None:
+        lane = self._lanes.get(work.lane)
+        if lane is None:
+            # A lane starts with the model's creation, number 0; without it the model is not in memory.
+            lane = self._lanes[work.lane] = Lane(expected=work.seq_id)
+        lane.waiting[work.seq_id] = (work, request)
+        lane.last_arrival = asyncio.get_running_loop().time()
+        if work.kind != "forward_backward":
+            lane.settled_below = max(lane.settled_below, work.seq_id)
+        lane.arrived.set()
+        if lane.driver is None or lane.driver.done():
+            lane.driver = asyncio.create_task(self._drive(lane), name=f"lane {work.lane}")
+
+    async def _drive(self, lane: Lane) -> None:
+        loop = asyncio.get_running_loop()
+        while lane.waiting and not self._closing:
+            number = min(lane.waiting)
+            left_s = lane.last_arrival + self._gap_grace_s - loop.time()
+            if lane.has_gap_before(number) and left_s > 0:
+                lane.arrived.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await lane.arrived.wait()
+                continue
+            work, request = lane.waiting.pop(number)
+            lane.expected = max(lane.expected, number + 1)
+            await self._run(work, request)
+
+    def _start_sample(self, work: Work, request: Request) -> None:
+        task = asyncio.create_task(self._run(work, request), name=f"sample {work.request_id}")
+        self._samples.add(task)
+        task.add_done_callback(self._samples.discard)
+
+    async def _run(self, work: Work, request: Request) -> None:
+        try:
+            result = await self._operations.run(work, request)
+        except Exception as error:  # one operation's failure must not stop the lane
+            self._finish(work, error)
+        else:
+            self._futures.complete(work.request_id, result)
+
+    def _finish(self, work: Work, error: Exception) -> None:
+        body = failure(error).model_dump_json().encode()
+        log.info("%s %d of %s failed: %s", work.kind, work.seq_id, work.lane, error)
+        self._futures.complete(work.request_id, Result(body, "application/json", failed=True))

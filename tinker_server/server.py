@@ -1,0 +1,46 @@
+"""uvicorn, made to drain before it stops, and to leave signals to its caller."""
+
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+KEEP_ALIVE_S = 75
+"""Longer than the SDK's pause between polls, so that its connections stay open."""
+CLOSE_S = 2
+"""For the answers that are on their way when all work has ended."""
+
+
+class Server(uvicorn.Server):
+    """Serves an app whose lifespan its caller runs."""
+
+    def __init__(self, app: FastAPI, drain: Callable[[], Awaitable[None]], started: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                backlog=4096,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSE_S,
+            )
+        )
+        self._drain = drain
+        self._on_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await self._drain()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

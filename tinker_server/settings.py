@@ -1,0 +1,49 @@
+"""Everything an operator can set: environment variables TINKER_SERVER_*, overridden by the command line."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from backends.config import BackendConfig
+
+
+class Settings(BaseSettings):
+    """`TINKER_SERVER_PORT=9000`; a field of `backend` is `TINKER_SERVER_BACKEND__DEVICE=cpu`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TINKER_SERVER_", env_nested_delimiter="__", use_attribute_docstrings=True, frozen=True
+    )
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every network the machine is in."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    data_dir: Path = Path("tinker-data")
+    """Directory of the database, the checkpoints and the scratch files."""
+    database_url: str = ""
+    """SQLAlchemy URL with an async driver (sqlite+aiosqlite, postgresql+asyncpg); empty: SQLite in data_dir."""
+    backend: BackendConfig = BackendConfig()
+    """The served models and how they compute."""
+    max_body_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Largest request body, compressed or not; a larger one is answered 413."""
+    poll_hold_s: float = Field(default=30, gt=0, lt=45)
+    """How long a poll for an unfinished result is held open; the SDK hangs up at 45 s."""
+    gap_grace_s: float = Field(default=5, ge=0)
+    """How long a forward_backward waits for missing earlier numbers after the model's last arrival."""
+    results_kept_s: float = Field(default=24 * 3600, ge=60)
+    """How long results can be fetched; later polls are answered 410."""
+    recent_results_bytes: int = Field(default=64 << 20, ge=0)
+    """Results kept in memory, newest first; the others are read from the database."""
+    drain_s: float = Field(default=10, ge=0)
+    """How long running work may go on when the server is told to stop."""
+
+    def resolved_database_url(self) -> str:
+        """The URL in use, with the default filled in."""
+        return self.database_url or f"sqlite+aiosqlite:///{self.data_dir.resolve() / 'tinker-server.db'}"
+
+    def resolved_backend(self) -> BackendConfig:
+        """The backend's configuration; its scratch directory is in data_dir unless set."""
+        if "scratch_dir" in self.backend.model_fields_set:
+            return self.backend
+        return self.backend.model_copy(update={"scratch_dir": self.data_dir.resolve() / "scratch"})

@@ -1,0 +1,1 @@
+"""All SQL, as methods with domain names; knows nothing of HTTP."""

@@ -1,0 +1,255 @@
+"""The futures: accepted operations and their results.
+
+Every write goes through one task that commits whatever arrived meanwhile in a single transaction, so
+that hundreds of operations at once cost a few commits. Waiters are woken by events; nothing polls.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from sqlalchemy import CursorResult, Table, bindparam, select, update
+
+from tinker_server.db.database import Database
+from tinker_server.db.tables import Future
+from tinker_server.errors import BadRequest, ResultExpired, SequenceConflict, UnknownFuture
+
+log = logging.getLogger(__name__)
+FUTURES = cast(Table, Future.__table__)
+RETRY_S = 1.0
+"""Pause after the database refused to store results, before they are offered again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One accepted operation, as it is stored."""
+
+    kind: str
+    """Name of the operation, such as `optim_step`."""
+    lane: str
+    seq_id: int
+    body: bytes
+    content_type: str
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a finished operation answers, as bytes ready to send."""
+
+    body: bytes
+    content_type: str
+    failed: bool = False
+    finished_at: float = field(default_factory=time.time)
+
+
+class FutureStore:
+    """The only way to the futures table."""
+
+    def __init__(self, db: Database, recent_bytes: int) -> None:
+        self._db = db
+        self._recent = RecentResults(recent_bytes)
+        self._unfinished: dict[str, asyncio.Event] = {}
+        self._accepted: list[tuple[Work, asyncio.Future[str]]] = []
+        self._results: dict[str, Result] = {}
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._writer: asyncio.Task[None] | None = None
+
+    async def start(self) -> list[Work]:
+        """Start writing; the operations that an earlier server left unfinished."""
+        query = select(Future).where(Future.status == "queued").order_by(Future.created_at)
+        async with self._db.read() as session:
+            left = [
+                Work(row.kind, row.lane, row.seq_id, row.request, row.request_type, row.request_id)
+                for row in await session.scalars(query)
+            ]
+        self._unfinished.update((work.request_id, asyncio.Event()) for work in left)
+        self._writer = asyncio.create_task(self._write(), name="futures writer")
+        return left
+
+    async def stop(self) -> None:
+        """Write what is pending, then end."""
+        self._stopping = True
+        self._wake.set()
+        if self._writer is not None:
+            await self._writer
+
+    async def enqueue(self, work: Work) -> str:
+        """Store an operation, durably when this returns, and give its request_id.
+
+        The same lane and seq_id again gives the first request_id. Raises SequenceConflict where the first
+        one was another kind of operation.
+        """
+        if not 0 <= work.seq_id < 2**63:
+            raise BadRequest(f"seq_id {work.seq_id} is not between 0 and 2^63 - 1")
+        accepted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._unfinished[work.request_id] = asyncio.Event()
+        self._accepted.append((work, accepted))
+        self._wake.set()
+        first = ""
+        try:
+            first = await accepted
+        finally:
+            if first != work.request_id:
+                del self._unfinished[work.request_id]
+        return first
+
+    def complete(self, request_id: str, result: Result) -> None:
+        """Store a result soon, then wake those who wait for it."""
+        self._results[request_id] = result
+        self._wake.set()
+
+    async def wait(self, request_id: str, hold_s: float) -> Result | None:
+        """The result; None where it is not there within `hold_s`. Raises UnknownFuture, ResultExpired."""
+        if (finished := self._unfinished.get(request_id)) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(hold_s):
+                    await finished.wait()
+            if request_id in self._unfinished:
+                return None
+        return self._recent.get(request_id) or await self._load(request_id)
+
+    def release(self) -> None:
+        """Let all waiters go empty-handed, for the server stops."""
+        for finished in self._unfinished.values():
+            finished.set()
+
+    async def expire(self, before: float) -> None:
+        """Delete results that are older; a tombstone stays of each."""
+        self._recent.drop(before)
+        async with self._db.write() as session:
+            await session.execute(
+                update(Future)
+                .where(Future.status.in_(("done", "failed")), Future.finished_at < before)
+                .values(status="expired", result=None)
+            )
+
+    async def _load(self, request_id: str) -> Result | None:
+        async with self._db.read() as session:
+            row = await session.get(Future, request_id)
+        if row is None:
+            raise UnknownFuture(f"no operation has the request_id {request_id!r}")
+        if row.status == "expired":
+            raise ResultExpired(f"the result of {request_id} was kept for its time and is gone")
+        if row.result is None or row.result_type is None or row.finished_at is None:
+            return None
+        result = Result(row.result, row.result_type, row.status == "failed", row.finished_at)
+        self._recent.put(request_id, result)
+        return result
+
+    async def _write(self) -> None:
+        while not self._stopping or self._accepted or self._results:
+            await self._wake.wait()
+            self._wake.clear()
+            accepted, self._accepted = self._accepted, []
+            results, self._results = self._results, {}
+            if not accepted and not results:
+                continue
+            try:
+                first_ids = await self._commit([work for work, _ in accepted], results)
+            except Exception as error:  # one bad moment of the database must not end the server
+                log.exception("the database did not take %d operations, %d results", len(accepted), len(results))
+                _answer(accepted, [error] * len(accepted))
+                if not self._stopping:
+                    self._results = results | self._results
+                    self._wake.set()
+                    await asyncio.sleep(RETRY_S)
+                continue
+            _answer(accepted, first_ids)
+            for request_id, result in results.items():
+                self._recent.put(request_id, result)
+                if (finished := self._unfinished.pop(request_id, None)) is not None:
+                    finished.set()
+
+    async def _commit(self, works: list[Work], results: dict[str, Result]) -> list[str | Exception]:
+        async with self._db.write() as session:
+            connection = await session.connection()
+            if results:
+                await connection.execute(
+                    update(FUTURES).where(FUTURES.c.request_id == bindparam("id")),
+                    [_finished_columns(request_id, result) for request_id, result in results.items()],
+                )
+            if not works:
+                return []
+            insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
+            outcome: CursorResult[Any] = await connection.execute(insert, [_new_columns(work) for work in works])
+            if outcome.rowcount == len(works):
+                return [work.request_id for work in works]
+            first_ids: list[str | Exception] = []
+            for work in works:
+                query = select(FUTURES.c.request_id, FUTURES.c.kind).where(
+                    FUTURES.c.lane == work.lane, FUTURES.c.seq_id == work.seq_id
+                )
+                request_id, kind = (await connection.execute(query)).one()
+                conflict = f"seq_id {work.seq_id} of {work.lane} was {kind} before, and is {work.kind} now"
+                first_ids.append(request_id if kind == work.kind else SequenceConflict(conflict))
+            return first_ids
+
+
+def _answer(accepted: list[tuple[Work, asyncio.Future[str]]], outcomes: list[Any]) -> None:
+    for (_, answer), outcome in zip(accepted, outcomes, strict=True):
+        if answer.done():
+            continue
+        if isinstance(outcome, Exception):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+
+def _new_columns(work: Work) -> dict[str, Any]:
+    return {
+        "request_id": work.request_id,
+        "kind": work.kind,
+        "lane": work.lane,
+        "seq_id": work.seq_id,
+        "request": work.body,
+        "request_type": work.content_type,
+        "status": "queued",
+        "created_at": time.time(),
+    }
+
+
+def _finished_columns(request_id: str, result: Result) -> dict[str, Any]:
+    return {
+        "id": request_id,
+        "request": b"",
+        "status": "failed" if result.failed else "done",
+        "result": result.body,
+        "result_type": result.content_type,
+        "finished_at": result.finished_at,
+    }
+
+
+class RecentResults:
+    """The results used last, up to a number of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._size_bytes = 0
+        self._results: OrderedDict[str, Result] = OrderedDict()
+
+    def get(self, request_id: str) -> Result | None:
+        if request_id in self._results:
+            self._results.move_to_end(request_id)
+        return self._results.get(request_id)
+
+    def put(self, request_id: str, result: Result) -> None:
+        if request_id in self._results or len(result.body) > self._max_bytes:
+            return
+        self._results[request_id] = result
+        self._size_bytes += len(result.body)
+        while self._size_bytes > self._max_bytes:
+            _, oldest = self._results.popitem(last=False)
+            self._size_bytes -= len(oldest.body)
+
+    def drop(self, before: float) -> None:
+        """Forget results that finished before."""
+        kept = [(key, result) for key, result in self._results.items() if result.finished_at >= before]
+        self._results = OrderedDict(kept)
+        self._size_bytes = sum(len(result.body) for _, result in kept)

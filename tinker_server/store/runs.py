@@ -1,0 +1,72 @@
+"""Training runs and the weights saved from them. Runs are asked for at every operation and kept in memory."""
+
+from sqlalchemy import delete, select, update
+
+from api_schemas.weights import TinkerPath
+from tinker_server.db.database import Database
+from tinker_server.db.tables import Checkpoint, TrainingRun
+from tinker_server.errors import UnknownCheckpoint, UnknownModel
+
+
+class RunStore:
+    """The only way to the training_runs table."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._known: dict[str, TrainingRun] = {}
+
+    async def add(self, run: TrainingRun) -> None:
+        async with self._db.write() as session:
+            session.add(run)
+        self._known[run.model_id] = run
+
+    async def require(self, model_id: str) -> TrainingRun:
+        """Raises UnknownModel."""
+        if (run := self._known.get(model_id)) is None:
+            async with self._db.read() as session:
+                run = await session.get(TrainingRun, model_id)
+            if run is None:
+                raise UnknownModel(f"no model has the id {model_id!r}")
+            self._known[model_id] = run
+        return run
+
+    async def mark_lost(self, model_id: str | None = None) -> None:
+        """Record that a model, or every one, is no longer in memory."""
+        change = update(TrainingRun).values(status="lost")
+        async with self._db.write() as session:
+            await session.execute(change if model_id is None else change.where(TrainingRun.model_id == model_id))
+        for run in self._known.values() if model_id is None else [await self.require(model_id)]:
+            run.status = "lost"
+
+
+class CheckpointStore:
+    """The only way to the checkpoints table."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def find(self, path: TinkerPath) -> Checkpoint | None:
+        async with self._db.read() as session:
+            return await session.get(Checkpoint, str(path))
+
+    async def require(self, path: TinkerPath, now: float) -> Checkpoint:
+        """Raises UnknownCheckpoint, also for one that has expired by `now`."""
+        checkpoint = await self.find(path)
+        if checkpoint is None:
+            raise UnknownCheckpoint(f"{path}: training run {path.run_id} has no {path.kind} named {path.name!r}")
+        if checkpoint.expires_at is not None and checkpoint.expires_at <= now:
+            raise UnknownCheckpoint(f"{path} has expired")
+        return checkpoint
+
+    async def put(self, checkpoint: Checkpoint) -> None:
+        """Store a checkpoint in place of the one of its path, if there is one."""
+        async with self._db.write() as session:
+            await session.merge(checkpoint)
+
+    async def take_expired(self, now: float) -> list[str]:
+        """Forget all that have expired; their directories, for deletion."""
+        expired = Checkpoint.expires_at <= now
+        async with self._db.write() as session:
+            directories = list(await session.scalars(select(Checkpoint.directory).where(expired)))
+            await session.execute(delete(Checkpoint).where(expired))
+        return directories

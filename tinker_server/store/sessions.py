@@ -1,0 +1,121 @@
+"""Sessions and their sampling sessions. Both are asked for at every request, so rows are kept in memory."""
+
+import time
+import uuid
+
+from sqlalchemy import select, update
+
+from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
+from tinker_server.db.database import Database
+from tinker_server.db.tables import SamplingSession, Session
+from tinker_server.errors import (
+    BadRequest,
+    HeartbeatEnded,
+    SessionFinished,
+    UnknownSampler,
+    UnknownSession,
+)
+
+
+class SessionStore:
+    """The only way to the sessions table."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._known: dict[str, Session] = {}
+        self._heartbeats: dict[str, float] = {}
+
+    async def create(self, request: CreateSessionRequest, idempotency_key: str | None) -> str:
+        """A new session's id; of a repeated request, the first one's."""
+        now = time.time()
+        async with self._db.write() as session:
+            if idempotency_key is not None:
+                query = select(Session).where(Session.idempotency_key == idempotency_key)
+                if (first := (await session.scalars(query)).one_or_none()) is not None:
+                    return first.session_id
+            row = Session(
+                session_id=str(uuid.uuid4()),
+                idempotency_key=idempotency_key,
+                tags=request.tags,
+                user_metadata=request.user_metadata,
+                project_id=request.project_id,
+                display_name=request.display_name,
+                sdk_version=request.sdk_version,
+                created_at=now,
+                last_heartbeat=now,
+            )
+            session.add(row)
+        self._known[row.session_id] = row
+        return row.session_id
+
+    async def heartbeat(self, session_id: str) -> None:
+        """Note that the client lives. Raises UnknownSession, HeartbeatEnded."""
+        row = await self._get(session_id)
+        if row.finished_at is not None:
+            raise HeartbeatEnded(f"session {session_id} was finished")
+        self._heartbeats[session_id] = time.time()
+
+    async def finish(self, session_id: str, request: FinishSessionRequest) -> None:
+        """End a session; the first reason stays. Raises UnknownSession."""
+        row = await self._get(session_id)
+        if row.finished_at is not None:
+            return
+        row.finished_at, row.finish_reason, row.finish_detail = time.time(), request.reason.type, request.detail
+        async with self._db.write() as session:
+            await session.merge(row)
+
+    async def require_open(self, session_id: str) -> None:
+        """Raises UnknownSession, SessionFinished."""
+        if (await self._get(session_id)).finished_at is not None:
+            raise SessionFinished(f"session {session_id} was finished and takes no new work")
+
+    async def save_heartbeats(self) -> None:
+        """Write the heartbeats that came since the last time."""
+        heartbeats, self._heartbeats = self._heartbeats, {}
+        if not heartbeats:
+            return
+        async with self._db.write() as session:
+            for session_id, at in heartbeats.items():
+                query = update(Session).where(Session.session_id == session_id).values(last_heartbeat=at)
+                await session.execute(query)
+
+    async def _get(self, session_id: str) -> Session:
+        if (row := self._known.get(session_id)) is None:
+            async with self._db.read() as session:
+                row = await session.get(Session, session_id)
+            if row is None:
+                raise UnknownSession(f"no session has the id {session_id!r}")
+            self._known[session_id] = row
+        return row
+
+
+class SamplerStore:
+    """The only way to the sampling_sessions table."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._known: dict[str, SamplingSession] = {}
+
+    async def create(self, row: SamplingSession) -> str:
+        """Store a sampling session and give its id; repeating it changes nothing.
+
+        Raises BadRequest where the id is in use for other weights.
+        """
+        async with self._db.write() as session:
+            first = await session.get(SamplingSession, row.sampling_session_id)
+            if first is None:
+                session.add(row)
+            elif (first.base_model, first.model_path) != (row.base_model, row.model_path):
+                raise BadRequest(f"{row.sampling_session_id} was created before, for other weights")
+        self._known[row.sampling_session_id] = first or row
+        return row.sampling_session_id
+
+    async def require(self, sampling_session_id: str) -> SamplingSession:
+        """Raises UnknownSampler."""
+        if (row := self._known.get(sampling_session_id)) is None:
+            async with self._db.read() as session:
+                row = await session.get(SamplingSession, sampling_session_id)
+            if row is None:
+                raise UnknownSampler(f"no sampling session has the id {sampling_session_id!r}")
+            self._known[sampling_session_id] = row
+        return row
