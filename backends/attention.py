@@ -26,8 +26,11 @@ def implementation(device: torch.device) -> str:
 
 
 def bounds(device: torch.device, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """The extra arguments that the implementation needs in the model's forward."""
-    return {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen} if device.type == "cuda" else {}
+    """The extra arguments that the implementation needs in the model's forward.
+
+    Named as nothing in transformers is: the vision tower gets them too, and must not take them for its own.
+    """
+    return {"packed_bounds": cu_seqlens, "packed_longest": max_seqlen} if device.type == "cuda" else {}
 
 
 def _varlen_attention(
@@ -38,8 +41,8 @@ def _varlen_attention(
     attention_mask: None,
     *,
     scaling: float,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    packed_bounds: Tensor,
+    packed_longest: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
@@ -49,7 +52,15 @@ def _varlen_attention(
         for tensor, repeats in ((query, 1), (key, groups), (value, groups))
     )
     out = varlen_attn(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, window_size=(-1, 0)
+        query,
+        key,
+        value,
+        packed_bounds,
+        packed_bounds,
+        packed_longest,
+        packed_longest,
+        scale=scaling,
+        window_size=(-1, 0),
     )
     assert isinstance(out, Tensor)
     return out[None], None

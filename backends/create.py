@@ -94,9 +94,7 @@ def resolve_device(config: BackendConfig) -> str:
     return device
 
 
-def _describe(
-    name: str, source: str, directory: Path, device: str, config: BackendConfig, number: int
-) -> LocalModel:
+def _describe(name: str, source: str, directory: Path, device: str, config: BackendConfig, number: int) -> LocalModel:
     try:
         renderer = Renderer(
             str(directory), image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels

@@ -99,11 +99,9 @@ def add_by_slot(
 ) -> None:
     """Add each row's adapter output to its logits, in place; slot -1 has none."""
     out_NV = logits_NV[:, : b_SVR.shape[1]]  # the head may be padded further than the adapter
-    for slot in slots_N.unique().tolist():
-        if slot >= 0:
-            low_NR = (hidden_NH.to(a_SRH.dtype) @ a_SRH[slot].T) * scale
-            delta_NV = low_NR @ b_SVR[slot].T
-            out_NV += torch.where((slots_N == slot)[:, None], delta_NV, 0).to(out_NV.dtype)
+    for slot, rows in _rows_by_slot(slots_N, len(hidden_NH)):
+        low_NR = hidden_NH[rows].to(a_SRH.dtype) @ a_SRH[slot].T
+        out_NV.index_add_(0, rows, (low_NR @ b_SVR[slot].T).to(out_NV.dtype), alpha=scale)
 
 
 def _rows_by_slot(slots_N: Tensor, num_rows: int) -> Iterator[tuple[int, Tensor]]:
@@ -132,7 +130,8 @@ def _expand_slice(
     if not add_inputs:
         columns.zero_()
     for slot, rows in _rows_by_slot(slots_N, len(inputs)):
-        columns[rows] += inputs[rows].to(out.dtype) @ _weight(b_stacked, slot)[: columns.shape[1]].to(out.dtype).T
+        weight = _weight(b_stacked, slot)[: columns.shape[1]].to(out.dtype)
+        columns.index_add_(0, rows, inputs[rows].to(out.dtype) @ weight.T)
 
 
 def _expand(inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, add_inputs: bool = True) -> None:

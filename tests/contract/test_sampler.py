@@ -2,7 +2,7 @@
 
 pytest tests/contract/test_sampler.py
 
-One engine for the whole file; the tests that kill it come last.
+One engine at a time: other models come first, then one engine for all the rest; the tests that kill it are last.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import pytest_asyncio
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from api_schemas.inputs import ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
@@ -27,13 +27,15 @@ from backends.checkpoint import ADAPTER_FILE, write_adapter, write_directory
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer, mrope_positions
 from backends.vllm_sampler import SamplerConfig, VllmSampler
+from tests.conftest import make_renderer
 from tests.factories import MIXED, image, prompt, words
+from tests.models import make_tiny_text, make_tiny_vl
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ATOL = 1e-4
 ADJACENT = prompt(words(3, 1), image(64, 96, 1), image(96, 64, 2), words(4, 2))
-TARGETS = r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)"
+TARGETS = r".*\.layers\..*\.(q|k|v|o|gate|up|down)_proj|.*lm_head"
 
 
 def sampler_config(source: Path, scratch_dir: Path) -> SamplerConfig:
@@ -65,14 +67,15 @@ async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> As
 class Reference:
     """transformers with PEFT adapters on every linear layer of the language model and on the head."""
 
-    def __init__(self, source: Path, renderer: Renderer, ranks: dict[str, int], targets: str = TARGETS) -> None:
+    def __init__(self, source: Path, renderer: Renderer, ranks: dict[str, int]) -> None:
         self._renderer = renderer
         self._model: PeftModel | None = None
-        base = AutoModelForImageTextToText.from_pretrained(source).eval()
-        self.image_token_id = base.config.image_token_id
+        kind = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
+        base = kind.from_pretrained(source).eval()
+        self.image_token_id = base.config.image_token_id if renderer.takes_images else -1
         torch.manual_seed(5)
         for name, rank in ranks.items():
-            peft_config = PeftLoraConfig(r=rank, lora_alpha=32, target_modules=targets)
+            peft_config = PeftLoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
             if self._model is None:
                 self._model = get_peft_model(base, peft_config, name).eval()
             else:
@@ -128,7 +131,8 @@ class Reference:
         return expected
 
 
-RANKS = {"small": 4, "large": 24}
+RANKS = {"small": 4, "large": 24, "third": 8, "fourth": 1, "fifth": 64}
+"""One more than the engine holds in a step, so that every one of its slots is taken."""
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +163,33 @@ async def drawn(sampler: VllmSampler, model_input: ModelInput, params: dict, **f
     return response.sequences[0]
 
 
+# Other models -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tied head", "text only"])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+async def test_other_models_with_adapters_on_the_head_are_those_of_peft(model, tmp_path):
+    """A tied head's adapter acts on its output alone, never on the input embeddings."""
+    source = tmp_path / "model"
+    source = make_tiny_text(source) if model == "text only" else make_tiny_vl(source, tie=True)
+    reference = Reference(source, make_renderer(source), RANKS)
+    names = [None, *RANKS]
+    saved = {name: reference.save(name, rank, tmp_path / name) for name, rank in RANKS.items()}
+    running = VllmSampler(sampler_config(source, tmp_path / "scratch"))
+    await running.start()
+    try:
+        inputs = [prompt(words(20 + i, i)) for i in range(24)]
+        works = [request(one, prompt_logprobs=True) for one in inputs]
+        responses = await asyncio.gather(
+            *(running.sample(work, saved.get(names[i % 6])) for i, work in enumerate(works))
+        )
+    finally:
+        await running.stop()
+    for i, response in enumerate(responses):
+        assert_close(response.prompt_logprobs, reference.prompt_logprobs(inputs[i], names[i % 6]))
+        assert_sequence_close(response, reference, inputs[i], names[i % 6])
+
+
 # Log probabilities ------------------------------------------------------------------------------------
 
 
@@ -177,7 +208,7 @@ async def test_temperature_scales_logprobs_of_samples_but_not_of_the_prompt(samp
     assert_sequence_close(response, reference, model_input, "small", temperature=0.5)
 
 
-async def test_samples_of_two_adapters_and_the_base_at_once_are_those_of_peft(sampler, reference, adapters):
+async def test_samples_of_five_adapters_and_the_base_at_once_are_those_of_peft(sampler, reference, adapters):
     async def one(name: str | None, model_input: ModelInput, seed: int) -> None:
         response = await sampler.sample(request(model_input, {"max_tokens": 12 + seed}), adapters[name])
         assert_sequence_close(response, reference, model_input, name)
@@ -189,17 +220,19 @@ async def test_samples_of_two_adapters_and_the_base_at_once_are_those_of_peft(sa
 
 
 async def test_two_hundred_prompts_scored_at_once_are_those_of_peft(sampler, reference, adapters):
-    """Three weights, prompts of all lengths up to several steps' worth of tokens, samples in between."""
+    """Six weights, several steps' worth of tokens so that prompts are cut between steps, samples in between."""
     names = list(adapters)
     random = np.random.default_rng(0)
     inputs = [prompt(words(int(random.integers(2, 60)), seed)) for seed in range(197)]
     inputs += [MIXED["three images of different sizes"], ADJACENT, prompt(words(2500, 7))]
-    works = [sampler.sample(scoring(one), adapters[names[i % 3]]) for i, one in enumerate(inputs)]
+    works = [sampler.sample(scoring(one), adapters[names[i % 6]]) for i, one in enumerate(inputs)]
+    drawing = [request(prompt(words(9, i)), {"max_tokens": 40}) for i in range(12)]
+    works += [sampler.sample(one, adapters[names[i % 6]]) for i, one in enumerate(drawing)]
     responses = await asyncio.gather(*works)
     for i, model_input in enumerate(inputs):
-        assert_close(responses[i].prompt_logprobs, reference.prompt_logprobs(model_input, names[i % 3]))
-    for i, response in enumerate(responses[len(inputs) :]):
-        assert_sequence_close(response, reference, prompt(words(9, i)), names[i % 3])
+        assert_close(responses[i].prompt_logprobs, reference.prompt_logprobs(model_input, names[i % 6]))
+    for i, (one, response) in enumerate(zip(drawing, responses[len(inputs) :], strict=True)):
+        assert_sequence_close(response, reference, one.prompt, names[i % 6])
 
 
 async def test_top_k_and_top_p_shut_out_unlikely_tokens_and_renormalise(sampler, reference):

@@ -279,7 +279,7 @@ def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("name", "text"), [("file", "file is not a database"), ("file/test.db", "a directory")])
+@pytest.mark.parametrize(("name", "text"), [("file", "file is not a database"), ("file/test.db", "File exists")])
 async def test_an_unusable_database_is_one_clear_line(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no database" * 1000)
     db = Database(f"sqlite+aiosqlite:///{tmp_path / name}")

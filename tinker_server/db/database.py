@@ -24,7 +24,7 @@ class Database:
         try:
             self._engine = create_async_engine(url)
         except (ArgumentError, ImportError) as error:
-            raise StartFailed(f"database URL {url!r}: {error}") from None
+            raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
         self.insert = sqlite.insert
         """The dialect's insert, which has on_conflict_do_nothing."""
         if self._engine.dialect.name == "sqlite":
