@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from backends.vllm_sampler import SamplerConfig, VllmSampler
 
 log = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = 32768
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass
@@ -85,16 +87,18 @@ def describe_models(config: BackendConfig) -> dict[str, LocalModel]:
     return models
 
 
-def resolve_device(config: BackendConfig) -> str:
+def resolve_device(config: BackendConfig) -> Device:
     """cpu or cuda. Raises BackendFailed where CUDA is asked for, or more ranks than there are GPUs."""
     gpus = torch.cuda.device_count()
-    device = config.device if config.device != "auto" else "cuda" if gpus else "cpu"
+    device: Device = config.device if config.device != "auto" else "cuda" if gpus else "cpu"
     if device == "cuda" and gpus < config.ranks:
         raise BackendFailed(f"{config.ranks} ranks on CUDA need as many GPUs; torch sees {gpus}")
     return device
 
 
-def _describe(name: str, source: str, directory: Path, device: str, config: BackendConfig, number: int) -> LocalModel:
+def _describe(
+    name: str, source: str, directory: Path, device: Device, config: BackendConfig, number: int
+) -> LocalModel:
     try:
         renderer = Renderer(
             str(directory), image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels

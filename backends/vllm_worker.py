@@ -14,7 +14,6 @@ N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops

@@ -88,6 +88,8 @@ def test_sampled_tokens_have_the_trainers_logprobs(server, renderer):
     response = sampler.sample(sdk_input(start), num_samples=8, sampling_params=params).result()
     errors = []
     for sequence in response.sequences:
+        if renderer.config.image_token_id in sequence.tokens:  # a random model samples what no trained one would
+            continue
         tail = words(0).model_copy(update={"tokens": np.array(sequence.tokens, np.int32)})
         item = scoring_datum(prompt(*start.chunks, tail), renderer)
         (row,) = logprobs_of(client, [item])

@@ -74,7 +74,7 @@ def test_the_sequence_ratio_of_gspo_is_of_each_datum_alone():
 
 
 def test_an_unknown_config_key_is_refused_by_name():
-    with pytest.raises(InvalidInput, match="clip_hihg_threshold.*clip_low_threshold, clip_high_threshold"):
+    with pytest.raises(InvalidInput, match=r"clip_hihg_threshold.*clip_low_threshold, clip_high_threshold"):
         evaluate("ppo", {"clip_hihg_threshold": 1.2}, **RL)
 
 

@@ -55,9 +55,10 @@ def test_counts_from_the_header_are_the_counts_from_the_pixels(renderer, size):
     assert span.grid == (grid_h // 2, grid_w // 2)
 
 
-@pytest.mark.parametrize(
-    ("mode", "format"), [("L", "png"), ("L", "jpeg"), ("CMYK", "jpeg"), ("P", "png"), ("RGBA", "png"), ("LA", "png"), ("1", "png")]
-)  # fmt: skip
+MODES = [("L", "png"), ("L", "jpeg"), ("CMYK", "jpeg"), ("P", "png"), ("RGBA", "png"), ("LA", "png"), ("1", "png")]
+
+
+@pytest.mark.parametrize(("mode", "format"), MODES)
 def test_every_mode_becomes_rgb(renderer, mode, format):
     data = photo(64, 64, 1, mode=mode, format=format)
     rendered = renderer.render(prompt(ImageChunk(data=data, format=format)), "prompt")
@@ -96,7 +97,7 @@ def test_an_extreme_aspect_ratio_is_refused(renderer):
 
 @pytest.mark.parametrize("data", [b"", b"junk", b"GIF89a" + bytes(40), photo(64, 64)[:20]])
 def test_bytes_that_are_no_png_or_jpeg_are_refused(renderer, data):
-    with pytest.raises(InvalidInput, match="chunk 0: the .* bytes are no readable PNG or JPEG"):
+    with pytest.raises(InvalidInput, match=r"chunk 0: the .* bytes are no readable PNG or JPEG"):
         renderer.layout(prompt(ImageChunk(data=data, format="png")), "prompt")
 
 

@@ -107,3 +107,20 @@ def test_a_server_says_its_url_and_stops_when_told(number: signal.Signals, tmp_p
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def documented(model: type[BaseModel], prefix: str = "TINKER_SERVER_") -> Iterator[str]:
+    """A row of the README's table for each setting."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from documented(field.annotation, f"{prefix}{name.upper()}__")
+        else:
+            default = "" if field.default in (None, "") else f"`{field.default}`"
+            description = " ".join((field.description or "").split()).replace("|", "\\|")
+            yield f"| `{prefix}{name.upper()}` | {default} | {description} |"
+
+
+def test_the_readme_lists_every_setting() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    table = [line for line in readme.splitlines() if line.startswith("| `TINKER_SERVER_")]
+    assert table == list(documented(Settings))

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import tinker.types as types
 import zstandard
 from pydantic import ValidationError
 from tinker.proto.response_conv import deserialize_forward_backward_output
