@@ -423,7 +423,7 @@ async def test_weights_that_cannot_be_loaded_fail_alone(sampler, reference, adap
 
 
 async def test_weights_sample_on_after_their_directory_is_deleted(sampler, reference, adapters, tmp_path):
-    """Also once the engine, which holds few adapters at a time, has had to read them again."""
+    """Also once as many others as the sampler holds have been used in between."""
     first = shutil.copytree(adapters["small"], tmp_path / "first")
     await sampler.sample(request(MIXED["text"]), first)
     shutil.rmtree(first)
