@@ -20,7 +20,7 @@ class BackendConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters are float32."""
     max_context_length: int | None = Field(default=None, ge=16)
-    """Largest sequence in tokens; absent: the model's own, at most 32768."""
+    """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 64
     """Largest rank a client may ask for; the sampler reserves memory for it."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
@@ -29,8 +29,8 @@ class BackendConfig(BaseModel):
     """Sequences the sampler decodes at once; more wait their turn."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory that the sampler takes for weights and KV cache; the rest is the trainer's."""
-    kv_cache_bytes: int = Field(default=512 << 20, ge=1 << 20)
-    """KV cache of the sampler on CPU."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
+    """KV cache of the sampler on CPU; absent: room for two whole contexts, and at least 512 MiB."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)
     """Rendered images kept per process, by content."""
     max_image_pixels: int = Field(default=50_000_000, ge=1)

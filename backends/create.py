@@ -15,12 +15,13 @@ from backends.protocol import Backend, BackendFailed, BaseModelInfo
 from backends.ranks import RankedTrainer
 from backends.rendering import Renderer
 from backends.sampling_checks import check_sample
-from backends.sources import check_memory, check_tokenizer, count_parameters, local_directory
+from backends.sources import check_memory, check_tokenizer, count_parameters, kv_bytes_per_token, local_directory
 from backends.trainer import TrainerConfig
 from backends.vllm_sampler import SamplerConfig, VllmSampler
 
 log = logging.getLogger(__name__)
-LARGEST_DEFAULT_CONTEXT = 32768
+LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
+SMALLEST_DEFAULT_KV_CACHE = 512 << 20
 Device = Literal["cpu", "cuda"]
 
 
@@ -107,6 +108,11 @@ def _describe(
         raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
     check_tokenizer(directory)
     dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    text_config = renderer.config.get_text_config()
+    context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
+    kv_cache_bytes = config.kv_cache_bytes or max(
+        SMALLEST_DEFAULT_KV_CACHE, 2 * context * kv_bytes_per_token(text_config, dtype)
+    )
     check_memory(
         name,
         count_parameters(directory),
@@ -114,10 +120,8 @@ def _describe(
         device,
         ranks=config.ranks,
         sampler_fraction=config.gpu_memory_fraction,
-        kv_bytes=config.kv_cache_bytes,
+        kv_bytes=kv_cache_bytes,
     )
-    own_context = renderer.config.get_text_config().max_position_embeddings
-    context = min(own_context, config.max_context_length or LARGEST_DEFAULT_CONTEXT)
     info = BaseModelInfo(
         name=name,
         source=source,
@@ -147,7 +151,7 @@ def _describe(
         max_concurrent_samples=config.max_concurrent_samples,
         max_images_per_prompt=config.max_images_per_prompt,
         gpu_memory_fraction=config.gpu_memory_fraction,
-        kv_cache_bytes=config.kv_cache_bytes,
+        kv_cache_bytes=kv_cache_bytes,
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
         scratch_dir=config.scratch_dir / str(number),

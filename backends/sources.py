@@ -4,6 +4,7 @@ import json
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -34,9 +35,12 @@ def local_directory(source: str) -> Path:
 def check_tokenizer(directory: Path) -> None:
     """The sampler needs it for stop strings."""
     try:
-        AutoTokenizer.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # transformers raises what it happens to meet first
         raise BackendFailed(f"{directory}: no usable tokenizer: {str(error).splitlines()[0]}") from None
+    # Where the files are missing, transformers makes one up that knows its special tokens and no others.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise BackendFailed(f"{directory}: no usable tokenizer: there is no tokenizer.json")
 
 
 def count_parameters(directory: Path) -> int:
@@ -50,6 +54,13 @@ def count_parameters(directory: Path) -> int:
     if total == 0:
         raise BackendFailed(f"{directory}: no safetensors weights")
     return total
+
+
+def kv_bytes_per_token(text_config: Any, dtype: str) -> int:
+    """Keys and values of all layers, for one token."""
+    # Older architectures' configs name no head_dim.
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    return int(2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * _SIZE_OF[dtype])
 
 
 def check_memory(

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from backends.children import serve_async
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Rendered, Renderer
 from backends.sampling_checks import MAX_TOPK, check_sample
+from backends.sources import kv_bytes_per_token
 from backends.vllm_adapters import MAX_ADAPTERS, EngineAdapters
 from backends.vllm_requests import engine_input, response, sampling_params
 from backends.vllm_sampler import SamplerConfig
@@ -167,7 +169,8 @@ def engine_args(config: SamplerConfig, *, takes_images: bool) -> AsyncEngineArgs
     return AsyncEngineArgs(
         model=config.source,
         dtype=config.dtype,
-        seed=0,
+        # Samples without a seed of their own should not repeat when the engine starts again.
+        seed=secrets.randbelow(2**31),
         max_model_len=config.max_context_length,
         max_num_seqs=config.max_concurrent_samples,
         enable_prefix_caching=True,
@@ -187,11 +190,7 @@ def engine_args(config: SamplerConfig, *, takes_images: bool) -> AsyncEngineArgs
 
 def check_kv_cache(renderer: Renderer, config: SamplerConfig) -> None:
     """The engine refuses a cache that cannot hold one whole context, but only deep in another process."""
-    text = renderer.config.get_text_config()
-    # Older architectures' configs name no head_dim.
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
-    token_bytes *= 4 if config.dtype == "float32" else 2
+    token_bytes = kv_bytes_per_token(renderer.config.get_text_config(), config.dtype)
     num_tokens = config.kv_cache_bytes // token_bytes
     if num_tokens < config.max_context_length:
         raise BackendFailed(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from api_schemas.sampling import SampleRequest, SampleResponse
-from backends.children import Child
+from backends.children import Child, ChildDied
 from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,12 @@ class VllmSampler:
             self._child = None
 
     async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
-        child = await self._running()
-        response: SampleResponse = await child.call("sample", request, None if weights is None else str(weights))
+        """As the protocol says. A request whose engine died under it is tried once more, on a new one."""
+        directory = None if weights is None else str(weights)
+        try:
+            response: SampleResponse = await (await self._running()).call("sample", request, directory)
+        except ChildDied:
+            response = await (await self._running()).call("sample", request, directory)
         return response
 
     async def _running(self) -> Child:

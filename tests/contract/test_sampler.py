@@ -445,14 +445,13 @@ async def test_cancelling_frees_the_engine(sampler):
 
 
 @pytest.mark.parametrize("victim", ["engine", "host"])
-async def test_after_a_crash_the_next_call_works(sampler, reference, adapters, victim):
-    call = asyncio.create_task(sampler.sample(request(MIXED["text"], {"max_tokens": 4000, "stop": []}), None))
+async def test_a_crash_is_survived_by_the_running_call_and_the_next(sampler, reference, adapters, victim):
+    call = asyncio.create_task(sampler.sample(request(MIXED["text"], {"max_tokens": 1500, "stop": []}), None))
     await asyncio.sleep(0.5)
     host = psutil.Process(sampler._child._process.pid)
     engine = next(child for child in host.children(recursive=True) if child.memory_info().rss > 300 << 20)
     (engine if victim == "engine" else host).kill()
-    with pytest.raises(BackendFailed, match="ended while it worked"):
-        await call
+    assert len((await call).sequences[0].tokens) == 1500
     response = await sampler.sample(scoring(MIXED["one image"]), adapters["small"])
     assert_close(response.prompt_logprobs, reference.prompt_logprobs(MIXED["one image"], "small"))
     assert not psutil.pid_exists(engine.pid)
