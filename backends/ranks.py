@@ -24,6 +24,8 @@ from backends.trainer import TrainerConfig
 from backends.training_checks import check_forward_backward
 
 log = logging.getLogger(__name__)
+INLINE_DATUMS = 16
+"""Up to so many, checking takes well under a millisecond, and a thread would only add latency."""
 
 
 class RankedTrainer:
@@ -80,7 +82,10 @@ class RankedTrainer:
     ) -> ForwardBackwardOutput:
         self._require(model_id)
         try:
-            await asyncio.to_thread(check_forward_backward, self._renderer, work, self._max_context_length)
+            if len(work.data) <= INLINE_DATUMS:
+                check_forward_backward(self._renderer, work, self._max_context_length)
+            else:
+                await asyncio.to_thread(check_forward_backward, self._renderer, work, self._max_context_length)
         except InvalidInput:
             if backward:
                 await self._run(model_id, "mark_incomplete")

@@ -57,7 +57,9 @@ class FutureStore:
         self._unfinished: dict[str, asyncio.Event] = {}
         self._accepted: list[tuple[Work, asyncio.Future[str]]] = []
         self._results: dict[str, Result] = {}
+        self._being_written: dict[str, Result] = {}
         self._wake = asyncio.Event()
+        self._all_written = asyncio.Event()
         self._stopping = False
         self._writer: asyncio.Task[None] | None = None
 
@@ -70,6 +72,7 @@ class FutureStore:
                 for row in await session.scalars(query)
             ]
         self._unfinished.update((work.request_id, asyncio.Event()) for work in left)
+        self._all_written.set()
         self._writer = asyncio.create_task(self._write(), name="futures writer")
         return left
 
@@ -101,9 +104,16 @@ class FutureStore:
         return first
 
     def complete(self, request_id: str, result: Result) -> None:
-        """Store a result soon, then wake those who wait for it."""
+        """Wake those who wait for the result, and store it with the next transaction.
+
+        The waiter need not wait for the database: a result that a crash keeps from it is one that the
+        crash could as well have kept from being computed.
+        """
         self._results[request_id] = result
+        self._all_written.clear()
         self._wake.set()
+        if (finished := self._unfinished.pop(request_id, None)) is not None:
+            finished.set()
 
     async def wait(self, request_id: str, hold_s: float) -> Result | None:
         """The result; None where it is not there within `hold_s`. Raises UnknownFuture, ResultExpired."""
@@ -113,7 +123,10 @@ class FutureStore:
                     await finished.wait()
             if request_id in self._unfinished:
                 return None
-        return self._recent.get(request_id) or await self._load(request_id)
+        return self._unwritten(request_id) or self._recent.get(request_id) or await self._load(request_id)
+
+    def _unwritten(self, request_id: str) -> Result | None:
+        return self._results.get(request_id) or self._being_written.get(request_id)
 
     def release(self) -> None:
         """Let all waiters go empty-handed, for the server stops."""
@@ -122,6 +135,7 @@ class FutureStore:
 
     async def expire(self, before: float) -> None:
         """Delete results that are older; a tombstone stays of each."""
+        await self._all_written.wait()
         self._recent.drop(before)
         async with self._db.write() as session:
             await session.execute(
@@ -148,7 +162,8 @@ class FutureStore:
             await self._wake.wait()
             self._wake.clear()
             accepted, self._accepted = self._accepted, []
-            results, self._results = self._results, {}
+            self._being_written = results = self._results
+            self._results = {}
             if not accepted and not results:
                 continue
             try:
@@ -164,8 +179,9 @@ class FutureStore:
             _answer(accepted, first_ids)
             for request_id, result in results.items():
                 self._recent.put(request_id, result)
-                if (finished := self._unfinished.pop(request_id, None)) is not None:
-                    finished.set()
+            self._being_written = {}
+            if not self._results:
+                self._all_written.set()
 
     async def _commit(self, works: list[Work], results: dict[str, Result]) -> list[str | Exception]:
         async with self._db.write() as session:
