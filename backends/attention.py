@@ -1,8 +1,8 @@
 """Attention over packed rows: each sample attends to itself alone.
 
-On CPU transformers' SDPA does it, with a block mask built from restarting position ids. On CUDA
-`varlen_attn` does it from the samples' bounds, with no mask at all, through transformers' attention
-interface.
+In bfloat16 on CUDA `varlen_attn` does it from the samples' bounds, with no mask at all, through
+transformers' attention interface. Elsewhere transformers' SDPA does it, with a block mask built from
+restarting position ids.
 """
 
 from typing import Any
@@ -16,21 +16,21 @@ from transformers.masking_utils import AttentionMaskInterface
 VARLEN = "tinker_varlen"
 
 
-def implementation(device: torch.device) -> str:
-    """The name of transformers' attention implementation for the decoder on this device."""
-    if device.type != "cuda":
+def implementation(device: torch.device, dtype: torch.dtype) -> str:
+    """The name of transformers' attention implementation for the decoder."""
+    if device.type != "cuda" or dtype == torch.float32:  # which the kernel does not take
         return "sdpa"
     AttentionInterface.register(VARLEN, _varlen_attention)
     AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)
     return VARLEN
 
 
-def bounds(device: torch.device, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """The extra arguments that the implementation needs in the model's forward.
+def bounds(name: str, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """The extra arguments that the implementation of this name needs in the model's forward.
 
     Named as nothing in transformers is: the vision tower gets them too, and must not take them for its own.
     """
-    return {"packed_bounds": cu_seqlens, "packed_longest": max_seqlen} if device.type == "cuda" else {}
+    return {"packed_bounds": cu_seqlens, "packed_longest": max_seqlen} if name == VARLEN else {}
 
 
 def _varlen_attention(

@@ -75,9 +75,10 @@ class RankTrainer:
         self._renderer = Renderer(
             config.source, image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels
         )
-        model = load_base(config, self._renderer.takes_images, world)
+        self._attention = attention.implementation(world.device, getattr(torch, config.dtype))
+        model = load_base(config, self._renderer.takes_images, self._attention, world)
         self._scorer = Scorer(model).eval()
-        self._packs = packing_is_exact(self._scorer, self._renderer, world.device)
+        self._packs = packing_is_exact(self._scorer, self._renderer, self._attention, world.device)
         if not self._packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
         if world.size > 1:
@@ -200,7 +201,7 @@ class RankTrainer:
         return value.item()
 
     def _score(self, batch: Microbatch) -> Tensor:
-        extra = attention.bounds(self._world.device, batch.cu_seqlens, batch.max_seqlen)
+        extra = attention.bounds(self._attention, batch.cu_seqlens, batch.max_seqlen)
         result: Tensor = self._scorer({**batch.model_inputs, **extra}, batch.targets_TK)
         return result
 
@@ -266,10 +267,9 @@ class RankTrainer:
         restore_optimizer(model, state)
 
 
-def load_base(config: TrainerConfig, takes_images: bool, world: World) -> PreTrainedModel:
+def load_base(config: TrainerConfig, takes_images: bool, decoder_attention: str, world: World) -> PreTrainedModel:
     """The frozen base, on this rank's device (FSDP moves it there itself when there are several ranks)."""
     auto = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-    decoder_attention = attention.implementation(world.device)
     # Images are few long sequences without a mask: SDPA is right for the vision tower everywhere.
     implementation = {"text_config": decoder_attention, "vision_config": "sdpa"} if takes_images else decoder_attention
     model: PreTrainedModel = auto.from_pretrained(
@@ -279,7 +279,7 @@ def load_base(config: TrainerConfig, takes_images: bool, world: World) -> PreTra
     return model.to(world.device)
 
 
-def packing_is_exact(scorer: Scorer, renderer: Renderer, device: torch.device) -> bool:
+def packing_is_exact(scorer: Scorer, renderer: Renderer, implementation: str, device: torch.device) -> bool:
     """Compare our way of scoring with the model's own forward, on two short random texts.
 
     Raises BackendFailed where one text alone already differs: then the model does something after its
@@ -293,13 +293,13 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, device: torch.device) -
     samples = [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
 
     def score(batch: Microbatch) -> Tensor:
-        extra = attention.bounds(device, batch.cu_seqlens, batch.max_seqlen)
+        extra = attention.bounds(implementation, batch.cu_seqlens, batch.max_seqlen)
         with torch.no_grad():
             result: Tensor = scorer({**batch.model_inputs, **extra}, batch.targets_TK)
         return result
 
     alone = torch.cat([score(pack([sample], device, mrope=renderer.takes_images)) for sample in samples])
-    own = torch.cat([_own_logprobs(scorer.model, *sample, device) for sample in samples])
+    own = torch.cat([_own_logprobs(scorer.model, *sample, implementation, device) for sample in samples])
     worst = (alone - own).abs().max().item()
     if worst > tolerance:
         raise BackendFailed(
@@ -314,10 +314,12 @@ def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
     return np.where(np.isin(text, list(renderer.placeholders)), 0, text)
 
 
-def _own_logprobs(model: PreTrainedModel, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
+def _own_logprobs(
+    model: PreTrainedModel, sample: Rendered, targets: np.ndarray, implementation: str, device: torch.device
+) -> Tensor:
     input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
     length = input_ids.shape[1]
-    extra = attention.bounds(device, torch.tensor([0, length], dtype=torch.int32, device=device), length)
+    extra = attention.bounds(implementation, torch.tensor([0, length], dtype=torch.int32, device=device), length)
     with torch.no_grad():
         logits: Tensor = model(input_ids=input_ids, use_cache=False, **extra).logits[0].float()
     return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None].to(device))

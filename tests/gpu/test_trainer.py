@@ -1,0 +1,77 @@
+"""The trainer on CUDA: packed in bfloat16 as one by one, float32 as on the CPU, two GPUs as one.
+
+pytest tests/gpu/test_trainer.py
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from backends.parallel import World
+from backends.ranks import RankedTrainer
+from backends.trainer import RankTrainer
+from tests.contract.test_trainer import LORA, SMOOTH, assert_same, config, gradients, perturb
+from tests.factories import MIXED, cross_entropy, datum
+
+pytestmark = pytest.mark.gpu
+CUDA = {"device": "cuda"}
+
+
+def on_cuda(source, dtype: str, max_tokens: int = 1024) -> RankTrainer:
+    settings = dataclasses.replace(config(source, max_tokens), dtype=dtype, **CUDA)
+    return RankTrainer(settings, World(0, 1, torch.device("cuda", 0)))
+
+
+def scored(rank: RankTrainer, data) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    rank.create_model("m", LORA)
+    perturb(rank, "m")
+    output = rank.forward_backward("m", cross_entropy(data), True)
+    return [row["logprobs"] for row in output.loss_fn_outputs], gradients(rank, "m")
+
+
+def test_float32_is_as_on_the_cpu(tiny_vl, renderer):
+    data = [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())]
+    expected, expected_gradients = scored(RankTrainer(config(tiny_vl), World(0, 1, torch.device("cpu"))), data)
+    got, got_gradients = scored(on_cuda(tiny_vl, "float32"), data)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)
+    assert_same({name: tensor.cpu() for name, tensor in got_gradients.items()}, expected_gradients, rtol=1e-2)
+
+
+def test_packed_in_bfloat16_is_near_one_by_one_and_near_float32(tiny_vl, renderer):
+    data = [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())]
+    exact, _ = scored(on_cuda(tiny_vl, "float32"), data)
+    packed, _ = scored(on_cuda(tiny_vl, "bfloat16"), data)
+    single, _ = scored(on_cuda(tiny_vl, "bfloat16", max_tokens=1), data)
+    for name, others in (("one by one", single), ("float32", exact)):
+        found = np.concatenate([np.abs(one - other) for one, other in zip(packed, others, strict=True)])
+        print(f"packed bfloat16 and {name}: mean {found.mean():.4f}, max {found.max():.4f} nats")
+        assert found.mean() < 0.03
+        assert found.max() < 0.2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path):
+    batches = [
+        [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())],
+        [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
+        [datum(MIXED["three images of different sizes"], renderer, 3)],
+    ]
+    weights = []
+    for num_ranks in (1, 2):
+        settings = dataclasses.replace(config(tiny_vl, max_tokens=60), dtype="float32", **CUDA)
+        ranked = RankedTrainer(settings, renderer, num_ranks=num_ranks, max_context_length=1024)
+        await ranked.start()
+        try:
+            await ranked.create_model("m", LORA)
+            for data in batches:
+                await ranked.forward_backward("m", cross_entropy(data), backward=True)
+                await ranked.optim_step("m", SMOOTH)
+            await ranked.save_state("m", tmp_path / str(num_ranks))
+        finally:
+            await ranked.stop()
+        weights.append(load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors"))
+    assert_same(weights[1], weights[0], rtol=1e-4)
