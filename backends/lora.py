@@ -85,7 +85,7 @@ class Adapters:
         peft_config = PeftLoraConfig(
             r=config.rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="|".join(map(re.escape, modules))
         )
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # A head tied to the embeddings: the adapter is on the head's output alone, which is meant.
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
             self._inject(name, peft_config)

@@ -137,7 +137,7 @@ def _tokenizer(directory: Path) -> tuple[PreTrainedTokenizerFast, dict[str, int]
 
 def _save(kind: type[PreTrainedModel], config: object, directory: Path, ids: dict[str, int], seed: int) -> None:
     config.architectures = [kind.__name__]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config)
         with torch.no_grad():

@@ -85,7 +85,7 @@ def perturb(rank: RankTrainer, model_id: str) -> None:
     with torch.no_grad():
         for name, tensor in rank._models[model_id].adapter.tensors.items():
             if ".lora_B." in name:
-                tensor.normal_(0, 0.05, generator=generator)
+                tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.05, generator=generator))
 
 
 def gradients(rank: RankTrainer, model_id: str) -> dict[str, torch.Tensor]:
