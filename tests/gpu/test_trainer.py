@@ -37,8 +37,9 @@ def test_float32_is_as_on_the_cpu(tiny_vl, renderer):
     expected, expected_gradients = scored(RankTrainer(config(tiny_vl), World(0, 1, torch.device("cpu"))), data)
     got, got_gradients = scored(on_cuda(tiny_vl, "float32"), data)
     for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-3)
-    assert_same({name: tensor.cpu() for name, tensor in got_gradients.items()}, expected_gradients, rtol=1e-2)
+        # 1.1e-3 was seen on one H200; a wrong mask or position is off by more than 0.1.
+        np.testing.assert_allclose(one, other, atol=5e-3)
+    assert_same({name: tensor.cpu() for name, tensor in got_gradients.items()}, expected_gradients, rtol=2e-2)
 
 
 def test_packed_in_bfloat16_is_near_one_by_one_and_near_float32(tiny_vl, renderer):
