@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from api_schemas.base import Request, Response
 
 
@@ -17,7 +19,7 @@ class UntypedFuture(Response):
 class RetrieveFutureRequest(Request):
     request_id: str
     allow_metadata_only: bool = False
-    """The client could take a result's size first; we always answer in full."""
+    """The client takes a large result's size first, and then makes room for it."""
 
 
 class RetrieveFuturePending(Response):
@@ -27,6 +29,51 @@ class RetrieveFuturePending(Response):
     request_id: str
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
     queue_state_reason: str | None = None
+
+
+class FutureMetadata(Response):
+    """Answers a poll for a large result that allows it, once: the result is there, and so large."""
+
+    status: Literal["complete_metadata"] = "complete_metadata"
+    response_payload_size: int
+
+
+class SamplingSessionTarget(Request):
+    """The samples of one client of a sampling session."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0)
+    """Those whose seq_id is from this number times 10^9."""
+
+
+class RetrieveFuturesRequest(Request):
+    """What has finished since `prev_cursor`."""
+
+    target: SamplingSessionTarget
+    prev_cursor: int = Field(default=0, ge=0)
+    """Of the previous answer; 0 starts from the beginning."""
+    timeout: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Seconds to wait for something; absent: as long as the server holds polls. 0 only acknowledges."""
+    retrieved_request_ids: list[str] = []
+    """Results that the client has; the server deletes them."""
+
+
+class FutureCompletion(Response):
+    """One finished operation. Its result, also of a failed one, is fetched with retrieve_future."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class RetrieveFuturesResponse(Response):
+    completions: list[FutureCompletion]
+    cursor: int
+
+
+class CancelFutureRequest(Request):
+    request_id: str
 
 
 class FutureFailed(Response):

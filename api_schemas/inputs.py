@@ -6,10 +6,20 @@ Arrays are numpy from the edge inwards: JSON lists and protobuf bytes become arr
 
 import base64
 import binascii
+import math
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, TypeAdapter, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import Request
@@ -65,6 +75,16 @@ class ImageChunk(Request):
     format: Literal["png", "jpeg"]
     expected_tokens: int | None = None
     """Token count the client computed; a different count on the server fails the request."""
+    height: int | None = None
+    width: int | None = None
+    """Clients before 0.6 say the size in pixels, and the token count as `tokens`; the file itself decides."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _before_0_6(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "tokens" not in data or "expected_tokens" in data:
+            return data
+        return {"expected_tokens" if key == "tokens" else key: value for key, value in data.items()}
 
 
 class ImageAssetPointerChunk(Request):
@@ -89,10 +109,8 @@ def _chunk_kind(value: Any) -> str | None:
         return getattr(value, "type", None)
     if value.get("type") is not None:
         return str(value["type"])
-    for key, kind in (("tokens", "encoded_text"), ("location", "image_asset_pointer"), ("dmel", "dmel")):
-        if key in value:
-            return kind
-    return "image" if "data" in value else None
+    kinds = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel", "tokens": "encoded_text"}
+    return next((kind for key, kind in kinds.items() if key in value), None)
 
 
 Chunk = Annotated[
@@ -125,24 +143,26 @@ class TensorData(Request):
 
     def to_array(self, fill: float = 0) -> np.ndarray:
         """The dense array; cells that CSR leaves out get `fill`. Raises ValueError where sizes disagree."""
-        values = np.array(self.data, dtype=DTYPES[self.dtype])
+        values = _numbers(self.data, DTYPES[self.dtype])
         if self.sparse_crow_indices is None and self.sparse_col_indices is None:
             return shaped(values, self.shape)
-        return dense_from_csr(
-            values,
-            np.array(self.sparse_crow_indices or [], dtype=np.int64),
-            np.array(self.sparse_col_indices or [], dtype=np.int64),
-            self.shape,
-            fill,
-        )
+        crow = _numbers(self.sparse_crow_indices or [], DTYPES["int64"])
+        return dense_from_csr(values, crow, _numbers(self.sparse_col_indices or [], DTYPES["int64"]), self.shape, fill)
+
+
+def _numbers(values: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
+    try:
+        return np.array(values, dtype=dtype)
+    except OverflowError:
+        raise ValueError(f"a value does not fit {dtype.name}") from None
 
 
 def shaped(values: np.ndarray, shape: list[int] | None) -> np.ndarray:
     """`values` in the given shape; no shape means one dimension."""
     if not shape:
         return values
-    if int(np.prod(shape, dtype=np.int64)) != values.size:
-        raise ValueError(f"a tensor of shape {list(shape)} needs {np.prod(shape)} values, got {values.size}")
+    if (size := math.prod(shape)) != values.size:
+        raise ValueError(f"a tensor of shape {list(shape)} needs {size} values, got {values.size}")
     return values.reshape(shape)
 
 
@@ -153,6 +173,8 @@ def dense_from_csr(
     if shape is None or len(shape) != 2:
         raise ValueError(f"a sparse tensor needs a shape of two dimensions, got {shape}")
     rows, columns = shape
+    if rows < 0 or columns < 0:
+        raise ValueError(f"shape {shape} has a negative size")
     if crow.size != rows + 1 or crow[0] != 0 or crow[-1] != values.size or (np.diff(crow) < 0).any():
         raise ValueError(f"sparse_crow_indices must rise from 0 to {values.size} in {rows + 1} steps")
     if col.size != values.size or (col < 0).any() or (col >= columns).any():

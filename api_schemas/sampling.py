@@ -33,6 +33,7 @@ class SampleRequest(Request):
     """With the session, the request's identity (not its order). Up to about 10^18."""
     base_model: str | None = None
     model_path: str | None = None
+    """Without a sampling session: what to sample from. Such a request has no identity, so a repeat runs again."""
     prompt: ModelInput
     sampling_params: SamplingParams
     num_samples: int = Field(default=1, ge=1)
@@ -42,6 +43,7 @@ class SampleRequest(Request):
     prompt_alt_tokens_k: int = Field(default=0, ge=0)
     prompt_logprobs_last_n: int | None = None
     target_prompt_logprobs: TensorData | None = None
+    """Token ids to score, int64 [prompt length - 1, K]: row i those for position i + 1; -1, or left out: none."""
     record_stability_info: bool = False
 
 
@@ -65,13 +67,35 @@ class SampledSequence(Response):
     topk_logprobs: TopkLogprobs | None = None
 
 
+class PromptTensor(Response):
+    """A float32 [prompt length - 1, K] in one of two layouts: dense, or compressed sparse rows."""
+
+    values: np.ndarray
+    """Dense in its shape; sparse [number of cells]"""
+    shape: list[int]
+    crow_indices: np.ndarray | None = None
+    col_indices: np.ndarray | None = None
+
+
+class PromptAltTokens(Response):
+    """Row i: independent draws, at the request's temperature, of what could stand at prompt position i + 1."""
+
+    tokens: np.ndarray
+    """[prompt length - 1, K] int32"""
+    logprobs: np.ndarray
+    """[prompt length - 1, K] float32, nats, at temperature 1 as all prompt log probabilities are"""
+
+
 class SampleResponse(Response):
-    """Answered as protobuf."""
+    """Answered as protobuf, or as JSON to clients that take no protobuf."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: np.ndarray | None = None
     """[prompt length] float32, nats, at temperature 1: NaN at position 0, 0.0 at image positions"""
     topk_prompt_logprobs: TopkLogprobs | None = None
+    target_prompt_logprobs: PromptTensor | None = None
+    """In the layout of the request, 0.0 where it holds -1."""
+    prompt_alt_tokens: PromptAltTokens | None = None
     prompt_cache_hit_tokens: int = 0
 
 
@@ -88,6 +112,19 @@ class CreateSamplingSessionRequest(Request):
 class CreateSamplingSessionResponse(Response):
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str
+
+
+class JoinSamplingSessionRequest(Request):
+    """A copy of a sampling client asks for the numbers that none of the others uses."""
+
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    sampling_session_id: str
+
+
+class JoinSamplingSessionResponse(Response):
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+    """The client numbers its samples from 10^9 times this. The first client's is 0."""
 
 
 class GetSamplerResponse(Response):

@@ -2,7 +2,10 @@
 
 from typing import Any, Literal
 
+from pydantic import AwareDatetime, Field
+
 from api_schemas.base import Request, Response
+from api_schemas.checkpoints import Metadata
 
 
 class ClientConfigRequest(Request):
@@ -22,7 +25,8 @@ class ClientConfigResponse(Response):
 
 class DynamicConfigResponse(Response):
     refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = False
+    sample_cancel_enabled: bool = True
+    """Samples whose client stops waiting are cancelled."""
 
 
 class CreateSessionRequest(Request):
@@ -84,3 +88,79 @@ class SupportedModel(Response):
 
 class ServerCapabilities(Response):
     supported_models: list[SupportedModel]
+
+
+class ListSessionsResponse(Response):
+    sessions: list[str]
+
+
+class GetSessionResponse(Response):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: Metadata | None = None
+    display_name: str | None = None
+
+
+class AssignProjectRequest(Request):
+    project_id: str = Field(min_length=1)
+
+
+class SearchOwner(Request):
+    """Whose sessions to search."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] | None = Field(default=None, min_length=1, max_length=10)
+    """With `user`: the owners."""
+
+
+class StatusQuery(Request):
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[Literal["success", "errored", "interrupted"]] | None = Field(default=None, min_length=1)
+    """With `client_finished`: any of these."""
+
+
+class SearchCursor(Request):
+    """Where the next page starts: behind the last session of this one."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SearchSessionsRequest(Request):
+    """All conditions must hold; of `session_id` and `display_name`, either."""
+
+    session_id: str | None = None
+    display_name: str | None = Field(default=None, min_length=1)
+    """Its words must all be in the session's, in whatever case."""
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    owner: SearchOwner = SearchOwner()
+    statuses: list[StatusQuery] | None = Field(default=None, min_length=1)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SearchCursor | None = None
+
+
+class SessionStatus(Response):
+    type: Literal["active", "client_finished"]
+    reason: FinishReason | None = None
+    detail: str | None = None
+
+
+class SessionSummary(Response):
+    session_id: str
+    created_at: AwareDatetime
+    owner: str
+    project_id: str
+    status: SessionStatus | None = None
+    """None: neither finished nor known to be running."""
+    checkpoints_count: int
+    checkpoint_storage_bytes: int
+    display_name: str | None = None
+    user_metadata: Metadata | None = None
+
+
+class SearchSessionsResponse(Response):
+    """Newest first."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SearchCursor | None = None

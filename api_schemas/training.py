@@ -46,6 +46,18 @@ class CreateModelResponse(Response):
     model_id: str
 
 
+class UnloadModelRequest(Request):
+    """Let a model go. The SDK has no method for it since 0.2; its answer comes once all earlier work is done."""
+
+    type: Literal["unload_model"] = "unload_model"
+    model_id: str
+
+
+class UnloadModelResponse(Response):
+    type: Literal["unload_model"] = "unload_model"
+    model_id: str
+
+
 class GetInfoRequest(Request):
     type: Literal["get_info"] = "get_info"
     model_id: str
@@ -77,16 +89,38 @@ class ForwardBackwardInput(Request):
 
 
 class ForwardBackwardRequest(Request):
-    """Comes as protobuf; `forward_only` computes log probabilities and leaves the gradient alone."""
+    """Comes as protobuf, from clients before 0.25 as JSON.
 
+    `forward_only` computes log probabilities and leaves the gradient alone.
+    """
+
+    type: Literal["forward_backward"] = "forward_backward"
     model_id: str
     seq_id: int
     forward_only: bool = False
     forward_backward_input: ForwardBackwardInput
 
 
+class ForwardRequest(Request):
+    """How clients before 0.25 ask for `forward_only`."""
+
+    type: Literal["forward"] = "forward"
+    model_id: str
+    seq_id: int
+    forward_input: ForwardBackwardInput
+
+    def as_forward_backward(self) -> ForwardBackwardRequest:
+        """The same request as later clients send it."""
+        return ForwardBackwardRequest(
+            model_id=self.model_id,
+            seq_id=self.seq_id,
+            forward_only=True,
+            forward_backward_input=self.forward_input,
+        )
+
+
 class ForwardBackwardOutput(Response):
-    """Answered as protobuf."""
+    """Answered as protobuf, or as JSON to clients that take no protobuf."""
 
     loss_fn_output_type: str = "ArrayRecord"
     loss_fn_outputs: list[dict[str, np.ndarray]]

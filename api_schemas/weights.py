@@ -25,7 +25,7 @@ class TinkerPath(NamedTuple):
         """Raises ValueError with the grammar where `path` does not follow it."""
         match = _PATH.fullmatch(path)
         if match is None:
-            raise ValueError(f"{path!r} is not tinker://<run>/weights/<name> or .../sampler_weights/<name>")
+            raise ValueError(f"{path!r} is not tinker://<run>/<weights, sampler_weights or external_weights>/<name>")
         return cls(match["run"], match["kind"], match["name"])  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -77,6 +77,27 @@ class SaveWeightsForSamplerResponse(Response):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
     path: str | None = None
     sampling_session_id: str | None = None
+
+
+class SaveWeightsExternalRequest(Request):
+    """Save the adapter in the forms that other programs read; it can be downloaded, not loaded or sampled from."""
+
+    type: Literal["save_weights_external"] = "save_weights_external"
+    model_id: str
+    seq_id: int
+    path: str
+    """Its name within the run."""
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, Any] | None = None
+    age_encryption_recipients: list[str] | None = None
+    """Every file is encrypted to these age or SSH public keys, and ends in `.age`."""
+
+
+class SaveWeightsExternalResponse(Response):
+    type: Literal["save_weights_external"] = "save_weights_external"
+    path: str
+    size_bytes: int
 
 
 class LoadWeightsRequest(Request):

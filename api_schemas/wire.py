@@ -1,9 +1,11 @@
 """Protobuf and zstd bytes to and from the wire types; the only file that sees protobuf.
 
-Layout: protocol section 11. All packed arrays are little-endian.
+Layout: protocol section 11. All packed arrays are little-endian. Results are kept as protobuf; the JSON
+that clients before 0.25 take is made of that when they ask.
 """
 
-from itertools import groupby
+import json
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -30,20 +32,31 @@ _DTYPE_OF: dict[int, np.dtype[Any]] = {
 }
 
 
+_ZSTD_PIECE_BYTES = 1024
+_TOPK_SENTINEL = -99999.0
+
+
 class MalformedBody(ValueError):
     """The body is not what its content type says."""
 
 
 def decompress(body: bytes, max_bytes: int) -> bytes:
     """The content of one zstd frame. Raises MalformedBody for a corrupt frame or one that grows past `max_bytes`."""
+    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    content = bytearray()
     try:
-        reader = zstandard.ZstdDecompressor().stream_reader(body)
-        content = reader.read(max_bytes + 1)
+        # A block of 4 bytes may grow to 128 KiB, so a piece of the input to 32 MiB past the limit at most.
+        for start in range(0, len(body), _ZSTD_PIECE_BYTES):
+            content += decompressor.decompress(body[start : start + _ZSTD_PIECE_BYTES])
+            if len(content) > max_bytes:
+                raise MalformedBody(f"the zstd body grows past {max_bytes} bytes")
+            if decompressor.eof:
+                break
     except zstandard.ZstdError as error:
         raise MalformedBody(f"the zstd body is corrupt: {error}") from None
-    if len(content) > max_bytes:
-        raise MalformedBody(f"the zstd body grows past {max_bytes} bytes")
-    return content
+    if not decompressor.eof:
+        raise MalformedBody("the zstd body is cut short")
+    return bytes(content)
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
@@ -163,7 +176,25 @@ def encode_sample(response: SampleResponse) -> bytes:
         message.prompt_logprobs = response.prompt_logprobs.astype("<f4").tobytes()
     if response.topk_prompt_logprobs is not None:
         message.topk_prompt_logprobs.CopyFrom(_topk(response.topk_prompt_logprobs))
+    if (chosen := response.target_prompt_logprobs) is not None:
+        tensor = message.target_prompt_logprobs
+        tensor.dtype = pb.DTYPE_FLOAT32
+        tensor.shape.extend(chosen.shape)
+        values = chosen.values.astype("<f4").tobytes()
+        if chosen.crow_indices is None or chosen.col_indices is None:
+            tensor.dense = values
+        else:
+            tensor.sparse_csr.values = values
+            tensor.sparse_csr.crow_indices = chosen.crow_indices.astype("<i8").tobytes()
+            tensor.sparse_csr.col_indices = chosen.col_indices.astype("<i8").tobytes()
+    if (drawn := response.prompt_alt_tokens) is not None:
+        message.prompt_alt_tokens.tokens.CopyFrom(_dense_tensor(drawn.tokens, pb.DTYPE_INT32))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense_tensor(drawn.logprobs, pb.DTYPE_FLOAT32))
     return message.SerializeToString()
+
+
+def _dense_tensor(array: np.ndarray, dtype: pb.DType) -> pb.Tensor:
+    return pb.Tensor(dense=array.astype(_DTYPE_OF[dtype]).tobytes(), dtype=dtype, shape=array.shape)
 
 
 def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
@@ -185,3 +216,74 @@ def _topk(topk: TopkLogprobs) -> pb.TopkLogprobs:
         k=k,
         length=length,
     )
+
+
+def forward_backward_json(body: bytes) -> bytes:
+    """A protobuf ForwardBackwardOutput as the JSON of clients before 0.20."""
+    message = pb.ForwardBackwardOutput.FromString(body)
+    rows: list[dict[str, Any]] = []
+    for record in message.loss_fn_outputs:
+        parts = {name: _unbatched(tensor) for name, tensor in record.fields.items()}
+        rows += [{name: _tensor_json(parts[name][index]) for name in parts} for index in range(record.num_datums)]
+    return _strict_json(
+        {
+            "loss_fn_output_type": message.loss_fn_output_type,
+            "loss_fn_outputs": rows,
+            # Their parser takes no NaN.
+            "metrics": {name: value for name, value in message.metrics.items() if np.isfinite(value)},
+        }
+    )
+
+
+def _unbatched(message: pb.BatchedTensor) -> list[np.ndarray]:
+    offsets = np.frombuffer(message.offsets, "<i8").tolist()
+    return [
+        np.frombuffer(message.data[start:end], "<f4").reshape(-1, *message.trailing_shape)
+        for start, end in pairwise(offsets)
+    ]
+
+
+def _tensor_json(array: np.ndarray) -> dict[str, Any]:
+    return {"data": _null_for_nan(array.ravel()), "dtype": "float32", "shape": list(array.shape)}
+
+
+def sample_json(body: bytes) -> bytes:
+    """A protobuf SampleResponse as the JSON of clients before 0.18."""
+    message = pb.SampleResponse.FromString(body)
+    answer: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {
+                "stop_reason": "stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
+                "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
+                "logprobs": _null_for_nan(np.frombuffer(sequence.logprobs, "<f4")),
+            }
+            for sequence in message.sequences
+        ],
+    }
+    if message.HasField("prompt_logprobs"):
+        answer["prompt_logprobs"] = _null_for_nan(np.frombuffer(message.prompt_logprobs, "<f4"))
+    if message.HasField("topk_prompt_logprobs"):
+        answer["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
+    return _strict_json(answer)
+
+
+def _topk_json(message: pb.TopkLogprobs) -> list[list[list[float]] | None]:
+    """Per position [token, log probability] pairs; null where there are none."""
+    shape = (message.length, message.k)
+    ids = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
+    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(shape).tolist()
+    rows = [
+        [[token, value] for token, value in zip(*row, strict=True) if value > _TOPK_SENTINEL]
+        for row in zip(ids, logprobs, strict=True)
+    ]
+    return [row or None for row in rows]
+
+
+def _null_for_nan(values: np.ndarray) -> list[float | None]:
+    """Their parser takes neither NaN nor an infinity."""
+    return [value if np.isfinite(value) else None for value in values.tolist()]
+
+
+def _strict_json(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

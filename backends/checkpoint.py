@@ -15,14 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas.training import LoraConfig
+from backends.export import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from backends.lora import ALPHA
 from backends.protocol import InvalidInput
 
-ADAPTER_FILE, ADAPTER_CONFIG_FILE, OPTIMIZER_FILE = (
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "optimizer.safetensors",
-)
+OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 def write_directory(directory: Path, write: Callable[[Path], None]) -> None:

@@ -4,20 +4,20 @@ Runs in the server and again in the sampler; needs no weights and no engine. A r
 only fail on pixels that do not decode.
 """
 
-from api_schemas.inputs import ImageChunk
+from api_schemas.inputs import ImageChunk, TensorData
 from api_schemas.sampling import SampleRequest, SamplingParams
 from backends.protocol import InvalidInput
 from backends.rendering import Renderer
 
 MAX_TOPK = 100
-"""Largest topk_prompt_logprobs and topk_sample_logprobs."""
+"""Largest number of likeliest, chosen or drawn tokens per position, of each."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """The engine's own limits; it would take a lower one for the lowest without a word."""
 
 
 def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> None:
     """Raises InvalidInput naming the field and what is allowed."""
-    _check_support(request)
+    check_support(request)
     num_images = sum(isinstance(chunk, ImageChunk) for chunk in request.prompt.chunks)
     if num_images > max_images:
         raise InvalidInput(f"prompt: {num_images} images; {max_images} are allowed in one prompt")
@@ -32,21 +32,45 @@ def check_sample(renderer: Renderer, request: SampleRequest, max_context_length:
             f" {length} + {max_tokens} > {max_context_length}"
         )
     _check_suffix(request, length)
-
-
-def _check_support(request: SampleRequest) -> None:
     if request.target_prompt_logprobs is not None:
-        raise InvalidInput("target_prompt_logprobs is not supported; use prompt_logprobs or topk_prompt_logprobs")
-    if request.prompt_alt_tokens_k:
-        raise InvalidInput("prompt_alt_tokens_k is not supported; use topk_prompt_logprobs")
+        _check_targets(request.target_prompt_logprobs, length, renderer.vocab_size)
+
+
+def check_support(request: SampleRequest) -> None:
+    """Raises InvalidInput for what no model here does."""
     if request.record_stability_info:
-        raise InvalidInput("record_stability_info is not supported; leave it out")
+        raise InvalidInput(
+            "record_stability_info is not supported: what it records, and stable_reinforce, which uses it, are not"
+            " published; train with importance_sampling, ppo, cispo or gspo on the samples' own logprobs"
+        )
     for field, k in (
         ("topk_prompt_logprobs", request.topk_prompt_logprobs),
         ("topk_sample_logprobs", request.topk_sample_logprobs),
+        ("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
     ):
         if k > MAX_TOPK:
             raise InvalidInput(f"{field} is {k}; at most {MAX_TOPK} are supported")
+
+
+def _check_targets(targets: TensorData, length: int, vocab_size: int) -> None:
+    shape = targets.shape or []
+    if len(shape) != 2 or shape[0] != length - 1 or not 1 <= shape[1] <= MAX_TOPK:
+        raise InvalidInput(
+            f"target_prompt_logprobs has the shape {shape}; for a prompt of {length} tokens it must be"
+            f" [{length - 1}, 1 to {MAX_TOPK}]"
+        )
+    if targets.dtype != "int64":
+        raise InvalidInput(f"target_prompt_logprobs holds token ids: its dtype must be int64, not {targets.dtype}")
+    try:
+        ids = targets.to_array(fill=-1)
+    except ValueError as error:
+        raise InvalidInput(f"target_prompt_logprobs: {error}") from None
+    for bad in (ids.min(initial=0), ids.max(initial=0)):
+        if not -1 <= bad < vocab_size:
+            raise InvalidInput(
+                f"target_prompt_logprobs: token id {bad} is neither -1 (none) nor in the vocabulary"
+                f" (0 to {vocab_size - 1})"
+            )
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:

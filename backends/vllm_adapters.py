@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.checkpoint import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from backends.export import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from backends.protocol import BackendFailed, InvalidInput
 
 MAX_ADAPTERS = 32

@@ -175,7 +175,7 @@ def engine_args(config: SamplerConfig, *, takes_images: bool) -> AsyncEngineArgs
         max_num_seqs=config.max_concurrent_samples,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        max_logprobs=MAX_TOPK,
+        max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
         enable_lora=True,
         max_lora_rank=config.max_lora_rank,
         max_loras=_ADAPTER_SLOTS,

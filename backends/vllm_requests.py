@@ -1,10 +1,12 @@
 """Our requests in the engine's terms, and its outputs in ours. Knows no engine.
 
-T tokens, K likeliest tokens
+T tokens, P prompt positions after the first, K likeliest or chosen tokens, C all of a position's columns
 """
 
 import hashlib
+import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +16,18 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, TopkLogprobs
+from api_schemas.inputs import TensorData
+from api_schemas.sampling import (
+    PromptAltTokens,
+    PromptTensor,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    TopkLogprobs,
+)
 from backends.protocol import BackendFailed
 from backends.rendering import Rendered
+from backends.vllm_prompt_columns import extra_args
 
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 """Cells of a top-k table that hold nothing."""
@@ -50,7 +61,8 @@ def sampling_params(request: SampleRequest, index: int, end_tokens: Sequence[int
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     stop_tokens = list(end_tokens) if stop is None else [one for one in stop if isinstance(one, int)]
     stop_strings = [one for one in stop or [] if isinstance(one, str)]
-    scores_prompt = index == 0 and (request.prompt_logprobs or request.topk_prompt_logprobs > 0)
+    num_columns = _num_prompt_columns(request)
+    scores_prompt = index == 0 and (request.prompt_logprobs or num_columns > 0)
     return SamplingParams(
         max_tokens=params.max_tokens,
         seed=None if params.seed is None else derived_seed(params.seed, index),
@@ -65,10 +77,27 @@ def sampling_params(request: SampleRequest, index: int, end_tokens: Sequence[int
         skip_special_tokens=False,
         include_stop_str_in_output=True,
         logprobs=request.topk_sample_logprobs,
-        prompt_logprobs=request.topk_prompt_logprobs if scores_prompt else None,
+        prompt_logprobs=num_columns if scores_prompt else None,
+        extra_args=_prompt_columns(request) if scores_prompt else None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _num_prompt_columns(request: SampleRequest) -> int:
+    targets = request.target_prompt_logprobs
+    num_targets = 0 if targets is None or targets.shape is None else targets.shape[1]
+    return request.topk_prompt_logprobs + num_targets + request.prompt_alt_tokens_k
+
+
+def _prompt_columns(request: SampleRequest) -> dict[str, Any] | None:
+    """Tells the worker what to put in the last columns of the prompt's log probabilities."""
+    targets, params = request.target_prompt_logprobs, request.sampling_params
+    if targets is None and not request.prompt_alt_tokens_k:
+        return None
+    targets_PK = np.empty((0, 0), np.int64) if targets is None else targets.to_array(fill=-1)
+    seed = secrets.randbits(62) if params.seed is None else derived_seed(params.seed, -1)
+    return extra_args(targets_PK, request.prompt_alt_tokens_k, params.temperature, seed)
 
 
 def derived_seed(seed: int, index: int) -> int:
@@ -78,12 +107,15 @@ def derived_seed(seed: int, index: int) -> int:
 
 def response(request: SampleRequest, rendered: Rendered, outputs: Sequence[RequestOutput]) -> SampleResponse:
     """The outputs of all samples, in order."""
-    prompt_logprobs, topk = _prompt_scores(request, rendered, outputs[0])
+    fields: dict[str, Any] = {}
+    num_columns = _num_prompt_columns(request)
+    if request.prompt_logprobs or num_columns:
+        length = len(rendered.token_ids_T)
+        fields = _prompt_scores(request, rendered, *_table(outputs[0].prompt_logprobs, 1, length, num_columns))
     return SampleResponse(
         sequences=[_sequence(output.outputs[0], request.topk_sample_logprobs) for output in outputs],
-        prompt_logprobs=prompt_logprobs if request.prompt_logprobs else None,
-        topk_prompt_logprobs=topk,
         prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
+        **fields,
     )
 
 
@@ -100,26 +132,54 @@ def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
 
 
 def _prompt_scores(
-    request: SampleRequest, rendered: Rendered, output: RequestOutput
-) -> tuple[np.ndarray | None, TopkLogprobs | None]:
+    request: SampleRequest, rendered: Rendered, ids_PC: np.ndarray, logprobs_PC: np.ndarray
+) -> dict[str, Any]:
+    """What the request asks of its prompt, from columns: the token itself, the likeliest, the chosen, the drawn."""
+    k, num_draws = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
+    draws = ids_PC.shape[1] - num_draws
+    fields: dict[str, Any] = {}
+    logprobs_T, topk = _token_scores(request, rendered, ids_PC[:, : k + 1], logprobs_PC[:, : k + 1])
+    if request.prompt_logprobs:
+        fields["prompt_logprobs"] = logprobs_T
+    if k:
+        fields["topk_prompt_logprobs"] = topk
+    if request.target_prompt_logprobs is not None:
+        fields["target_prompt_logprobs"] = _chosen(request.target_prompt_logprobs, logprobs_PC[:, k + 1 : draws])
+    if num_draws:
+        tokens, logprobs = ids_PC[:, draws:].copy(), logprobs_PC[:, draws:].copy()
+        fields["prompt_alt_tokens"] = PromptAltTokens(tokens=tokens, logprobs=logprobs)
+    return fields
+
+
+def _token_scores(
+    request: SampleRequest, rendered: Rendered, ids_PK: np.ndarray, logprobs_PK: np.ndarray
+) -> tuple[np.ndarray, TopkLogprobs]:
     """Log probability of each prompt token, and the likeliest at each position; images predict nothing."""
-    k = request.topk_prompt_logprobs
-    if not request.prompt_logprobs and not k:
-        return None, None
-    length = len(rendered.token_ids_T)
-    token_ids_TK, logprobs_TK = _table(output.prompt_logprobs, 1, length, k)
+    length, k = len(rendered.token_ids_T), request.topk_prompt_logprobs
     logprobs_T = np.full(length, np.nan, dtype=np.float32)
-    logprobs_T[1:] = logprobs_TK[:, 0]
+    logprobs_T[1:] = logprobs_PK[:, 0]
     topk_ids_TK = np.full((length, k), _NO_TOKEN, dtype=np.int32)
     topk_logprobs_TK = np.full((length, k), -np.inf, dtype=np.float32)
-    topk_ids_TK[1:], topk_logprobs_TK[1:] = token_ids_TK[:, 1:], logprobs_TK[:, 1:]
+    topk_ids_TK[1:], topk_logprobs_TK[1:] = ids_PK[:, 1:], logprobs_PK[:, 1:]
     for span in rendered.spans:
         logprobs_T[max(span.offset, 1) : span.offset + span.num_tokens] = 0.0
         topk_logprobs_TK[span.offset : span.offset + span.num_tokens] = -np.inf
     if request.prompt_logprobs_last_n is not None:
         logprobs_T[: length - request.prompt_logprobs_last_n] = np.nan
         topk_logprobs_TK[: length - request.prompt_logprobs_last_n] = -np.inf
-    return logprobs_T, _topk(topk_ids_TK, topk_logprobs_TK) if k else None
+    return logprobs_T, _topk(topk_ids_TK, topk_logprobs_TK)
+
+
+def _chosen(targets: TensorData, logprobs_PK: np.ndarray) -> PromptTensor:
+    """In the layout of the request, 0.0 where it holds -1."""
+    shape = list(logprobs_PK.shape)
+    if targets.sparse_crow_indices is None:
+        asked = targets.to_array() >= 0
+        return PromptTensor(values=np.where(asked, logprobs_PK, 0).astype(np.float32), shape=shape)
+    crow, col = (np.array(one or [], np.int64) for one in (targets.sparse_crow_indices, targets.sparse_col_indices))
+    values = logprobs_PK[np.repeat(np.arange(shape[0]), np.diff(crow)), col]
+    values = np.where(np.array(targets.data, np.int64) >= 0, values, 0).astype(np.float32)
+    return PromptTensor(values=values, shape=shape, crow_indices=crow, col_indices=col)
 
 
 def _table(flat: FlatLogprobs, start: int, end: int, k: int) -> tuple[np.ndarray, np.ndarray]:

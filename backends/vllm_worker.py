@@ -19,6 +19,8 @@ from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
+from backends.vllm_prompt_columns import on_first_runner, on_second_runner
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -40,9 +42,9 @@ class WorkerExtension:
         prompt_rows = PromptRows(heads[0].punica_wrapper)
         if self.use_v2_model_runner:
             worker = runner.prompt_logprobs_worker
-            worker.compute_prompt_logprobs = prompt_rows.during(worker.compute_prompt_logprobs, argument=1)
+            worker.compute_prompt_logprobs = prompt_rows.during(on_second_runner(worker), argument=1)
         else:
-            runner._get_prompt_logprobs_dict = prompt_rows.during(runner._get_prompt_logprobs_dict, argument=0)
+            runner._get_prompt_logprobs_dict = prompt_rows.during(on_first_runner(runner), argument=0)
 
     def ignored_modules(self, lora_id: int) -> list[str]:
         """Modules of a loaded adapter that no layer of the engine takes up; vLLM passes over them in silence."""

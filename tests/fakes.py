@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse
 from api_schemas.training import (
@@ -15,6 +16,14 @@ from api_schemas.training import (
     OptimStepResponse,
 )
 from backends.protocol import BaseModelInfo, InvalidInput, ModelLost
+from backends.sampling_checks import check_support
+
+ADAPTER = {
+    f"base_model.model.{module}.lora_{half}.weight": np.full(shape, 0.5, np.float32)
+    for module in ("model.language_model.layers.0.self_attn.q_proj", "lm_head")
+    for half, shape in (("A", (8, 3)), ("B", (5, 8)))
+}
+"""What every model's adapter is."""
 
 
 class FakeTrainer:
@@ -54,7 +63,10 @@ class FakeTrainer:
         outputs = [
             {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -1, np.float32)} for datum in work.data
         ]
-        return ForwardBackwardOutput(loss_fn_outputs=outputs, metrics={"loss:sum": float(len(work.data))})
+        metrics = {"loss:sum": float(len(work.data))}
+        if work.loss_fn == "nan":
+            metrics["nan:mean"] = float("nan")
+        return ForwardBackwardOutput(loss_fn_outputs=outputs, metrics=metrics)
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         self._held(model_id)
@@ -72,6 +84,8 @@ class FakeTrainer:
 
     async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
         await self.save_state(model_id, directory)
+        save_file(ADAPTER, directory / "adapter_model.safetensors")
+        (directory / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
 
     def _held(self, model_id: str) -> None:
         if model_id not in self.steps:
@@ -83,9 +97,16 @@ class FakeSampler:
 
     def __init__(self) -> None:
         self.gate = _open()
+        self.running = 0
+        self.num_begun = 0
 
     async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
-        await self.gate.wait()
+        self.num_begun += 1
+        self.running += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
         token = 100 if weights is None else int((weights / "steps").read_text())
         sequence = SampledSequence(
             stop_reason="length", tokens=np.array([token], np.int32), logprobs=np.array([-0.5], np.float32)
@@ -110,6 +131,7 @@ class FakeBaseModel:
     def check_sample(self, request: SampleRequest) -> None:
         if not request.prompt.chunks:
             raise InvalidInput("the prompt is empty")
+        check_support(request)
 
 
 class FakeBackend:

@@ -9,21 +9,39 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import APIRouter, FastAPI
 
 from backends.protocol import Backend
+from tinker_server.admission import Admission
+from tinker_server.copying import Copying
 from tinker_server.db.database import Database
 from tinker_server.deps import Services
 from tinker_server.handlers import BodyLimit, install
 from tinker_server.models import Models
 from tinker_server.operations import ModelOperations
-from tinker_server.routes import futures, sampling, service, sessions, training, weights
+from tinker_server.routes import (
+    admin,
+    checkpoints,
+    files,
+    futures,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+    weights,
+)
 from tinker_server.scheduler import Scheduler
 from tinker_server.settings import Settings
+from tinker_server.signing import Links
 from tinker_server.storage import Storage, hold
+from tinker_server.store.catalog import Catalog
 from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
+from tinker_server.store.usage import AuditStore, UsageStore
 
 log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
+SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
+"""Samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
 
 
 def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
@@ -38,7 +56,7 @@ def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     install(app)
     api = APIRouter(prefix="/api/v1")
-    for room in (service, sessions, training, weights, sampling, futures):
+    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, files, admin):
         api.include_router(room.router)
     app.include_router(api)
     return app
@@ -67,14 +85,34 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         runs, checkpoints = RunStore(db), CheckpointStore(db)
         clients, samplers = SessionStore(db), SamplerStore(db)
         models = Models(backend.models, runs)
-        operations = ModelOperations(models, runs, checkpoints, samplers, storage)
+        usage, audit = UsageStore(db), AuditStore(db)
+        operations = ModelOperations(models, runs, checkpoints, samplers, storage, usage, audit)
         promises = FutureStore(db, settings.recent_results_bytes)
-        scheduler = Scheduler(promises, operations, settings.gap_grace_s)
-        services = Services(settings, models, clients, runs, checkpoints, samplers, promises, scheduler)
+        admission = Admission(
+            SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples, BODIES_IN_FLIGHT * settings.max_body_bytes
+        )
+        scheduler = Scheduler(promises, operations, admission, settings.gap_grace_s)
+        services = Services(
+            settings=settings,
+            models=models,
+            sessions=clients,
+            runs=runs,
+            checkpoints=checkpoints,
+            samplers=samplers,
+            futures=promises,
+            scheduler=scheduler,
+            catalog=Catalog(db),
+            usage=usage,
+            audit=audit,
+            storage=storage,
+            copying=Copying(clients, runs, checkpoints, storage),
+            links=Links(settings.data_dir),
+        )
 
         await runs.mark_lost()
         left = await promises.start()
         stack.push_async_callback(clients.save_heartbeats)
+        stack.push_async_callback(usage.save)
         stack.push_async_callback(promises.stop)
         stack.push_async_callback(services.drain)
         await scheduler.resume(left)
@@ -91,6 +129,7 @@ async def keep_house(services: Services, storage: Storage) -> None:
         try:
             now = time.time()
             await services.sessions.save_heartbeats()
+            await services.usage.save()
             await services.futures.expire(now - services.settings.results_kept_s)
             for directory in await services.checkpoints.take_expired(now):
                 await storage.delete(directory)

@@ -5,12 +5,18 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from tinker_server.copying import Copying
 from tinker_server.models import Models
+from tinker_server.owner import OWNER
 from tinker_server.scheduler import Scheduler
 from tinker_server.settings import Settings
+from tinker_server.signing import Links
+from tinker_server.storage import Storage
+from tinker_server.store.catalog import Catalog
 from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
+from tinker_server.store.usage import AuditStore, UsageStore
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,12 @@ class Services:
     samplers: SamplerStore
     futures: FutureStore
     scheduler: Scheduler
+    catalog: Catalog
+    usage: UsageStore
+    audit: AuditStore
+    storage: Storage
+    copying: Copying
+    links: Links
 
     async def drain(self) -> None:
         """Let running work end for a while, then answer all held polls."""
@@ -73,6 +85,39 @@ async def _scheduler(server: Server) -> Scheduler:
     return server.scheduler
 
 
+async def _catalog(server: Server) -> Catalog:
+    return server.catalog
+
+
+async def _usage(server: Server) -> UsageStore:
+    return server.usage
+
+
+async def _audit(server: Server) -> AuditStore:
+    return server.audit
+
+
+async def _storage(server: Server) -> Storage:
+    return server.storage
+
+
+async def _links(server: Server) -> Links:
+    return server.links
+
+
+async def _copying(server: Server) -> Copying:
+    return server.copying
+
+
+async def _caller() -> str:
+    return OWNER
+
+
+async def _server_url(http: Request) -> str:
+    prefix = http.headers.get("x-forwarded-prefix", "").rstrip("/")
+    return f"{str(http.base_url).rstrip('/')}{prefix}/api/v1"
+
+
 AppSettings = Annotated[Settings, Depends(_settings)]
 ServedModels = Annotated[Models, Depends(_models)]
 Sessions = Annotated[SessionStore, Depends(_sessions)]
@@ -81,3 +126,13 @@ Checkpoints = Annotated[CheckpointStore, Depends(_checkpoints)]
 Samplers = Annotated[SamplerStore, Depends(_samplers)]
 Futures = Annotated[FutureStore, Depends(_futures)]
 Work = Annotated[Scheduler, Depends(_scheduler)]
+Listed = Annotated[Catalog, Depends(_catalog)]
+Used = Annotated[UsageStore, Depends(_usage)]
+Audit = Annotated[AuditStore, Depends(_audit)]
+Stored = Annotated[Storage, Depends(_storage)]
+SignedLinks = Annotated[Links, Depends(_links)]
+Copies = Annotated[Copying, Depends(_copying)]
+Caller = Annotated[str, Depends(_caller)]
+"""The owner that a request speaks for."""
+ServerUrl = Annotated[str, Depends(_server_url)]
+"""Where the client reaches `/api/v1`: as it addressed us, behind whatever prefix a proxy has taken off."""

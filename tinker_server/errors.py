@@ -1,11 +1,13 @@
 """Every refusal, with its HTTP status and its category in a failed future.
 
 TinkerServerError
-├── BadRequest 400, SequenceConflict 400, BodyTooLarge 413
+├── BadRequest 400, LinkRefused 403, SequenceConflict 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
 ├── SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
 ├── LostModel 500: only in futures
+├── Busy 429: only for samples, whose clients wait and try again
+├── Cancelled 410: only in futures of samples
 └── ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
@@ -87,6 +89,12 @@ class UnknownFuture(TinkerServerError):
     status, category = 404, "user"
 
 
+class LinkRefused(TinkerServerError):
+    """The signed link has expired, or was changed."""
+
+    status, category = 403, "user"
+
+
 class SessionFinished(TinkerServerError):
     """The session was finished; it takes no new work."""
 
@@ -107,6 +115,18 @@ class ResultExpired(TinkerServerError):
 
 class LostModel(TinkerServerError):
     """The model is no longer in memory: the process that held it has ended."""
+
+
+class Busy(TinkerServerError):
+    """Too much is in flight; the same request succeeds a little later."""
+
+    status, category = 429, "server"
+
+
+class Cancelled(TinkerServerError):
+    """The client cancelled the operation."""
+
+    status, category = 410, "user"
 
 
 class ShuttingDown(TinkerServerError):

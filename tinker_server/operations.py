@@ -19,23 +19,29 @@ from api_schemas.training import (
     OptimizerConfig,
     OptimStepRequest,
     OptimStepResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
 )
 from api_schemas.weights import (
     LoadWeightsRequest,
     LoadWeightsResponse,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     TinkerPath,
 )
+from tinker_server.counting import count_sample, count_training
 from tinker_server.db.tables import Checkpoint, TrainingRun
 from tinker_server.errors import UnknownCheckpoint, Unsupported
 from tinker_server.models import Models
 from tinker_server.offload import off_loop
+from tinker_server.sampled_weights import find_weights
 from tinker_server.saving import Saving
 from tinker_server.storage import Storage
 from tinker_server.store.futures import Result, Work
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore
+from tinker_server.store.usage import AuditStore, UsageStore
 
 PROTOBUF = "application/x-protobuf"
 
@@ -50,13 +56,16 @@ class ModelOperations:
         checkpoints: CheckpointStore,
         samplers: SamplerStore,
         storage: Storage,
+        usage: UsageStore,
+        audit: AuditStore,
     ) -> None:
         self._models = models
         self._runs = runs
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._storage = storage
-        self._saving = Saving(models, checkpoints, samplers, storage)
+        self._usage = usage
+        self._saving = Saving(models, checkpoints, samplers, storage, usage, audit)
 
     async def run(self, work: Work, request: Request) -> Result:
         """Raises InvalidInput, BackendFailed or a TinkerServerError; its text is for the user."""
@@ -71,6 +80,10 @@ class ModelOperations:
                 return _json(await self._saving.save_weights(request))
             case SaveWeightsForSamplerRequest():
                 return _json(await self._saving.save_weights_for_sampler(request))
+            case SaveWeightsExternalRequest():
+                return _json(await self._saving.save_weights_external(request))
+            case UnloadModelRequest():
+                return _json(await self._unload_model(request))
             case CreateModelRequest():
                 return _json(await self._create_model(request))
             case LoadWeightsRequest():
@@ -82,10 +95,11 @@ class ModelOperations:
         return SampleRequest.model_validate_json(work.body) if work.kind == "sample" else None
 
     async def _forward_backward(self, request: ForwardBackwardRequest, size_bytes: int) -> Result:
-        async with self._models.training(request.model_id) as (_, trainer):
+        async with self._models.training(request.model_id) as (run, trainer):
             output = await trainer.forward_backward(
                 request.model_id, request.forward_backward_input, backward=not request.forward_only
             )
+        count_training(self._usage, run.session_id, run.base_model, output)
         return Result(await off_loop(size_bytes, wire.encode_forward_backward, output), PROTOBUF)
 
     async def _optim_step(self, request: OptimStepRequest) -> OptimStepResponse:
@@ -95,16 +109,25 @@ class ModelOperations:
             return await trainer.optim_step(request.model_id, request.adam_params or AdamParams())
 
     async def _sample(self, request: SampleRequest) -> Result:
-        assert request.sampling_session_id is not None
-        sampler = await self._samplers.require(request.sampling_session_id)
-        base = self._models.base(sampler.base_model)
+        if request.sampling_session_id is None:
+            session_id, model_path = None, request.model_path
+            base_model, directory = await find_weights(
+                self._models, self._checkpoints, request.base_model, request.model_path
+            )
+        else:
+            sampler = await self._samplers.require(request.sampling_session_id)
+            session_id, base_model = sampler.session_id, sampler.base_model
+            model_path, directory = sampler.model_path, sampler.directory
+        base = self._models.base(base_model)
         weights = None
-        if sampler.directory is not None:
-            if not self._storage.holds(sampler.directory):
-                path = sampler.model_path or "the weights"
-                raise UnknownCheckpoint(f"{path} of sampling session {request.sampling_session_id} was deleted")
-            weights = self._storage.path(sampler.directory)
-        return Result(wire.encode_sample(await base.sampler.sample(request, weights)), PROTOBUF)
+        if directory is not None:
+            if not self._storage.holds(directory):
+                raise UnknownCheckpoint(f"{model_path or 'the weights of the sampling session'} were deleted")
+            weights = self._storage.path(directory)
+        response = await base.sampler.sample(request, weights)
+        if session_id is not None:
+            count_sample(self._usage, session_id, base_model, request, response)
+        return Result(wire.encode_sample(response), PROTOBUF)
 
     async def _create_model(self, request: CreateModelRequest) -> CreateModelResponse:
         self._models.base(request.base_model)
@@ -113,6 +136,12 @@ class ModelOperations:
         run = _run(request, request.base_model, _checked_lora(request.lora_config), request.optimizer_config)
         await self._create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
+
+    async def _unload_model(self, request: UnloadModelRequest) -> UnloadModelResponse:
+        run = await self._runs.require(request.model_id)
+        async with self._models.turn(run.base_model) as trainer:
+            await trainer.delete_model(run.model_id)
+        return UnloadModelResponse(model_id=run.model_id)
 
     async def _load_weights(self, request: LoadWeightsRequest) -> LoadWeightsResponse:
         # Every checkpoint here may be read by every client, so weights_access_token has nothing to open.

@@ -1,11 +1,14 @@
-"""Saving a model's weights: for training or for sampling, under a name or straight into a sampling session."""
+"""Saving a model's weights: for training, for sampling (also straight into a sampling session), or for elsewhere."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from api_schemas.weights import (
     Kind,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
     SaveWeightsForSamplerResponse,
     SaveWeightsRequest,
@@ -13,24 +16,46 @@ from api_schemas.weights import (
     TinkerPath,
     check_name,
 )
+from backends import export
+from backends.protocol import Trainer
 from tinker_server.db.tables import Checkpoint, SamplingSession, TrainingRun
-from tinker_server.errors import Unsupported
+from tinker_server.encryption import Recipient, encrypt_files, parse_recipients
+from tinker_server.errors import BadRequest, Unsupported
 from tinker_server.models import Models
-from tinker_server.storage import Storage
+from tinker_server.storage import PEFT, Storage
 from tinker_server.store.runs import CheckpointStore
 from tinker_server.store.sessions import SamplerStore
+from tinker_server.store.usage import AuditStore, UsageStore
 
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
+
+
+def check_ttl(ttl_s: int | None) -> None:
+    """Raises BadRequest."""
+    if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        raise BadRequest(f"ttl_seconds {ttl_s} is not between {MIN_TTL_S} and {MAX_TTL_S}")
 
 
 class Saving:
     """Writes directories and records them, in this order: a recorded checkpoint is whole."""
 
-    def __init__(self, models: Models, checkpoints: CheckpointStore, samplers: SamplerStore, storage: Storage) -> None:
+    def __init__(
+        self,
+        models: Models,
+        checkpoints: CheckpointStore,
+        samplers: SamplerStore,
+        storage: Storage,
+        usage: UsageStore,
+        audit: AuditStore,
+    ) -> None:
         self._models = models
         self._checkpoints = checkpoints
         self._samplers = samplers
+        self._superseded: dict[str, set[str]] = {}
+        """By model, the inflight weights that were replaced last."""
         self._storage = storage
+        self._usage = usage
+        self._audit = audit
 
     async def save_weights(self, request: SaveWeightsRequest) -> SaveWeightsResponse:
         """A training checkpoint."""
@@ -40,8 +65,9 @@ class Saving:
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> SaveWeightsForSamplerResponse:
         """Sampler weights under a name, or a new sampling session on unnamed ones."""
-        if request.kind == "inflight":
-            raise Unsupported("kind 'inflight' is not supported; use kind 'snapshot'")
+        inflight = request.kind == "inflight"
+        if inflight and request.path is not None:
+            raise Unsupported("kind 'inflight' is for a sampling session; weights with a name are of kind 'snapshot'")
         if (request.path is None) == (request.sampling_session_seq_id is None):
             raise Unsupported("give either path (a name) or sampling_session_seq_id (a new sampling session)")
         async with self._models.training(request.model_id) as (run, trainer):
@@ -51,7 +77,7 @@ class Saving:
                 return SaveWeightsForSamplerResponse(path=path)
             if request.ttl_seconds is not None or request.user_metadata is not None:
                 raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
-            directory = self._storage.fresh(run.model_id, "ephemeral", f"{request.seq_id}")
+            directory = self._storage.fresh(run.model_id, request.kind, f"{request.seq_id}")
             await save(run.model_id, self._storage.path(directory))
         sampler = SamplingSession(
             sampling_session_id=f"{run.session_id}:sample:{request.sampling_session_seq_id}",
@@ -60,14 +86,38 @@ class Saving:
             directory=directory,
             created_at=time.time(),
         )
-        return SaveWeightsForSamplerResponse(sampling_session_id=await self._samplers.create(sampler))
+        sampling_session_id = await self._samplers.create(sampler)
+        if inflight:
+            await self._supersede(run.model_id, directory)
+        return SaveWeightsForSamplerResponse(sampling_session_id=sampling_session_id)
+
+    async def _supersede(self, model_id: str, directory: str) -> None:
+        """All inflight sampling sessions of a model sample from its newest weights from now on."""
+        left = await self._samplers.repoint(f"{directory.rpartition('/')[0]}/", directory)
+        # A sample that has just begun may still be reading the weights it began with, but not the ones before.
+        for old in self._superseded.get(model_id, set()) - {directory}:
+            await self._storage.delete(old)
+        self._superseded[model_id] = left
+
+    async def save_weights_external(self, request: SaveWeightsExternalRequest) -> SaveWeightsExternalResponse:
+        """The adapter as files for other programs."""
+        texts = request.age_encryption_recipients
+        recipients = [] if texts is None else parse_recipients(texts)
+        async with self._models.training(request.model_id) as (run, trainer):
+
+            async def save(model_id: str, directory: Path) -> None:
+                await _export(trainer, model_id, directory, recipients)
+
+            path = await self._save(run, "external_weights", request.path, request, save)
+        saved = await self._checkpoints.require(TinkerPath.parse(path), time.time())
+        return SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes)
 
     async def _save(
         self,
         run: TrainingRun,
         kind: Kind,
         name: str,
-        request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+        request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
         save: Callable[[str, Path], Awaitable[None]],
     ) -> str:
         try:
@@ -75,13 +125,17 @@ class Saving:
         except ValueError as error:
             raise Unsupported(str(error)) from None
         now = time.time()
-        if request.ttl_seconds is not None and not MIN_TTL_S <= request.ttl_seconds <= MAX_TTL_S:
-            raise Unsupported(f"ttl_seconds {request.ttl_seconds} is not between {MIN_TTL_S} and {MAX_TTL_S}")
+        check_ttl(request.ttl_seconds)
         first = await self._checkpoints.find(path)
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         directory = self._storage.fresh(path.run_id, path.kind, path.name)
-        await save(run.model_id, self._storage.path(directory))
+        try:
+            await save(run.model_id, self._storage.path(directory))
+            await self._storage.flush(directory)
+        except BaseException:
+            await self._storage.delete(directory)
+            raise
         checkpoint = Checkpoint(
             tinker_path=str(path),
             run_id=path.run_id,
@@ -98,8 +152,20 @@ class Saving:
             size_bytes=await self._storage.size_bytes(directory),
             created_at=now,
             expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+            public=False,
+            copied_from=None,
         )
         await self._checkpoints.put(checkpoint)
+        self._usage.count("checkpoint", run.session_id, run.base_model, 1)
+        await self._audit.note("checkpoint_saved", model_id=run.model_id, tinker_path=str(path))
         if first is not None:
             await self._storage.delete(first.directory)
         return str(path)
+
+
+async def _export(trainer: Trainer, model_id: str, directory: Path, recipients: list[Recipient]) -> None:
+    """PEFT's form in a subdirectory, the tinker tools' beside it; encrypted if there are recipients."""
+    await trainer.save_sampler_weights(model_id, directory / PEFT)
+    await asyncio.to_thread(export.write_tinker_form, directory / PEFT, directory)
+    if recipients:
+        await asyncio.to_thread(encrypt_files, directory, recipients)

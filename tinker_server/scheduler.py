@@ -13,10 +13,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from api_schemas.base import Request
-from tinker_server.errors import LostModel, ShuttingDown, failure
+from api_schemas.sampling import SampleRequest
+from tinker_server.admission import Admission
+from tinker_server.errors import Cancelled, LostModel, ShuttingDown, failure
 from tinker_server.store.futures import FutureStore, Result, Work
 
 log = logging.getLogger(__name__)
+UNLOAD_SUFFIX = ":unload"
+"""A model's unloading is kept in a lane of its own, as number 0."""
 
 
 class Operations(Protocol):
@@ -53,19 +57,23 @@ class Lane:
 class Scheduler:
     """Owns every running operation."""
 
-    def __init__(self, futures: FutureStore, operations: Operations, gap_grace_s: float) -> None:
+    def __init__(self, futures: FutureStore, operations: Operations, admission: Admission, gap_grace_s: float) -> None:
         self._futures = futures
         self._operations = operations
+        self._admission = admission
         self._gap_grace_s = gap_grace_s
         self._lanes: dict[str, Lane] = {}
-        self._samples: set[asyncio.Task[None]] = set()
+        self._samples: dict[str, tuple[Work, asyncio.Task[None]]] = {}
+        """By request_id, those that wait or run."""
+        self._unloads: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def resume(self, left: list[Work]) -> None:
         """Take up what an earlier server left: samples run again, training cannot, for its models are gone."""
         for work in left:
             request = self._operations.replay(work)
-            if request is not None:
+            if isinstance(request, SampleRequest):
+                self._admission.force(request.num_samples, len(work.body))
                 self._start_sample(work, request)
             else:
                 lost = LostModel(
@@ -77,17 +85,40 @@ class Scheduler:
     async def submit(self, work: Work, request: Request) -> str:
         """Accept an operation, durably when this returns, and have it run; its request_id.
 
-        Raises SequenceConflict, ShuttingDown, BadRequest.
+        Raises SequenceConflict, ShuttingDown, BadRequest, and Busy for a sample.
         """
         if self._closing:
             raise ShuttingDown("the server is stopping")
+        if isinstance(request, SampleRequest):
+            return await self._submit_sample(work, request)
         request_id = await self._futures.enqueue(work)
         if request_id == work.request_id and not self._closing:
-            if work.kind == "sample":
-                self._start_sample(work, request)
+            if work.kind == "unload_model":
+                self._start_unload(work, request)
             else:
                 self._queue(work, request)
         return request_id
+
+    async def _submit_sample(self, work: Work, request: SampleRequest) -> str:
+        self._admission.enter(request.num_samples, len(work.body))
+        request_id = ""
+        try:
+            request_id = await self._futures.enqueue(work)
+        finally:
+            if request_id == work.request_id and not self._closing:
+                self._start_sample(work, request)
+            else:
+                self._admission.leave(request.num_samples, len(work.body))
+        return request_id
+
+    def cancel(self, request_id: str) -> bool:
+        """Stop a sample that waits or runs, whose result then says so; whether there was one."""
+        work, task = self._samples.get(request_id, (None, None))
+        if work is None or task is None:
+            return False
+        self._finish(work, Cancelled("the sample was cancelled by its client"))
+        task.cancel()
+        return True
 
     def refuse_number(self, model_id: str, seq_id: int) -> None:
         """Note that an operation was refused before it had a future, so that none waits for it."""
@@ -102,7 +133,8 @@ class Scheduler:
         for lane in self._lanes.values():
             lane.arrived.set()
         drivers = {lane.driver for lane in self._lanes.values() if lane.driver is not None}
-        running = {task for task in drivers | self._samples if not task.done()}
+        samples = {task for _, task in self._samples.values()}
+        running = {task for task in drivers | samples | self._unloads if not task.done()}
         if not running:
             return
         _, late = await asyncio.wait(running, timeout=timeout_s)
@@ -138,10 +170,28 @@ class Scheduler:
             lane.expected = max(lane.expected, number + 1)
             await self._run(work, request)
 
-    def _start_sample(self, work: Work, request: Request) -> None:
+    def _start_sample(self, work: Work, request: SampleRequest) -> None:
         task = asyncio.create_task(self._run(work, request), name=f"sample {work.request_id}")
-        self._samples.add(task)
-        task.add_done_callback(self._samples.discard)
+        self._samples[work.request_id] = (work, task)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._samples[work.request_id]
+            self._admission.leave(request.num_samples, len(work.body))
+
+        task.add_done_callback(ended)
+
+    def _start_unload(self, work: Work, request: Request) -> None:
+        """An unload has no number: it follows all that its model has queued."""
+        lane = self._lanes.get(work.lane.removesuffix(UNLOAD_SUFFIX))
+
+        async def unload() -> None:
+            if lane is not None and lane.driver is not None:
+                await asyncio.wait([lane.driver])
+            await self._run(work, request)
+
+        task = asyncio.create_task(unload(), name=f"unload {work.lane}")
+        self._unloads.add(task)
+        task.add_done_callback(self._unloads.discard)
 
     async def _run(self, work: Work, request: Request) -> None:
         try:

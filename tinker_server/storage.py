@@ -7,14 +7,20 @@ The database keeps directories relative, so that the data directory can be moved
 import asyncio
 import contextlib
 import fcntl
+import os
 import re
 import shutil
+import tarfile
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from backends import export
 from tinker_server.errors import StartFailed
 
+PEFT = "peft"
+"""Subdirectory of exported weights that holds them in PEFT's form."""
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 
 
@@ -44,11 +50,101 @@ class Storage:
         return await asyncio.to_thread(_size_bytes, self.path(directory))
 
     async def delete(self, directory: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self.path(directory), ignore_errors=True)
+        """Remove weights and what was packed of them. Raises ValueError for what is not below `checkpoints`."""
+        path = self._below("checkpoints", directory)
+        await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        await asyncio.to_thread(self._archive_of(directory).unlink, missing_ok=True)
+
+    async def copy(self, source: str, target: str) -> None:
+        """Another directory of the same files, each on disk once (or copied, where the disk has no links).
+
+        Deleting either leaves the other whole; neither is written again. Raises OSError where the source is gone.
+        """
+        await asyncio.to_thread(_link_tree, self.path(source), self.path(target))
+
+    async def flush(self, directory: str) -> None:
+        """Make what was written there durable."""
+        await asyncio.to_thread(_flush, self.path(directory))
+
+    async def files(self, directory: str) -> list[str]:
+        """Relative paths of the weights' files."""
+        return await asyncio.to_thread(_files, self.path(directory))
+
+    async def archive(self, directory: str) -> str:
+        """A tar.gz of the weights, below the data directory; made when first asked for, deleted with them.
+
+        An adapter is packed as it is exported: under the tinker names, PEFT's form in `peft/`.
+        """
+        archive = self._archive_of(directory)
+        if not archive.exists():
+            await asyncio.to_thread(_pack, self.path(directory), archive)
+        return str(archive.relative_to(self._root))
+
+    def downloadable(self, path: str) -> Path:
+        """A file of weights or an archive. Raises ValueError for any other path, also for what a link leads to."""
+        top = path.partition("/")[0]
+        if top not in ("checkpoints", "archives"):
+            raise ValueError(f"{path!r} is not for download")
+        return self._below(top, path)
+
+    def _archive_of(self, directory: str) -> Path:
+        return self._root / "archives" / f"{directory.replace('/', '.')}.tar.gz"
+
+    def _below(self, top: str, path: str) -> Path:
+        resolved = (self._root / path).resolve()
+        if not resolved.is_relative_to(self._root / top) or resolved == self._root / top:
+            raise ValueError(f"{path!r} is not below {top}")
+        return resolved
 
 
 def _size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _files(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+def _flush(path: Path) -> None:
+    for part in (*path.rglob("*"), path, path.parent):
+        handle = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    aside = target.with_name(f".{target.name}")
+    try:
+        shutil.copytree(source, aside, copy_function=_link)
+        aside.rename(target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links; if the file is gone, this fails too
+        shutil.copy2(source, target)
+
+
+def _pack(directory: Path, archive: Path) -> None:
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=archive.parent) as aside:
+        packed = Path(aside) / archive.name
+        with tarfile.open(packed, "w:gz", compresslevel=1) as tar:
+            if (directory / export.ADAPTER_CONFIG_FILE).exists() and not (directory / PEFT).exists():
+                exported = Path(aside) / "exported"
+                exported.mkdir()
+                export.write_tinker_form(directory, exported)
+                tar.add(exported, "")
+                tar.add(directory, PEFT)
+            else:
+                tar.add(directory, "")
+        packed.rename(archive)
 
 
 @contextlib.contextmanager

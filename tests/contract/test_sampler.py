@@ -20,7 +20,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from api_schemas.inputs import ModelInput
+from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import LoraConfig
 from backends.checkpoint import ADAPTER_FILE, write_adapter, write_directory
@@ -153,6 +153,11 @@ def request(model_input: ModelInput, params: dict | None = None, **fields) -> Sa
     )
 
 
+def targets(rows: list[list[int]]) -> TensorData:
+    """Dense target_prompt_logprobs."""
+    return TensorData(data=np.ravel(rows).tolist(), dtype="int64", shape=[len(rows), len(rows[0])])
+
+
 def scoring(model_input: ModelInput) -> SampleRequest:
     """What the SDK's compute_logprobs sends."""
     return request(model_input, {"max_tokens": 1}, prompt_logprobs=True)
@@ -267,6 +272,62 @@ async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference
         assert table.token_ids[row].tolist() == token_ids[row - 1, :3].tolist()
     assert_close(sequence.topk_logprobs.logprobs, logprobs[length - 1 : -1].numpy())
     assert sequence.topk_logprobs.token_ids.dtype == np.int32
+
+
+async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(sampler, reference, adapters):
+    """Of several weights at once, one prompt cut between steps."""
+    names = list(adapters)
+    inputs = [MIXED["text"], MIXED["one image"], prompt(words(5, 1)), prompt(words(2500, 7))]
+    works, tables = [], []
+    for index, model_input in enumerate(inputs):
+        logprobs_TV = reference.logprobs_TV(model_input, [], names[index])[:-1].numpy()
+        ids = np.random.default_rng(index).integers(-1, 300, (len(logprobs_TV), 3))
+        tables.append((logprobs_TV, ids))
+        fields = {"topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2, "prompt_logprobs": True}
+        one = request(model_input, {"max_tokens": 2}, target_prompt_logprobs=targets(ids), num_samples=2, **fields)
+        works.append(sampler.sample(one, adapters[names[index]]))
+    for model_input, name, response, (logprobs_TV, ids) in zip(
+        inputs, names, await asyncio.gather(*works), tables, strict=False
+    ):
+        rows = np.arange(len(ids))[:, None]
+        expected = np.where(ids >= 0, logprobs_TV[rows, np.maximum(ids, 0)], 0)
+        chosen = response.target_prompt_logprobs
+        assert chosen.shape == list(ids.shape) and chosen.crow_indices is None
+        np.testing.assert_allclose(chosen.values, expected, atol=ATOL)
+        drawn = response.prompt_alt_tokens
+        np.testing.assert_allclose(drawn.logprobs, logprobs_TV[rows, drawn.tokens], atol=ATOL)
+        assert_close(response.prompt_logprobs, reference.prompt_logprobs(model_input, name))
+        assert response.topk_prompt_logprobs.token_ids.shape == (len(ids) + 1, 2)
+        assert len(response.sequences) == 2
+
+
+async def test_chosen_tokens_in_sparse_rows_come_back_in_sparse_rows(sampler, reference):
+    model_input = prompt(words(4, 1))
+    asked = TensorData(
+        data=[7, -1, 9], dtype="int64", shape=[3, 5], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 3, 4]
+    )
+    response = await sampler.sample(request(model_input, target_prompt_logprobs=asked), None)
+    logprobs_TV = reference.logprobs_TV(model_input, [], None).numpy()
+    chosen = response.target_prompt_logprobs
+    np.testing.assert_allclose(chosen.values, [logprobs_TV[0, 7], 0, logprobs_TV[2, 9]], atol=ATOL)
+    assert (chosen.crow_indices.tolist(), chosen.col_indices.tolist()) == ([0, 2, 2, 3], [0, 3, 4])
+    assert response.prompt_logprobs is None and response.topk_prompt_logprobs is None
+
+
+async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler, reference, adapters):
+    model_input, k = prompt(words(60, 3)), 100
+    scaled_TV = reference.logprobs_TV(model_input, [], "small", temperature=0.5)[:-1].double().numpy()
+    fields = {"params": {"temperature": 0.5, "seed": 3}, "prompt_alt_tokens_k": k}
+    first, again = [await sampler.sample(request(model_input, **fields), adapters["small"]) for _ in range(2)]
+    tokens = first.prompt_alt_tokens.tokens
+    assert tokens.shape == (59, k) and (tokens == again.prompt_alt_tokens.tokens).all()
+    # The mean log probability of draws is minus the entropy, up to the error of a mean.
+    drawn = np.take_along_axis(scaled_TV, tokens, axis=1)
+    entropy_T = -(np.exp(scaled_TV) * scaled_TV).sum(-1)
+    variance_T = (np.exp(scaled_TV) * (scaled_TV + entropy_T[:, None]) ** 2).sum(-1)
+    assert abs(drawn.mean() + entropy_T.mean()) < 4 * np.sqrt(variance_T.mean() / drawn.size)
+    greedy = await sampler.sample(request(model_input, {"temperature": 0}, prompt_alt_tokens_k=2), adapters["small"])
+    assert (greedy.prompt_alt_tokens.tokens == scaled_TV.argmax(-1)[:, None]).all()
 
 
 async def test_last_n_leaves_everything_before_it_undefined(sampler, reference):
@@ -388,7 +449,10 @@ async def test_without_max_tokens_a_sample_runs_to_the_context_limit(sampler):
         (request(prompt(*[image(32, 32)] * 9)), "9 images; 8 are allowed"),
         (request(MIXED["text"], prompt_logprobs_last_n=2), "needs prompt_logprobs"),
         (request(MIXED["text"], prompt_logprobs=True, prompt_logprobs_last_n=17), "it must be 1 to 16"),
-        (request(MIXED["text"], prompt_alt_tokens_k=1), "prompt_alt_tokens_k"),
+        (request(MIXED["text"], record_stability_info=True), "record_stability_info"),
+        (request(MIXED["text"], prompt_alt_tokens_k=101), "prompt_alt_tokens_k is 101"),
+        (request(MIXED["text"], target_prompt_logprobs=targets([[1]])), "must be \\[16, 1 to 100\\]"),
+        (request(MIXED["text"], target_prompt_logprobs=targets([[10**6]] * 16)), "token id 1000000"),
         (request(MIXED["text"], record_stability_info=True), "record_stability_info"),
         (request(MIXED["text"], topk_sample_logprobs=101), "topk_sample_logprobs is 101"),
         (request(MIXED["text"], {"temperature": 1e-3}), "temperature is 0.001"),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, UniqueConstraint, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -88,8 +88,12 @@ class Checkpoint(Table):
     train_attn: Mapped[bool]
     user_metadata: Mapped[dict[str, Any] | None]
     size_bytes: Mapped[int]
-    created_at: Mapped[float]
+    created_at: Mapped[float] = mapped_column(index=True)
     expires_at: Mapped[float | None] = mapped_column(index=True)
+    public: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """Whether every client may load it."""
+    copied_from: Mapped[str | None]
+    """tinker:// path of the weights it is a copy of."""
 
 
 class Future(Table):
@@ -116,3 +120,29 @@ class Future(Table):
     result_type: Mapped[str | None]
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
+
+
+class Usage(Table):
+    """How much of one kind of work a session had done on a base model, in one hour."""
+
+    __tablename__ = "usage"
+
+    hour: Mapped[float] = mapped_column(primary_key=True)
+    """Its start."""
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    """`training`, `prefill`, `cached_prefill`, `sampled` (tokens), or `checkpoint` (their number)."""
+    session_id: Mapped[str] = mapped_column(primary_key=True)
+    base_model: Mapped[str] = mapped_column(primary_key=True)
+    amount: Mapped[int]
+
+
+class AuditEntry(Table):
+    """Something that was done to saved weights or to a session's project."""
+
+    __tablename__ = "audit"
+
+    entry_id: Mapped[str] = mapped_column(primary_key=True)
+    at: Mapped[float] = mapped_column(index=True)
+    event: Mapped[str]
+    """`<resource>_<action>`"""
+    details: Mapped[dict[str, Any]]

@@ -1,18 +1,96 @@
-"""Fetching results by long poll."""
+"""Fetching results by long poll, one by one or by the log of a sampling session, and cancelling samples."""
 
-from fastapi import APIRouter, Response
+import re
+from typing import Annotated
 
-from api_schemas.futures import RetrieveFuturePending, RetrieveFutureRequest
-from tinker_server.deps import AppSettings, Futures
+from fastapi import APIRouter, Header, Response
+
+from api_schemas import wire
+from api_schemas.futures import (
+    CancelFutureRequest,
+    FutureCompletion,
+    FutureMetadata,
+    RetrieveFuturePending,
+    RetrieveFutureRequest,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+)
+from tinker_server.deps import AppSettings, Futures, Samplers, Work
+from tinker_server.errors import UnknownFuture
+from tinker_server.offload import off_loop
+from tinker_server.store.completions import Target
+from tinker_server.store.futures import Result
 
 router = APIRouter()
+PROTOBUF = "application/x-protobuf"
+JSON_FORMS = {"forward_backward": wire.forward_backward_json, "sample": wire.sample_json}
+"""By operation: its protobuf result as JSON, for clients that take no protobuf."""
+LARGE_RESULT_BYTES = 1 << 20
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(poll: RetrieveFutureRequest, futures: Futures, settings: AppSettings) -> Response:
+async def retrieve_future(
+    poll: RetrieveFutureRequest,
+    futures: Futures,
+    settings: AppSettings,
+    accept: Annotated[str, Header()] = "",
+) -> Response:
     """The stored bytes as soon as they are there; after a while without them, 408, which means to ask again."""
-    result = await futures.wait(poll.request_id, settings.poll_hold_s)
-    if result is not None:
+    request_id = _checked(poll.request_id)
+    result = await futures.wait(request_id, settings.poll_hold_s)
+    if result is None:
+        pending = RetrieveFuturePending(request_id=request_id)
+        return Response(pending.model_dump_json(exclude_none=True), 408, media_type="application/json")
+    if result.content_type != PROTOBUF:
         return Response(result.body, media_type=result.content_type)
-    pending = RetrieveFuturePending(request_id=poll.request_id)
-    return Response(pending.model_dump_json(exclude_none=True), 408, media_type="application/json")
+    if PROTOBUF not in accept:
+        return Response(await _json_form(result), media_type="application/json")
+    size_bytes = len(result.body)
+    if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and futures.first_time_large(request_id):
+        metadata = FutureMetadata(response_payload_size=size_bytes)
+        return Response(metadata.model_dump_json(), media_type="application/json")
+    return Response(result.body, media_type=PROTOBUF)
+
+
+@router.post("/retrieve_futures", response_model_exclude_none=True)
+async def retrieve_futures(
+    poll: RetrieveFuturesRequest, futures: Futures, samplers: Samplers, settings: AppSettings
+) -> RetrieveFuturesResponse:
+    """Which samples of a client have finished since its last poll, held until one has; acknowledges results."""
+    session_id = poll.target.sampling_session_id
+    await samplers.require(session_id)
+    futures.acknowledge(session_id, poll.retrieved_request_ids)
+    hold_s = settings.poll_hold_s if poll.timeout is None else min(poll.timeout, settings.poll_hold_s)
+    target = Target(session_id, poll.target.cloned_sampler_id)
+    completed = await futures.completed(target, poll.prev_cursor, hold_s)
+    return RetrieveFuturesResponse(
+        completions=[
+            FutureCompletion(state="failed", request_id=one.request_id)
+            if one.failed
+            else FutureCompletion(
+                state="finished", request_id=one.request_id, response_payload_uncompressed_size=one.size_bytes
+            )
+            for one in completed
+        ],
+        cursor=completed[-1].cursor if completed else poll.prev_cursor,
+    )
+
+
+@router.post("/cancel_future", status_code=204)
+async def cancel_future(request: CancelFutureRequest, futures: Futures, work: Work) -> Response:
+    """Stop a sample that waits or runs. What has ended, or was cancelled before, stays as it is."""
+    request_id = _checked(request.request_id)
+    if not work.cancel(request_id):
+        await futures.require_finished_sample(request_id)
+    return Response(status_code=204)
+
+
+def _checked(request_id: str) -> str:
+    if _REQUEST_ID.fullmatch(request_id) is None:
+        raise UnknownFuture(f"no operation has the request_id {request_id[:64]!r}")
+    return request_id
+
+
+async def _json_form(result: Result) -> bytes:
+    return await off_loop(len(result.body), JSON_FORMS[result.kind], result.body)

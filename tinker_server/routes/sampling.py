@@ -1,7 +1,9 @@
 """Sampling sessions, and samples from them."""
 
 import asyncio
+import secrets
 import time
+import uuid
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -12,15 +14,19 @@ from api_schemas.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
     SampleRequest,
 )
-from api_schemas.weights import TinkerPath
 from tinker_server.db.tables import SamplingSession
 from tinker_server.deps import Checkpoints, Samplers, ServedModels, Sessions, Work
 from tinker_server.errors import BadRequest
 from tinker_server.routes.submission import Submission, json_body
+from tinker_server.sampled_weights import find_weights
 
 router = APIRouter()
+MAX_CLIENTS = 10**9
+"""As the SDK has it, so that the numbers of samples stay below 2^63."""
 
 
 @router.post("/create_sampling_session")
@@ -33,15 +39,7 @@ async def create_sampling_session(
 ) -> CreateSamplingSessionResponse:
     """Bind a sampling session to a base model or to saved weights, which are loaded when first used."""
     await sessions.require_open(request.session_id)
-    base_model, directory = request.base_model, None
-    if request.model_path is not None:
-        checkpoint = await checkpoints.require(_sampler_path(request.model_path), time.time())
-        if base_model not in (None, checkpoint.base_model):
-            raise BadRequest(f"{request.model_path} is of {checkpoint.base_model}, not of {base_model}")
-        base_model, directory = checkpoint.base_model, checkpoint.directory
-    if base_model is None:
-        raise BadRequest("give base_model or model_path")
-    models.base(base_model)
+    base_model, directory = await find_weights(models, checkpoints, request.base_model, request.model_path)
     sampler = SamplingSession(
         sampling_session_id=f"{request.session_id}:sample:{request.sampling_session_seq_id}",
         session_id=request.session_id,
@@ -60,49 +58,41 @@ async def get_sampler(sampler_id: str, samplers: Samplers) -> GetSamplerResponse
     return GetSamplerResponse(sampler_id=sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
 
 
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: JoinSamplingSessionRequest, samplers: Samplers) -> JoinSamplingSessionResponse:
+    """A number for one more client of a sampling session, random so that none is given twice, nor after a restart."""
+    await samplers.require(request.sampling_session_id)
+    return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(MAX_CLIENTS))
+
+
 @router.post("/asample", response_model_exclude_none=True)
 async def asample(
     submission: Annotated[Submission[SampleRequest], Depends(json_body(SampleRequest))],
     sessions: Sessions,
     samplers: Samplers,
+    checkpoints: Checkpoints,
     models: ServedModels,
     work: Work,
 ) -> UntypedFuture:
-    """Draw samples. What can be told to be wrong at once is answered 400."""
+    """Draw samples. What can be told to be wrong at once is answered 400; too many in flight, 429."""
     request = submission.request
-    refuse_unbuilt(request)
-    if request.sampling_session_id is None or request.seq_id is None:
-        raise BadRequest("sampling_session_id and seq_id are missing")
-    sampler = await samplers.require(request.sampling_session_id)
-    await sessions.require_open(sampler.session_id)
-    check = models.base(sampler.base_model).check_sample
+    if request.sampling_session_id is None:
+        base_model, _ = await find_weights(models, checkpoints, request.base_model, request.model_path)
+        lane, seq_id = f"direct:{uuid.uuid4().hex}", request.seq_id or 0
+    else:
+        if request.base_model is not None or request.model_path is not None:
+            raise BadRequest("give either sampling_session_id, or base_model or model_path")
+        if request.seq_id is None:
+            raise BadRequest("seq_id is missing: it is what names a sample of a sampling session")
+        lane, seq_id = request.sampling_session_id, request.seq_id
+        sampler = await samplers.require(lane)
+        await sessions.require_open(sampler.session_id)
+        base_model = sampler.base_model
+    check = models.base(base_model).check_sample
     if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
         check(request)
     else:
         await asyncio.to_thread(check, request)  # it looks into images
-    future = await submission.accept(work, "sample", request.sampling_session_id, request.seq_id)
+    future = await submission.accept(work, "sample", lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})
-
-
-def refuse_unbuilt(request: SampleRequest) -> None:
-    """The one list of what requests may hold and this server does not do."""
-    asked = {
-        "target_prompt_logprobs": request.target_prompt_logprobs is not None,
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k > 0,
-        "record_stability_info": request.record_stability_info,
-        "base_model (create a sampling session)": request.base_model is not None,
-        "model_path (create a sampling session)": request.model_path is not None,
-    }
-    if refused := [name for name, is_asked in asked.items() if is_asked]:
-        raise BadRequest(f"not supported: {', '.join(refused)}")
-
-
-def _sampler_path(text: str) -> TinkerPath:
-    try:
-        path = TinkerPath.parse(text)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    if path.kind != "sampler_weights":
-        raise BadRequest(f"{text} cannot be sampled from; take a .../sampler_weights/<name> (save_weights_for_sampler)")
-    return path

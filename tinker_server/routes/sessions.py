@@ -1,17 +1,31 @@
 """Sessions: one per client, alive while heartbeats come."""
 
+import time
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Header, Query, Response
 
+from api_schemas.checkpoints import from_unix
 from api_schemas.sessions import (
+    AssignProjectRequest,
     CreateSessionRequest,
     CreateSessionResponse,
+    FinishReason,
     FinishSessionRequest,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SearchCursor,
+    SearchSessionsRequest,
+    SearchSessionsResponse,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
+    SessionStatus,
+    SessionSummary,
 )
-from tinker_server.deps import Sessions
+from tinker_server.db.tables import Session
+from tinker_server.deps import Audit, Caller, Listed, Sessions
+from tinker_server.routes.checkpoints import MAX_LIMIT, AccessScope, Offset
+from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, Page, SessionRecord
 
 router = APIRouter()
 
@@ -36,3 +50,78 @@ async def finish_session(session_id: str, request: FinishSessionRequest, session
     """End a session; doing it again changes nothing."""
     await sessions.finish(session_id, request)
     return Response(status_code=204)
+
+
+@router.get("/sessions")
+async def list_sessions(
+    catalog: Listed,
+    limit: Annotated[int, Query(ge=0)] = 20,
+    offset: Offset = 0,
+    project_id: str | None = None,
+    access_scope: AccessScope = "owned",
+) -> ListSessionsResponse:
+    """Ids of all sessions, newest first."""
+    return ListSessionsResponse(sessions=await catalog.sessions(Page(min(limit, MAX_LIMIT), offset, project_id)))
+
+
+@router.post("/sessions/search", response_model_exclude_none=True)
+async def search_sessions(
+    request: SearchSessionsRequest, sessions: Sessions, catalog: Listed, caller: Caller
+) -> SearchSessionsResponse:
+    """Sessions that match, newest first, a page at a time."""
+    if request.owner.type == "user" and caller not in (request.owner.owner_urns or []):
+        return SearchSessionsResponse(sessions=[])
+    await sessions.save_heartbeats()  # so that the database knows who lives
+    now = time.time()
+    records = await catalog.search(request, now)
+    page = records[: request.limit]
+    following = None
+    if len(records) > len(page):
+        last = page[-1].session
+        following = SearchCursor(last_created_at=from_unix(last.created_at), last_session_id=last.session_id)
+    return SearchSessionsResponse(sessions=[_summary(record, caller, now) for record in page], next_cursor=following)
+
+
+@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+async def get_session(
+    session_id: str, sessions: Sessions, catalog: Listed, access_scope: AccessScope = "owned"
+) -> GetSessionResponse:
+    """A session's models and samplers."""
+    row = await sessions.require(session_id)
+    run_ids, sampler_ids = await catalog.of_session(session_id)
+    return GetSessionResponse(
+        training_run_ids=run_ids,
+        sampler_ids=sampler_ids,
+        user_metadata=row.user_metadata,
+        display_name=row.display_name,
+    )
+
+
+@router.put("/sessions/{session_id}/project", status_code=204)
+async def assign_project(session_id: str, request: AssignProjectRequest, sessions: Sessions, audit: Audit) -> Response:
+    """Move a session, with all that it made, to a project. Projects are mere names here."""
+    await sessions.assign_project(session_id, request.project_id)
+    await audit.note("project_assigned", session_id=session_id, project_id=request.project_id)
+    return Response(status_code=204)
+
+
+def _summary(record: SessionRecord, owner: str, now: float) -> SessionSummary:
+    row = record.session
+    return SessionSummary(
+        session_id=row.session_id,
+        created_at=from_unix(row.created_at),
+        owner=owner,
+        project_id=row.project_id or DEFAULT_PROJECT,
+        status=_status(row, now),
+        checkpoints_count=record.checkpoints_count,
+        checkpoint_storage_bytes=record.size_bytes,
+        display_name=row.display_name,
+        user_metadata=row.user_metadata,
+    )
+
+
+def _status(row: Session, now: float) -> SessionStatus | None:
+    if row.finished_at is not None:
+        reason = FinishReason.model_validate({"type": row.finish_reason})
+        return SessionStatus(type="client_finished", reason=reason, detail=row.finish_detail)
+    return SessionStatus(type="active") if row.last_heartbeat > now - ACTIVE_S else None

@@ -22,7 +22,7 @@ from tinker_server.scheduler import Scheduler
 from tinker_server.store import futures
 
 R = TypeVar("R", bound=Request)
-PROTOBUF = "application/x-protobuf"
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,23 @@ def json_body(model: type[R]) -> Callable[..., Awaitable[Submission[R]]]:
         except ValidationError as error:
             _refuse_json_number(body, work)
             raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
-        return Submission(request, body, "application/json")
+        return Submission(request, body, JSON)
 
     return read
+
+
+_forward_backward_json = json_body(ForwardBackwardRequest)
 
 
 async def forward_backward_body(
     http: HttpRequest, work: Work, settings: AppSettings
 ) -> Submission[ForwardBackwardRequest]:
-    """A dependency that reads a protobuf body, zstd-compressed or not."""
-    content_type = http.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip() != PROTOBUF:
-        raise BadRequest(f"forward_backward takes {PROTOBUF}, not {content_type or 'a body without a type'}")
+    """A dependency that reads a protobuf body, zstd-compressed or not, or the JSON of clients before 0.25."""
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type == JSON:
+        return await _forward_backward_json(http, work)
+    if content_type != PROTOBUF:
+        raise BadRequest(f"forward_backward takes {PROTOBUF} or {JSON}, not {content_type or 'a body without a type'}")
     body = await http.body()
     encoding = http.headers.get("content-encoding", "identity")
     if encoding == "zstd":

@@ -9,15 +9,18 @@ from api_schemas.futures import UntypedFuture
 from api_schemas.training import (
     CreateModelRequest,
     ForwardBackwardRequest,
+    ForwardRequest,
     GetInfoRequest,
     GetInfoResponse,
     ModelData,
     OptimizerConfig,
     OptimStepRequest,
+    UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
 from tinker_server.deps import Runs, ServedModels, Sessions, Work
 from tinker_server.routes.submission import Submission, forward_backward_body, json_body
+from tinker_server.scheduler import UNLOAD_SUFFIX
 
 router = APIRouter()
 
@@ -57,6 +60,29 @@ async def forward_backward(
     request = submission.request
     await runs.require(request.model_id)
     return await submission.accept(work, "forward_backward", request.model_id, request.seq_id)
+
+
+@router.post("/forward", response_model_exclude_none=True)
+async def forward(
+    submission: Annotated[Submission[ForwardRequest], Depends(json_body(ForwardRequest))], runs: Runs, work: Work
+) -> UntypedFuture:
+    """How clients before 0.25 ask for a forward_backward with forward_only."""
+    request = submission.request.as_forward_backward()
+    await runs.require(request.model_id)
+    same = Submission(request, submission.body, submission.content_type)
+    return await same.accept(work, "forward_backward", request.model_id, request.seq_id)
+
+
+@router.post("/unload_model", response_model_exclude_none=True)
+async def unload_model(
+    submission: Annotated[Submission[UnloadModelRequest], Depends(json_body(UnloadModelRequest))],
+    runs: Runs,
+    work: Work,
+) -> UntypedFuture:
+    """Free a model's memory once its queued work is done. Saved weights stay."""
+    request = submission.request
+    await runs.require(request.model_id)
+    return await submission.accept(work, "unload_model", request.model_id + UNLOAD_SUFFIX, 0)
 
 
 @router.post("/optim_step", response_model_exclude_none=True)

@@ -5,7 +5,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from api_schemas.futures import UntypedFuture
-from api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
+from api_schemas.weights import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
 from tinker_server.deps import Runs, Sessions, Work
 from tinker_server.errors import BadRequest
 from tinker_server.routes.submission import Submission, json_body
@@ -35,6 +40,18 @@ async def save_weights_for_sampler(
     request = submission.request
     await runs.require(request.model_id)
     return await submission.accept(work, "save_weights_for_sampler", request.model_id, request.seq_id)
+
+
+@router.post("/save_weights_external", response_model_exclude_none=True)
+async def save_weights_external(
+    submission: Annotated[Submission[SaveWeightsExternalRequest], Depends(json_body(SaveWeightsExternalRequest))],
+    runs: Runs,
+    work: Work,
+) -> UntypedFuture:
+    """Save the adapter for download."""
+    request = submission.request
+    await runs.require(request.model_id)
+    return await submission.accept(work, "save_weights_external", request.model_id, request.seq_id)
 
 
 @router.post("/load_weights", response_model_exclude_none=True)

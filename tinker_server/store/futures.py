@@ -10,17 +10,20 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, Table, bindparam, select, update
+from sqlalchemy import CursorResult, Table, bindparam, func, select, update
 
 from tinker_server.db.database import Database
 from tinker_server.db.tables import Future
 from tinker_server.errors import BadRequest, ResultExpired, SequenceConflict, UnknownFuture
+from tinker_server.store.completions import CLIENT_SPAN, Completion, Completions, Target
 
 log = logging.getLogger(__name__)
 FUTURES = cast(Table, Future.__table__)
+IDS_AT_ONCE = 500
+"""In one statement: databases limit its parameters."""
 RETRY_S = 1.0
 """Pause after the database refused to store results, before they are offered again."""
 
@@ -46,6 +49,29 @@ class Result:
     content_type: str
     failed: bool = False
     finished_at: float = field(default_factory=time.time)
+    kind: str = ""
+    """Of the operation; the store fills it in, with its lane and number."""
+    lane: str = ""
+    seq_id: int = 0
+
+    @property
+    def completion(self) -> tuple[Target, int]:
+        """Whose log of finished samples it is in, and at which cursor."""
+        return Target.of(self.lane, self.seq_id), round(self.finished_at * 1e6)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """An operation that is accepted and has no result yet."""
+
+    kind: str
+    lane: str
+    seq_id: int
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def of(cls, work: Work) -> "Unfinished":
+        return cls(work.kind, work.lane, work.seq_id)
 
 
 class FutureStore:
@@ -54,7 +80,12 @@ class FutureStore:
     def __init__(self, db: Database, recent_bytes: int) -> None:
         self._db = db
         self._recent = RecentResults(recent_bytes)
-        self._unfinished: dict[str, asyncio.Event] = {}
+        self._unfinished: dict[str, Unfinished] = {}
+        self._completions = Completions(self._load_completions)
+        self._last_finished_us = 0
+        self._retrieved: dict[str, str] = {}
+        """Lanes by request_id: results to delete, for their client has them."""
+        self._announced: set[str] = set()
         self._accepted: list[tuple[Work, asyncio.Future[str]]] = []
         self._results: dict[str, Result] = {}
         self._being_written: dict[str, Result] = {}
@@ -71,7 +102,7 @@ class FutureStore:
                 Work(row.kind, row.lane, row.seq_id, row.request, row.request_type, row.request_id)
                 for row in await session.scalars(query)
             ]
-        self._unfinished.update((work.request_id, asyncio.Event()) for work in left)
+        self._unfinished.update((work.request_id, Unfinished.of(work)) for work in left)
         self._all_written.set()
         self._writer = asyncio.create_task(self._write(), name="futures writer")
         return left
@@ -92,7 +123,7 @@ class FutureStore:
         if not 0 <= work.seq_id < 2**63:
             raise BadRequest(f"seq_id {work.seq_id} is not between 0 and 2^63 - 1")
         accepted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._unfinished[work.request_id] = asyncio.Event()
+        self._unfinished[work.request_id] = Unfinished.of(work)
         self._accepted.append((work, accepted))
         self._wake.set()
         first = ""
@@ -107,20 +138,26 @@ class FutureStore:
         """Wake those who wait for the result, and store it with the next transaction.
 
         The waiter need not wait for the database: a result that a crash keeps from it is one that the
-        crash could as well have kept from being computed.
+        crash could as well have kept from being computed. The first result of an operation stays.
         """
+        if (work := self._unfinished.pop(request_id, None)) is None:
+            return
+        self._last_finished_us = max(round(result.finished_at * 1e6), self._last_finished_us + 1)
+        result = replace(
+            result, finished_at=self._last_finished_us / 1e6, kind=work.kind, lane=work.lane, seq_id=work.seq_id
+        )
         self._results[request_id] = result
         self._all_written.clear()
         self._wake.set()
-        if (finished := self._unfinished.pop(request_id, None)) is not None:
-            finished.set()
+        work.finished.set()
+        self._completions.note(result.completion[0], _completion(request_id, result))
 
     async def wait(self, request_id: str, hold_s: float) -> Result | None:
         """The result; None where it is not there within `hold_s`. Raises UnknownFuture, ResultExpired."""
-        if (finished := self._unfinished.get(request_id)) is not None:
+        if (work := self._unfinished.get(request_id)) is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(hold_s):
-                    await finished.wait()
+                    await work.finished.wait()
             if request_id in self._unfinished:
                 return None
         return self._unwritten(request_id) or self._recent.get(request_id) or await self._load(request_id)
@@ -128,15 +165,42 @@ class FutureStore:
     def _unwritten(self, request_id: str) -> Result | None:
         return self._results.get(request_id) or self._being_written.get(request_id)
 
+    async def completed(self, target: Target, cursor: int, hold_s: float) -> list[Completion]:
+        """Samples of one client that finished after `cursor`; held until there is one, at most `hold_s`."""
+        return await self._completions.after(target, cursor, hold_s)
+
+    def first_time_large(self, request_id: str) -> bool:
+        """Whether this is the first call for this result: its size may be told once instead of it."""
+        is_first = request_id not in self._announced
+        self._announced.add(request_id)
+        return is_first
+
+    async def require_finished_sample(self, request_id: str) -> None:
+        """Raises UnknownFuture, or BadRequest for an operation that cannot be cancelled."""
+        if (work := self._unfinished.get(request_id)) is not None:
+            raise BadRequest(f"{request_id} is {work.kind}; only samples can be cancelled")
+        async with self._db.read() as session:
+            if await session.get(Future, request_id) is None and self._unwritten(request_id) is None:
+                raise UnknownFuture(f"no operation has the request_id {request_id!r}")
+
+    def acknowledge(self, lane: str, request_ids: list[str]) -> None:
+        """The client has these results of its lane: they may go. Those that are not finished stay."""
+        self._retrieved.update((request_id, lane) for request_id in request_ids)
+        if request_ids:
+            self._wake.set()
+
     def release(self) -> None:
         """Let all waiters go empty-handed, for the server stops."""
-        for finished in self._unfinished.values():
-            finished.set()
+        for work in self._unfinished.values():
+            work.finished.set()
+        self._completions.release()
 
     async def expire(self, before: float) -> None:
         """Delete results that are older; a tombstone stays of each."""
         await self._all_written.wait()
         self._recent.drop(before)
+        self._completions.drop_idle()
+        self._announced.clear()
         async with self._db.write() as session:
             await session.execute(
                 update(Future)
@@ -150,40 +214,70 @@ class FutureStore:
         if row is None:
             raise UnknownFuture(f"no operation has the request_id {request_id!r}")
         if row.status == "expired":
-            raise ResultExpired(f"the result of {request_id} was kept for its time and is gone")
+            raise ResultExpired(f"the result of {request_id} was fetched, or kept for its time, and is gone")
         if row.result is None or row.result_type is None or row.finished_at is None:
             return None
-        result = Result(row.result, row.result_type, row.status == "failed", row.finished_at)
+        failed = row.status == "failed"
+        result = Result(row.result, row.result_type, failed, row.finished_at, row.kind, row.lane, row.seq_id)
         self._recent.put(request_id, result)
         return result
 
+    async def _load_completions(self, target: Target) -> list[Completion]:
+        unwritten = [
+            _completion(request_id, result)
+            for request_id, result in [*self._being_written.items(), *self._results.items()]
+            if result.completion[0] == target
+        ]
+        columns = (Future.request_id, Future.status, func.length(Future.result), Future.finished_at)
+        query = select(*columns).where(
+            Future.lane == target.lane,
+            Future.seq_id >= target.client * CLIENT_SPAN,
+            Future.seq_id < (target.client + 1) * CLIENT_SPAN,
+            Future.status.in_(("done", "failed")),
+        )
+        async with self._db.read() as session:
+            rows = (await session.execute(query)).all()
+        written = [
+            Completion(round(finished_at * 1e6), request_id, status == "failed", size_bytes)
+            for request_id, status, size_bytes, finished_at in rows
+            if finished_at is not None
+        ]
+        return written + unwritten
+
     async def _write(self) -> None:
-        while not self._stopping or self._accepted or self._results:
+        while not self._stopping or self._accepted or self._results or self._retrieved:
             await self._wake.wait()
             self._wake.clear()
             accepted, self._accepted = self._accepted, []
             self._being_written = results = self._results
             self._results = {}
-            if not accepted and not results:
+            retrieved, self._retrieved = self._retrieved, {}
+            if not accepted and not results and not retrieved:
                 continue
             try:
-                first_ids = await self._commit([work for work, _ in accepted], results)
+                first_ids = await self._commit([work for work, _ in accepted], results, retrieved)
             except Exception as error:  # one bad moment of the database must not end the server
                 log.exception("the database did not take %d operations, %d results", len(accepted), len(results))
                 _answer(accepted, [error] * len(accepted))
                 if not self._stopping:
                     self._results = results | self._results
+                    self._retrieved = retrieved | self._retrieved
                     self._wake.set()
                     await asyncio.sleep(RETRY_S)
                 continue
             _answer(accepted, first_ids)
             for request_id, result in results.items():
-                self._recent.put(request_id, result)
+                if request_id not in retrieved:
+                    self._recent.put(request_id, result)
+            for request_id, lane in retrieved.items():
+                self._recent.discard(request_id, lane)
             self._being_written = {}
             if not self._results:
                 self._all_written.set()
 
-    async def _commit(self, works: list[Work], results: dict[str, Result]) -> list[str | Exception]:
+    async def _commit(
+        self, works: list[Work], results: dict[str, Result], retrieved: dict[str, str]
+    ) -> list[str | Exception]:
         async with self._db.write() as session:
             connection = await session.connection()
             if results:
@@ -191,6 +285,14 @@ class FutureStore:
                     update(FUTURES).where(FUTURES.c.request_id == bindparam("id")),
                     [_finished_columns(request_id, result) for request_id, result in results.items()],
                 )
+            for lane in set(retrieved.values()):
+                # One lane's client cannot delete another's results.
+                ids = [request_id for request_id, of_lane in retrieved.items() if of_lane == lane]
+                for start in range(0, len(ids), IDS_AT_ONCE):
+                    mine = (FUTURES.c.lane == lane) & FUTURES.c.request_id.in_(ids[start : start + IDS_AT_ONCE])
+                    finished = FUTURES.c.status.in_(("done", "failed"))
+                    done = update(FUTURES).where(mine & finished).values(status="expired", result=None)
+                    await connection.execute(done)
             if not works:
                 return []
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
@@ -216,6 +318,10 @@ def _answer(accepted: list[tuple[Work, asyncio.Future[str]]], outcomes: list[Any
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
+
+
+def _completion(request_id: str, result: Result) -> Completion:
+    return Completion(result.completion[1], request_id, result.failed, len(result.body))
 
 
 def _new_columns(work: Work) -> dict[str, Any]:
@@ -263,6 +369,11 @@ class RecentResults:
         while self._size_bytes > self._max_bytes:
             _, oldest = self._results.popitem(last=False)
             self._size_bytes -= len(oldest.body)
+
+    def discard(self, request_id: str, lane: str) -> None:
+        """Forget a result of this lane."""
+        if (result := self._results.get(request_id)) is not None and result.lane == lane:
+            self._size_bytes -= len(self._results.pop(request_id).body)
 
     def drop(self, before: float) -> None:
         """Forget results that finished before."""

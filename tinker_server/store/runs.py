@@ -30,6 +30,18 @@ class RunStore:
             self._known[model_id] = run
         return run
 
+    async def find(self, model_id: str) -> TrainingRun | None:
+        try:
+            return await self.require(model_id)
+        except UnknownModel:
+            return None
+
+    async def add_copy(self, run: TrainingRun, checkpoint: Checkpoint) -> None:
+        """Store a run that was never in memory, with the weights that were copied to it."""
+        async with self._db.write() as session:
+            session.add_all([run, checkpoint])
+        self._known[run.model_id] = run
+
     async def mark_lost(self, model_id: str | None = None) -> None:
         """Record that a model, or every one, is no longer in memory."""
         change = update(TrainingRun).values(status="lost")
@@ -53,7 +65,7 @@ class CheckpointStore:
         """Raises UnknownCheckpoint, also for one that has expired by `now`."""
         checkpoint = await self.find(path)
         if checkpoint is None:
-            raise UnknownCheckpoint(f"{path}: training run {path.run_id} has no {path.kind} named {path.name!r}")
+            raise _unknown(path)
         if checkpoint.expires_at is not None and checkpoint.expires_at <= now:
             raise UnknownCheckpoint(f"{path} has expired")
         return checkpoint
@@ -63,6 +75,29 @@ class CheckpointStore:
         async with self._db.write() as session:
             await session.merge(checkpoint)
 
+    async def take(self, path: TinkerPath) -> str:
+        """Forget a checkpoint, also an expired one; its directory, for deletion. Raises UnknownCheckpoint."""
+        async with self._db.write() as session:
+            checkpoint = await session.get(Checkpoint, str(path))
+            if checkpoint is None:
+                raise _unknown(path)
+            await session.delete(checkpoint)
+        return checkpoint.directory
+
+    async def set_public(self, path: TinkerPath, public: bool, now: float) -> None:
+        """Raises UnknownCheckpoint."""
+        await self.require(path, now)
+        await self._change(path, public=public)
+
+    async def set_expiry(self, path: TinkerPath, expires_at: float | None, now: float) -> None:
+        """Raises UnknownCheckpoint."""
+        await self.require(path, now)
+        await self._change(path, expires_at=expires_at)
+
+    async def _change(self, path: TinkerPath, **values: bool | float | None) -> None:
+        async with self._db.write() as session:
+            await session.execute(update(Checkpoint).where(Checkpoint.tinker_path == str(path)).values(**values))
+
     async def take_expired(self, now: float) -> list[str]:
         """Forget all that have expired; their directories, for deletion."""
         expired = Checkpoint.expires_at <= now
@@ -70,3 +105,7 @@ class CheckpointStore:
             directories = list(await session.scalars(select(Checkpoint.directory).where(expired)))
             await session.execute(delete(Checkpoint).where(expired))
         return directories
+
+
+def _unknown(path: TinkerPath) -> UnknownCheckpoint:
+    return UnknownCheckpoint(f"{path}: training run {path.run_id} has no {path.kind} named {path.name!r}")

@@ -64,6 +64,17 @@ class SessionStore:
         async with self._db.write() as session:
             await session.merge(row)
 
+    async def require(self, session_id: str) -> Session:
+        """Raises UnknownSession."""
+        return await self._get(session_id)
+
+    async def assign_project(self, session_id: str, project_id: str) -> None:
+        """Move a session, and with it its runs, to a project. Raises UnknownSession."""
+        row = await self._get(session_id)
+        async with self._db.write() as session:
+            await session.execute(update(Session).where(Session.session_id == session_id).values(project_id=project_id))
+        row.project_id = project_id
+
     async def require_open(self, session_id: str) -> None:
         """Raises UnknownSession, SessionFinished."""
         if (await self._get(session_id)).finished_at is not None:
@@ -109,6 +120,19 @@ class SamplerStore:
                 raise BadRequest(f"{row.sampling_session_id} was created before, for other weights")
         self._known[row.sampling_session_id] = first or row
         return row.sampling_session_id
+
+    async def repoint(self, folder: str, directory: str) -> set[str]:
+        """Sessions whose weights lie in `folder` sample from `directory` instead; the directories they leave."""
+        inside = SamplingSession.directory.startswith(folder, autoescape=True) & (
+            SamplingSession.directory != directory
+        )
+        async with self._db.write() as session:
+            left = set(await session.scalars(select(SamplingSession.directory).where(inside)))
+            await session.execute(update(SamplingSession).where(inside).values(directory=directory))
+        for row in self._known.values():
+            if row.directory is not None and row.directory.startswith(folder):
+                row.directory = directory
+        return {one for one in left if one is not None}
 
     async def require(self, sampling_session_id: str) -> SamplingSession:
         """Raises UnknownSampler."""

@@ -1,0 +1,107 @@
+"""Random crops of canvases, on the device that holds them: what teacher and student both look at.
+
+Knows no labels: mixing needs none, because the teacher looks at the mixture too ("function matching", Beyer et al.
+2022). Legend: N photographs, B crops, H W pixels.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from data import Canvases
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Strength:
+    """How far a crop may be from the photograph."""
+
+    least_area: float
+    mix: float
+    """Share of batches that blend pairs of crops; as many again paste a rectangle of one into the other."""
+    colour: float
+    """Largest relative change of brightness, contrast and saturation."""
+
+
+DISTIL = Strength(least_area=0.08, mix=0.3, colour=0.4)
+CAPTION = Strength(least_area=0.35, mix=0.0, colour=0.3)
+LARGEST_ASPECT_CHANGE = 4 / 3
+LARGEST_TURN = math.radians(12)
+TURNED_SHARE = 0.3
+GREY_SHARE = 0.1
+
+
+def uniform(count: int, low: float, high: float, device: torch.device) -> torch.Tensor:
+    return torch.rand(count, device=device) * (high - low) + low
+
+
+def random_crops(
+    canvases: Canvases, indices_B: torch.Tensor, height: int, width: int, strength: Strength
+) -> torch.Tensor:
+    """Crops of `height` x `width` with pixels in 0..255, float."""
+    device = canvases.pixels_N3HW.device
+    count = len(indices_B)
+    sizes_B2 = canvases.sizes_N2.to(device)[indices_B].float()
+    photo_aspect_B = sizes_B2[:, 1] / sizes_B2[:, 0]
+    change_B = torch.exp(uniform(count, -1, 1, device) * math.log(LARGEST_ASPECT_CHANGE))
+    stretch_B = (width / height) * change_B / photo_aspect_B  # of the crop, in the canvas
+    # Half of the crops by uniform area, half by uniform logarithm: whole subjects and details.
+    area_B = uniform(count, strength.least_area, 1, device)
+    log_area_B = torch.exp(uniform(count, math.log(strength.least_area), 0, device))
+    area_B = torch.where(torch.rand(count, device=device) < 0.5, area_B, log_area_B)
+    half_w_B = (area_B * stretch_B).sqrt().clamp(max=1)
+    half_h_B = (area_B / stretch_B).sqrt().clamp(max=1)
+    centre_x_B = uniform(count, -1, 1, device) * (1 - half_w_B)
+    centre_y_B = uniform(count, -1, 1, device) * (1 - half_h_B)
+    turn_B = uniform(count, -LARGEST_TURN, LARGEST_TURN, device)
+    turn_B = turn_B * (torch.rand(count, device=device) < TURNED_SHARE)
+    flip_B = (torch.rand(count, device=device) < 0.5).float() * -2 + 1
+    cos_B, sin_B = turn_B.cos(), turn_B.sin()
+    rows = [
+        torch.stack([half_w_B * flip_B * cos_B, -half_w_B * sin_B, centre_x_B], 1),
+        torch.stack([half_h_B * flip_B * sin_B, half_h_B * cos_B, centre_y_B], 1),
+    ]
+    grid = F.affine_grid(torch.stack(rows, 1), [count, 3, height, width], align_corners=False)
+    pixels = canvases.pixels_N3HW[indices_B].float()
+    crops = F.grid_sample(pixels, grid, padding_mode="reflection", align_corners=False)
+    return mixed(recoloured(crops, strength.colour), strength.mix)
+
+
+def recoloured(crops_B3HW: torch.Tensor, colour: float) -> torch.Tensor:
+    count, device = len(crops_B3HW), crops_B3HW.device
+
+    def factor() -> torch.Tensor:
+        return uniform(count, 1 - colour, 1 + colour, device).view(-1, 1, 1, 1)
+
+    x = crops_B3HW * factor()
+    grey = x.mean(1, keepdim=True)
+    saturation = factor() * (torch.rand(count, 1, 1, 1, device=device) >= GREY_SHARE)
+    x = grey + (x - grey) * saturation
+    mean = x.mean((1, 2, 3), keepdim=True)
+    tint = 1 + (torch.rand(count, 3, 1, 1, device=device) - 0.5) * (colour / 2)
+    return ((mean + (x - mean) * factor()) * tint).clamp(0, 255)
+
+
+def mixed(crops_B3HW: torch.Tensor, share: float) -> torch.Tensor:
+    """The batch blended with itself shifted by one, or with rectangles of it pasted in, or as it is."""
+    choice = float(torch.rand(()))
+    other = crops_B3HW.roll(1, 0)
+    count, _, height, width = crops_B3HW.shape
+    device = crops_B3HW.device
+    if choice < share:
+        amount = torch.rand(count, 1, 1, 1, device=device) * 0.5
+        return crops_B3HW + (other - crops_B3HW) * amount
+    if choice < 2 * share:
+        y = torch.arange(height, device=device).view(1, 1, -1, 1) / height
+        x = torch.arange(width, device=device).view(1, 1, 1, -1) / width
+        side, top, left = (torch.rand(count, 1, 1, 1, device=device) for _ in range(3))
+        side = side * 0.7
+        inside = (y >= top * (1 - side)) & (y < top * (1 - side) + side)
+        inside = inside & (x >= left * (1 - side)) & (x < left * (1 - side) + side)
+        return torch.where(inside, other, crops_B3HW)
+    return crops_B3HW
+
+
+def shrunk(pixels_B3HW: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The same pictures at the student's size, low-pass filtered as the image processor does."""
+    return F.interpolate(pixels_B3HW, (height, width), mode="bilinear", antialias=True, align_corners=False)

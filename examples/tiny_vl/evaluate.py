@@ -1,0 +1,255 @@
+"""What the published directory can do: linear probe beside the teacher's, and LoRA in plain transformers.
+
+    python evaluate.py --model MODEL_DIR --data .tiny --out evaluation.json
+
+LoRA as the server trains it: rank 32, alpha 32, on attention, MLP and head of the language model; the tower is frozen.
+Everything is counted on all test photographs of the archive.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from conversation import ANSWER_START, IGNORED, QUESTION, Tokens, logits, recipe_form
+from data import DEMO_CLASSES, Photos, load_canvases, load_photos, open_image
+from distil import pooled_features
+from model import MERGE, Grid
+from PIL import ImageOps
+from probe import Accuracy, accuracy_of, linear_probe
+from teacher import load_teacher
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
+from vision import BatchedVision, ImageTokens
+
+RANK, ALPHA = 32, 32
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+WARM_UP_STEPS = 5
+ANSWER_TOKENS = 8
+IMAGES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One photograph as the frozen tower gives it to the language model."""
+
+    tokens: ImageTokens
+    grid: Grid
+    label: int
+
+
+class LoraLinear(nn.Module):
+    """y = Wx + (alpha / rank) B A x (Hu et al. 2021); B starts at zero."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, RANK, bias=False, device=base.weight.device)
+        self.up = nn.Linear(RANK, base.out_features, bias=False, device=base.weight.device)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + (self.up(self.down(x.float())) * (ALPHA / RANK)).to(x.dtype)
+
+
+def add_lora(model: Qwen3VLForConditionalGeneration) -> list[nn.Parameter]:
+    """Put an adapter on every adapted layer; returns what is to be trained."""
+    model.requires_grad_(False)
+    parents = [model, *model.model.language_model.modules()]
+    for parent in parents:
+        for name, child in list(parent.named_children()):
+            if name in ADAPTED and isinstance(child, nn.Linear):
+                setattr(parent, name, LoraLinear(child))
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class Subject:
+    """The model under evaluation and what goes with it."""
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self.directory, self.device = directory, device
+        self.processor = AutoImageProcessor.from_pretrained(directory)
+        self.tokens = Tokens(AutoTokenizer.from_pretrained(directory))
+
+    def model(self) -> Qwen3VLForConditionalGeneration:
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        return Qwen3VLForConditionalGeneration.from_pretrained(self.directory, dtype=dtype).to(self.device).eval()
+
+    @torch.no_grad()
+    def see(self, model: Qwen3VLForConditionalGeneration, photos: Photos, mirrored: bool) -> list[Seen]:
+        """By the published image processor and transformers' own forward."""
+
+        def process(encoded: bytes) -> tuple[torch.Tensor, torch.Tensor]:
+            image = open_image(encoded)
+            out = self.processor(images=ImageOps.mirror(image) if mirrored else image, return_tensors="pt")
+            return out["pixel_values"], out["image_grid_thw"]
+
+        seen = []
+        with ThreadPoolExecutor() as pool:
+            processed = list(pool.map(process, photos.encoded))
+        for start in range(0, len(processed), IMAGES_AT_ONCE):
+            part = processed[start : start + IMAGES_AT_ONCE]
+            pixels = torch.cat([pixels for pixels, _ in part]).to(self.device, model.dtype)
+            shapes = torch.cat([shape for _, shape in part])
+            grids = [(height // MERGE, width // MERGE) for _, height, width in shapes.tolist()]
+            out = model.model.visual(pixels, grid_thw=shapes.to(self.device))
+            sizes = [rows * columns for rows, columns in grids]
+            merged = out.pooler_output.split(sizes)
+            deepstack = zip(*(level.split(sizes) for level in out.deepstack_features), strict=True)
+            labels = photos.labels[start : start + IMAGES_AT_ONCE]
+            for tokens, levels, grid, label in zip(merged, deepstack, grids, labels, strict=True):
+                seen.append(Seen(ImageTokens(tokens, list(levels)), grid, label))
+        return seen
+
+
+def joined(photos: list[Seen]) -> ImageTokens:
+    levels = zip(*(photo.tokens.deepstack_NO for photo in photos), strict=True)
+    return ImageTokens(torch.cat([photo.tokens.merged_NO for photo in photos]), [torch.cat(level) for level in levels])
+
+
+def answer_loss(
+    subject: Subject, model: nn.Module, photos: list[Seen], names: list[str], told: list[int] | None = None
+) -> torch.Tensor:
+    """Nats per answer token; `told` are the labels spoken of, where they are not the photographs' own."""
+    spoken = [recipe_form(names[label]) for label in told or [photo.label for photo in photos]]
+    grids = [photo.grid for photo in photos]
+    inputs, targets = (part.to(subject.device) for part in subject.tokens.about_images(spoken, grids))
+    said = logits(model, inputs, joined(photos), grids, len(subject.tokens.before_image))
+    return F.cross_entropy(said[targets != IGNORED].float(), targets[targets != IGNORED])
+
+
+@torch.no_grad()
+def answers(subject: Subject, model: nn.Module, photos: list[Seen]) -> list[str]:
+    """Greedy continuations of the recipe's prompt."""
+    tokens, said = subject.tokens, []
+    for start in range(0, len(photos), 256):
+        part = photos[start : start + 256]
+        rows = [tokens.asked(QUESTION, photo.grid) + tokens.encode(ANSWER_START) for photo in part]
+        grids, images, ends = [photo.grid for photo in part], joined(part), torch.tensor([len(row) for row in rows])
+        inputs = torch.full((len(rows), int(ends.max()) + ANSWER_TOKENS), tokens.pad)
+        for i, row in enumerate(rows):
+            inputs[i, : len(row)] = torch.tensor(row)
+        inputs, ends = inputs.to(subject.device), ends.to(subject.device)
+        every = torch.arange(len(rows), device=subject.device)
+        for step in range(ANSWER_TOKENS):
+            chosen = logits(model, inputs, images, grids, len(tokens.before_image))[every, ends + step - 1].argmax(1)
+            inputs[every, ends + step] = chosen
+        for row, end in zip(inputs.tolist(), ends.tolist(), strict=True):
+            answer = row[end : end + ANSWER_TOKENS]
+            said.append(tokens.decode(answer[: answer.index(tokens.end)] if tokens.end in answer else answer).strip())
+    return said
+
+
+def accuracy(subject: Subject, model: nn.Module, photos: list[Seen], names: list[str]) -> Accuracy:
+    numbers = {name: i for i, name in enumerate(names)}
+    said = torch.tensor([numbers.get(answer, -1) for answer in answers(subject, model, photos)])
+    return accuracy_of(said, torch.tensor([photo.label for photo in photos]))
+
+
+@torch.no_grad()
+def swapped_losses(subject: Subject, model: nn.Module, photos: list[Seen], names: list[str]) -> dict[str, float]:
+    """The loss of true pairs, and of the same answers about the photograph that comes next in a shuffled row."""
+    labels = [photo.label for photo in photos]
+    true = float(answer_loss(subject, model, photos, names))
+    return {"true": true, "swapped": float(answer_loss(subject, model, photos[1:] + photos[:1], names, told=labels))}
+
+
+def batches(count: int, size: int, epochs: float, seed: int) -> Iterator[list[int]]:
+    order = random.Random(seed)
+    row: list[int] = []
+    for _ in range(int(epochs * count / size)):
+        while len(row) < size:
+            row += order.sample(range(count), count)
+        yield row[:size]
+        row = row[size:]
+
+
+def fine_tune(
+    subject: Subject,
+    train: list[tuple[Seen, Seen]],
+    names: list[str],
+    args: argparse.Namespace,
+    epochs: float,
+    seed: int,
+) -> nn.Module:
+    """A model with an adapter trained on photographs, each mirrored or not by chance."""
+    torch.manual_seed(seed)
+    model = subject.model()
+    parameters = add_lora(model)
+    optimizer = torch.optim.Adam(parameters, betas=(0.9, 0.95), eps=1e-8)
+    plan = list(batches(len(train), args.batch, epochs, seed))
+    for step, chosen in enumerate(plan):
+        for group in optimizer.param_groups:
+            group["lr"] = args.rate * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / len(plan))
+        optimizer.zero_grad()
+        answer_loss(subject, model, [train[i][random.random() < 0.5] for i in chosen], names).backward()
+        optimizer.step()
+    return model
+
+
+def probes(subject: Subject, train: list[Seen], test: list[Seen], args: argparse.Namespace) -> dict[str, Accuracy]:
+    labels = [torch.tensor([photo.label for photo in part]).to(subject.device) for part in (train, test)]
+    means = [torch.stack([photo.tokens.merged_NO.float().mean(0) for photo in part]) for part in (train, test)]
+    result = {"student": linear_probe(means[0], labels[0], means[1], labels[1])}
+    if args.teacher:
+        dtype = torch.bfloat16 if subject.device.type == "cuda" else torch.float32
+        teacher = load_teacher(args.data / "teacher.pt", subject.device, dtype)
+        vision = BatchedVision(subject.model().model.visual, dtype)
+        archives = [load_photos(args.data / f"{split}.zip", args.images) for split in ("train", "test")]
+        features = [pooled_features(vision, teacher, load_canvases(part, subject.device), 128) for part in archives]
+        result["teacher"] = linear_probe(features[0], labels[0], features[1], labels[1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--ten-epochs", type=float, default=8)
+    parser.add_argument("--all-epochs", type=float, default=6)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--images", type=int, help="only so many of each archive, for a quick look")
+    parser.add_argument("--teacher", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    started = time.monotonic()
+    subject = Subject(args.model, device)
+    results: dict[str, object] = {}
+
+    def report(name: str, value: object) -> None:
+        results[name] = {k: asdict(v) for k, v in value.items()} if name == "probe" else value
+        print(f"[{time.monotonic() - started:5.0f} s] {name}: {results[name]}", flush=True)
+        args.out.write_text(json.dumps(results, indent=2) + "\n")
+
+    base = subject.model()
+    photos = {split: load_photos(args.data / f"{split}.zip", args.images) for split in ("train", "test")}
+    names = photos["train"].names
+    train = list(zip(*(subject.see(base, photos["train"], mirrored) for mirrored in (False, True)), strict=True))
+    test = subject.see(base, photos["test"], False)
+    report("probe", probes(subject, [plain for plain, _ in train], test, args))
+    demo = {names.index(name) for name in DEMO_CLASSES}
+    known = [photo for photo in test if photo.label not in demo]
+    ten_test = [photo for photo in test if photo.label in demo]
+    ten_train = [pair for pair in train if pair[0].label in demo]
+    report("base, 91 classes it was tuned on", asdict(accuracy(subject, base, known, names)))
+    report("base, ten classes it never heard of", asdict(accuracy(subject, base, ten_test, names)))
+    for seed in range(args.seeds):
+        model = fine_tune(subject, ten_train, names, args, args.ten_epochs, seed)
+        report(f"LoRA, ten classes, seed {seed}", asdict(accuracy(subject, model, ten_test, names)))
+        report(f"LoRA, ten classes, seed {seed}, loss", swapped_losses(subject, model, ten_test[:200], names))
+    model = fine_tune(subject, train, names, args, args.all_epochs, 0)
+    report("LoRA, all classes", asdict(accuracy(subject, model, test, names)))
+    report("LoRA, all classes, loss", swapped_losses(subject, model, test[:400], names))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Draw train.csv: losses and probe accuracy over time.
+
+python plot.py train.csv train.png
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+CURVES = (
+    ("token", "loss on the teacher's tokens"),
+    ("caption", "caption loss"),
+    ("probe", "linear probe, 101 classes"),
+)
+
+
+def main(source: Path, target: Path) -> None:
+    rows = list(csv.DictReader(source.open()))
+    start = max((float(row["seconds"]) for row in rows if row["stage"] == "distil"), default=0.0)
+    figure, axes = plt.subplots(1, len(CURVES), figsize=(13, 3.6), layout="constrained")
+    for axis, (column, title) in zip(axes, CURVES, strict=True):
+        for stage, offset in (("distil", 0.0), ("caption", start)):
+            points = [
+                (float(r["seconds"]) + offset, float(r[column])) for r in rows if r["stage"] == stage and r[column]
+            ]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="." if column == "probe" else "", label=stage)
+        axis.set(title=title, xlabel="seconds")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(target, dpi=130)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

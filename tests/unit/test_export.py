@@ -1,0 +1,105 @@
+"""Exported adapters: the names of the tinker weight tools, the tensors of the trainer."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from api_schemas.training import LoraConfig
+from backends import checkpoint, export
+from backends.lora import Adapters
+
+RANK = 4
+
+
+@pytest.mark.parametrize(
+    ("peft", "exported"),
+    [
+        ("model.language_model.layers.11.self_attn.q_proj", "layers.11.self_attn.q_proj"),
+        ("model.layers.0.mlp.gate_proj", "layers.0.mlp.gate_proj"),
+        ("language_model.model.layers.3.mlp.experts.0.down_proj", "layers.3.mlp.experts.0.down_proj"),
+        ("layers.2.self_attn.o_proj", "layers.2.self_attn.o_proj"),
+        ("lm_head", "unembed_tokens"),
+        ("language_model.lm_head", "unembed_tokens"),
+    ],
+)
+def test_names_are_those_of_a_text_decoder(peft: str, exported: str) -> None:
+    for half in ("lora_A", "lora_B"):
+        name = export.tinker_name(f"base_model.model.{peft}.{half}.weight")
+        assert name == f"base_model.model.model.{exported}.{half}.weight"
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.q_proj.lora_A.weight", "base_model.model.lm_head.weight", ""])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not a tensor of an adapter"):
+        export.tinker_name(name)
+
+
+@pytest.mark.parametrize("kind", ["vl", "text"])
+def test_every_tensor_of_a_trained_adapter_is_there_once(
+    kind: str, tiny_vl: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    source, auto = (tiny_vl, AutoModelForImageTextToText) if kind == "vl" else (tiny_text, AutoModelForCausalLM)
+    model = auto.from_pretrained(source)
+    text = model.config.get_text_config()
+    adapter = Adapters(model, max_rank=8).create("a", LoraConfig(rank=RANK, seed=1))
+    with torch.no_grad():
+        for number, tensor in enumerate(adapter.parameters):
+            tensor.add_(number)
+    peft, exported = tmp_path / "peft", tmp_path / "exported"
+    checkpoint.write_directory(
+        peft, lambda aside: checkpoint.write_adapter(aside, adapter.tensors, adapter.config, kind)
+    )
+    exported.mkdir()
+    export.write_tinker_form(peft, exported)
+
+    trained, renamed = load_file(peft / export.ADAPTER_FILE), load_file(exported / export.ADAPTER_FILE)
+    assert trained.keys() == adapter.tensors.keys()
+    for name, tensor in adapter.tensors.items():
+        assert np.array_equal(trained[name], tensor.detach().numpy())
+        assert np.array_equal(renamed[export.tinker_name(name)], trained[name])
+
+    # What the names and shapes must be, from the model's config alone.
+    hidden, heads, inner = text.hidden_size, text.num_attention_heads * text.head_dim, text.intermediate_size
+    keys = text.num_key_value_heads * text.head_dim
+    sizes = {
+        "self_attn.q_proj": (hidden, heads),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+    }
+    sizes |= {"self_attn.o_proj": (heads, hidden), "mlp.gate_proj": (hidden, inner)}
+    sizes |= {"mlp.up_proj": (hidden, inner), "mlp.down_proj": (inner, hidden)}
+    modules = {f"layers.{i}.{name}": size for i in range(text.num_hidden_layers) for name, size in sizes.items()}
+    modules["unembed_tokens"] = (hidden, text.vocab_size)
+    expected = {}
+    for module, (inputs, outputs) in modules.items():
+        expected[f"base_model.model.model.{module}.lora_A.weight"] = (RANK, inputs)
+        expected[f"base_model.model.model.{module}.lora_B.weight"] = (outputs, RANK)
+    assert {name: tensor.shape for name, tensor in renamed.items()} == expected
+
+    config = json.loads((exported / export.ADAPTER_CONFIG_FILE).read_text())
+    assert (config["r"], config["lora_alpha"]) == (RANK, 32)
+    assert config["target_modules"] == sorted({module.split(".")[-1] for module in modules})
+
+
+def test_tensors_keep_their_type_and_the_file_its_metadata(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    tensors = {name: np.arange(3, dtype=np.float16)[None], name.replace("_A", "_B"): np.ones((5, 1), np.float64)}
+    save_file(tensors, tmp_path / "a", {"format": "pt"})
+    assert sorted(export.rename_tensors(tmp_path / "a", tmp_path / "b")) == sorted(tensors)
+    with safe_open(tmp_path / "b", "np") as file:
+        assert file.metadata() == {"format": "pt"}
+        for key, tensor in tensors.items():
+            assert file.get_tensor(key).dtype == tensor.dtype and np.array_equal(file.get_tensor(key), tensor)
+
+
+def test_two_tensors_of_one_exported_name_are_refused(tmp_path: Path) -> None:
+    tensors = {f"base_model.model.{head}.lora_A.weight": np.ones((1, 2), np.float32) for head in ("a_head", "b_head")}
+    save_file(tensors, tmp_path / "a")
+    with pytest.raises(ValueError, match="same exported name"):
+        export.rename_tensors(tmp_path / "a", tmp_path / "b")

@@ -1,0 +1,138 @@
+"""What was done, what was used, what is stored, and whose key it is."""
+
+import time
+from datetime import UTC, date, datetime
+
+from fastapi import APIRouter, Response
+
+from api_schemas.admin import (
+    ApiKeyDetails,
+    ApiKeyResponse,
+    AuditEntryInfo,
+    AuditResponse,
+    CheckpointUsage,
+    EventType,
+    Organization,
+    PrefillUsage,
+    StorageUsage,
+    StorageUsageResponse,
+    TokenUsage,
+    TraceExportResponse,
+    UsageEvent,
+    UsageResponse,
+    UsageSession,
+    User,
+)
+from api_schemas.checkpoints import from_unix
+from tinker_server.deps import Audit, Caller, Listed, ServerUrl, Sessions, SignedLinks, Used
+from tinker_server.errors import BadRequest
+from tinker_server.signing import VALID_S
+from tinker_server.store.catalog import DEFAULT_PROJECT
+from tinker_server.store.usage import HOUR_S
+
+router = APIRouter()
+GIGABYTE = 10**9
+PREFIXES: dict[EventType, tuple[str, ...]] = {
+    "all": ("",),
+    "checkpoints": ("checkpoint_",),
+    "projects": ("project_",),
+    "teams": (),  # there are no teams and organizations here
+    "organizations": (),
+}
+
+
+@router.get("/audit", response_model_exclude_none=True)
+async def get_audit(audit: Audit, event_type: EventType = "all", day: date | None = None) -> AuditResponse:
+    """What was done on one day, from midnight to midnight UTC; today if none is given."""
+    day = day or datetime.now(UTC).date()
+    start = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
+    return AuditResponse(
+        entries=[
+            AuditEntryInfo(
+                timestamp=from_unix(row.at),
+                event=row.event,
+                event_details=row.details,
+                model_id=row.details.get("model_id"),
+                tinker_path=row.details.get("tinker_path"),
+            )
+            for row in await audit.of_day(start, PREFIXES[event_type])
+        ]
+    )
+
+
+@router.get("/billing/usage/events", response_model_exclude_none=True)
+async def get_usage(starting_on: datetime, ending_before: datetime, usage: Used, caller: Caller) -> UsageResponse:
+    """Tokens and checkpoints by hour, session and base model."""
+    start, end = _utc(starting_on), _utc(ending_before)
+    if end <= start:
+        raise BadRequest("ending_before is not after starting_on")
+    rows = await usage.between(start.timestamp(), end.timestamp())
+    events = [
+        UsageEvent(
+            bucket_start=from_unix(row.hour),
+            bucket_end=from_unix(row.hour + HOUR_S),
+            base_model=row.base_model,
+            user_id=caller,
+            session_id=row.session_id,
+            project_id=session.project_id or DEFAULT_PROJECT,
+            event_info=_event_info(row.kind, row.amount),
+        )
+        for row, session in rows
+    ]
+    sessions = {session.session_id: UsageSession(user_metadata=session.user_metadata) for _, session in rows}
+    return UsageResponse(data=events, sessions=sessions)
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def get_storage(catalog: Listed, caller: Caller, project_id: str | None = None) -> StorageUsageResponse:
+    """Saved weights that are stored now, by project."""
+    records = await catalog.storage(project_id, time.time())
+    return StorageUsageResponse(
+        data=[
+            StorageUsage(
+                project_id=record.project_id,
+                org_user_urn=caller,
+                checkpoint_count=record.checkpoints_count,
+                size_bytes=record.size_bytes,
+                size_gigabytes=record.size_bytes / GIGABYTE,
+            )
+            for record in records
+        ]
+    )
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def export_trace(session_id: str, sessions: Sessions, links: SignedLinks, url: ServerUrl) -> TraceExportResponse:
+    """Where the session's timeline is."""
+    await sessions.require(session_id)
+    return TraceExportResponse(url=f"{url}/{links.sign(f'traces/{session_id}', int(time.time()) + VALID_S)}")
+
+
+@router.get("/auth/apikey/me")
+async def get_api_key(caller: Caller) -> ApiKeyResponse:
+    """Who the key of this request speaks for. Keys are not checked, so every key is the one owner's."""
+    details = ApiKeyDetails(org_details=Organization(name=caller), user_details=User(email=caller))
+    return ApiKeyResponse(key_id=0, name=caller, note="this server accepts every key", details=details)
+
+
+@router.delete("/auth/apikey/me", status_code=204)
+async def delete_api_key() -> Response:
+    """Revoke the key of this request. None is kept here, so there is nothing to do."""
+    return Response(status_code=204)
+
+
+def _event_info(kind: str, amount: int) -> TokenUsage | PrefillUsage | CheckpointUsage:
+    match kind:
+        case "training":
+            return TokenUsage(type="training", token_count=amount)
+        case "sampled":
+            return TokenUsage(type="sampling_sample", token_count=amount)
+        case "prefill" | "cached_prefill":
+            return PrefillUsage(cached=kind == "cached_prefill", token_count=amount)
+        case "checkpoint":
+            return CheckpointUsage(count=amount)
+    raise AssertionError(f"{kind} is not counted")
+
+
+def _utc(at: datetime) -> datetime:
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

@@ -1,0 +1,197 @@
+"""Saved weights: listing, deleting, publishing, expiring, copying, downloading."""
+
+import time
+from email.utils import formatdate
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi.responses import RedirectResponse
+
+from api_schemas.checkpoints import (
+    TYPES,
+    CheckpointInfo,
+    CheckpointsResponse,
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    Cursor,
+    ExternalWeightsUrlsResponse,
+    SetTtlRequest,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+    from_unix,
+)
+from api_schemas.weights import Kind, TinkerPath, check_name
+from tinker_server.db.tables import Checkpoint
+from tinker_server.deps import Audit, Checkpoints, Copies, Listed, ServerUrl, SignedLinks, Stored
+from tinker_server.errors import BadRequest
+from tinker_server.saving import check_ttl
+from tinker_server.signing import VALID_S
+from tinker_server.store.catalog import Page
+
+router = APIRouter()
+MAX_LIMIT = 1000
+FIRST_WITH_EXTERNAL = (0, 28)
+"""Older SDKs refuse a whole list for one checkpoint of type `external`."""
+
+AccessScope = Literal["owned", "accessible"]
+"""The same here: what is public is the one owner's too."""
+Offset = Annotated[int, Query(ge=0, lt=2**62)]
+
+
+async def _page(
+    limit: Annotated[int, Query(ge=0)] = 100,
+    offset: Offset = 0,
+    project_id: str | None = None,
+    access_scope: AccessScope = "owned",
+) -> Page:
+    return Page(min(limit, MAX_LIMIT), offset, project_id)
+
+
+async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
+    try:
+        check_name(name)
+        return TinkerPath.parse(f"tinker://{run_id}/{kind}/{name}")
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+async def _kinds(x_stainless_package_version: Annotated[str | None, Header()] = None) -> list[Kind]:
+    numbers = (x_stainless_package_version or "").split(".")[:2]
+    version = tuple(int(number) for number in numbers if number.isdecimal())
+    known = len(version) == 2
+    return [kind for kind in TYPES if not (known and version < FIRST_WITH_EXTERNAL and kind == "external_weights")]
+
+
+Paged = Annotated[Page, Depends(_page)]
+Named = Annotated[TinkerPath, Depends(_path)]
+ShownKinds = Annotated[list[Kind], Depends(_kinds)]
+
+
+@router.get("/checkpoints", response_model_exclude_none=True)
+async def list_checkpoints(page: Paged, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
+    """All saved weights, newest first."""
+    rows, total = await catalog.checkpoints(page, kinds, time.time())
+    return _listed(rows, page, total)
+
+
+@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
+async def list_checkpoints_of_run(run_id: str, page: Paged, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
+    """A training run's saved weights, newest first."""
+    await catalog.run(run_id, time.time())
+    rows, total = await catalog.checkpoints(page, kinds, time.time(), run_id)
+    return _listed(rows, page, total)
+
+
+@router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
+async def publish(path: Named, checkpoints: Checkpoints, audit: Audit) -> Response:
+    """Let every client load the weights. Doing it again changes nothing."""
+    await checkpoints.set_public(path, True, time.time())
+    await _note(audit, "checkpoint_published", path)
+    return Response(status_code=204)
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
+async def unpublish(path: Named, checkpoints: Checkpoints, audit: Audit) -> Response:
+    """Take publish back."""
+    await checkpoints.set_public(path, False, time.time())
+    await _note(audit, "checkpoint_unpublished", path)
+    return Response(status_code=204)
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
+async def set_ttl(path: Named, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit) -> Response:
+    """Let weights expire so many seconds from now; null: never."""
+    check_ttl(request.ttl_seconds)
+    now = time.time()
+    await checkpoints.set_expiry(path, None if request.ttl_seconds is None else now + request.ttl_seconds, now)
+    await _note(audit, "checkpoint_ttl_set", path, ttl_seconds=request.ttl_seconds)
+    return Response(status_code=204)
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
+async def external_weights_urls(
+    path: Named, checkpoints: Checkpoints, storage: Stored, links: SignedLinks, url: ServerUrl, audit: Audit
+) -> ExternalWeightsUrlsResponse:
+    """URLs of the files of weights saved by save_weights_external."""
+    if path.kind != "external_weights":
+        raise BadRequest(f"{path} is not for download; save_weights_external makes weights that are")
+    checkpoint = await checkpoints.require(path, time.time())
+    expires = int(time.time()) + VALID_S
+    files = await storage.files(checkpoint.directory)
+    await _note(audit, "checkpoint_read", path, purpose="download")
+    signed = {name: links.sign(f"files/{checkpoint.directory}/{name}", expires) for name in files}
+    return ExternalWeightsUrlsResponse(
+        urls={name: f"{url}/{link}" for name, link in signed.items()}, expires=from_unix(expires)
+    )
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/archive", status_code=302)
+async def archive(path: Named, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit) -> Response:
+    """Where clients before 0.36 find the weights in one tar.gz."""
+    checkpoint = await checkpoints.require(path, time.time())
+    expires = int(time.time()) + VALID_S
+    await _note(audit, "checkpoint_read", path, purpose="download")
+    link = links.sign(f"archives/{checkpoint.directory}", expires)
+    return RedirectResponse(f"{url}/{link}", 302, {"Expires": formatdate(expires, usegmt=True)})
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
+async def delete(path: Named, checkpoints: Checkpoints, storage: Stored, audit: Audit) -> Response:
+    """Forget the weights, then remove their files. Copies, and samplers that have begun, keep theirs."""
+    await storage.delete(await checkpoints.take(path))
+    await _note(audit, "checkpoint_deleted", path)
+    return Response(status_code=204)
+
+
+@router.post("/weights_info", response_model_exclude_none=True)
+async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints) -> WeightsInfoResponse:
+    """What the weights are of."""
+    try:
+        path = TinkerPath.parse(request.tinker_path)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    row = await checkpoints.require(path, time.time())
+    return WeightsInfoResponse(
+        base_model=row.base_model,
+        lora_rank=row.lora_rank,
+        train_unembed=row.train_unembed,
+        train_mlp=row.train_mlp,
+        train_attn=row.train_attn,
+    )
+
+
+@router.post("/copy_weights")
+async def copy_weights(
+    request: CopyWeightsRequest,
+    copying: Copies,
+    audit: Audit,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+) -> CopyWeightsResponse:
+    """Copy weights to a path of their own. A retry, which has the same key, gets the first one's."""
+    path = await copying.copy(request, x_idempotency_key)
+    await _note(audit, "checkpoint_copied", path, source_path=request.source_path)
+    return CopyWeightsResponse(tinker_path=str(path))
+
+
+def checkpoint_info(row: Checkpoint) -> CheckpointInfo:
+    """A checkpoint as it is listed."""
+    kind = TinkerPath.parse(row.tinker_path).kind
+    return CheckpointInfo(
+        checkpoint_id=f"{row.kind}/{row.name}",
+        checkpoint_type=TYPES[kind],
+        time=from_unix(row.created_at),
+        tinker_path=row.tinker_path,
+        size_bytes=row.size_bytes,
+        public=row.public,
+        user_metadata=row.user_metadata,
+        expires_at=None if row.expires_at is None else from_unix(row.expires_at),
+    )
+
+
+def _listed(rows: list[Checkpoint], page: Page, total: int) -> CheckpointsResponse:
+    cursor = Cursor(offset=page.offset, limit=page.limit, total_count=total)
+    return CheckpointsResponse(checkpoints=[checkpoint_info(row) for row in rows], cursor=cursor)
+
+
+async def _note(audit: Audit, event: str, path: TinkerPath, **details: object) -> None:
+    await audit.note(event, model_id=path.run_id, tinker_path=str(path), **details)

@@ -1,0 +1,61 @@
+"""Downloads by signed URL, for plain GETs without an API key."""
+
+import asyncio
+from pathlib import Path
+
+from fastapi import APIRouter, Response
+from fastapi.responses import FileResponse, JSONResponse
+
+from tinker_server.deps import Listed, Sessions, SignedLinks, Stored
+from tinker_server.errors import UnknownCheckpoint
+
+router = APIRouter()
+MICROS = 1_000_000
+
+
+@router.get("/files/{path:path}")
+async def get_file(path: str, expires: int, signature: str, storage: Stored, links: SignedLinks) -> Response:
+    """One file of exported weights."""
+    links.check(f"files/{path}", expires, signature)
+    return await _file(storage.downloadable(path))
+
+
+@router.get("/archives/{directory:path}")
+async def get_archive(directory: str, expires: int, signature: str, storage: Stored, links: SignedLinks) -> Response:
+    """Weights as one tar.gz, packed when first asked for."""
+    links.check(f"archives/{directory}", expires, signature)
+    if not storage.holds(directory):
+        raise UnknownCheckpoint("the weights were deleted")
+    return await _file(storage.downloadable(await storage.archive(directory)))
+
+
+@router.get("/traces/{session_id}")
+async def get_trace(
+    session_id: str, expires: int, signature: str, sessions: Sessions, catalog: Listed, links: SignedLinks
+) -> Response:
+    """A session's operations in the Trace Event Format, which ui.perfetto.dev opens.
+
+    One row of bars per model or sampling session; a bar lasts from the acceptance of an operation to its result.
+    """
+    links.check(f"traces/{session_id}", expires, signature)
+    session = await sessions.require(session_id)
+    events = [
+        {
+            "name": kind,
+            "cat": status,
+            "ph": "X" if finished_at is not None else "B",
+            "pid": session_id,
+            "tid": lane,
+            "ts": (created_at - session.created_at) * MICROS,
+            **({} if finished_at is None else {"dur": (finished_at - created_at) * MICROS}),
+            "args": {"seq_id": seq_id, "status": status},
+        }
+        for kind, lane, seq_id, status, created_at, finished_at in await catalog.operations(session_id)
+    ]
+    return JSONResponse({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"session_id": session_id}})
+
+
+async def _file(path: Path) -> Response:
+    if not await asyncio.to_thread(path.is_file):
+        raise UnknownCheckpoint("the file was deleted")
+    return FileResponse(path, filename=path.name, media_type="application/octet-stream")

@@ -1,0 +1,54 @@
+"""Training runs: every model that was created, in memory or not."""
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from api_schemas.checkpoints import Cursor, from_unix
+from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
+from tinker_server.deps import Caller, Listed
+from tinker_server.routes.checkpoints import MAX_LIMIT, AccessScope, Offset, checkpoint_info
+from tinker_server.store.catalog import Page, RunRecord
+
+router = APIRouter()
+
+
+@router.get("/training_runs", response_model_exclude_none=True)
+async def list_training_runs(
+    catalog: Listed,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=0)] = 20,
+    offset: Offset = 0,
+    project_id: str | None = None,
+    access_scope: AccessScope = "owned",
+) -> TrainingRunsResponse:
+    """All runs, newest first."""
+    page = Page(min(limit, MAX_LIMIT), offset, project_id)
+    records, total = await catalog.runs(page, time.time())
+    return TrainingRunsResponse(
+        training_runs=[_info(record, caller) for record in records],
+        cursor=Cursor(offset=page.offset, limit=page.limit, total_count=total),
+    )
+
+
+@router.get("/training_runs/{run_id}", response_model_exclude_none=True)
+async def get_training_run(
+    run_id: str, catalog: Listed, caller: Caller, access_scope: AccessScope = "owned"
+) -> TrainingRunInfo:
+    """One run."""
+    return _info(await catalog.run(run_id, time.time()), caller)
+
+
+def _info(record: RunRecord, owner: str) -> TrainingRunInfo:
+    last, last_sampler = record.last_checkpoint, record.last_sampler_checkpoint
+    return TrainingRunInfo(
+        training_run_id=record.run.model_id,
+        base_model=record.run.base_model,
+        model_owner=owner,
+        lora_rank=record.run.lora_rank,
+        last_request_time=from_unix(record.last_request_at),
+        last_checkpoint=None if last is None else checkpoint_info(last),
+        last_sampler_checkpoint=None if last_sampler is None else checkpoint_info(last_sampler),
+        user_metadata=record.run.user_metadata,
+    )

@@ -1,0 +1,40 @@
+"""Which weights a sample may be drawn from: a base model's, sampler weights, or a training checkpoint's."""
+
+import time
+
+from api_schemas.weights import TinkerPath
+from tinker_server.errors import BadRequest
+from tinker_server.models import Models
+from tinker_server.store.runs import CheckpointStore
+
+
+async def find_weights(
+    models: Models, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None
+) -> tuple[str, str | None]:
+    """The base model, and the directory of the adapter on it; None for the base model alone.
+
+    Raises BadRequest, UnknownCheckpoint, UnknownBaseModel.
+    """
+    directory = None
+    if model_path is not None:
+        checkpoint = await checkpoints.require(_path(model_path), time.time())
+        if base_model not in (None, checkpoint.base_model):
+            raise BadRequest(f"{model_path} is of {checkpoint.base_model}, not of {base_model}")
+        base_model, directory = checkpoint.base_model, checkpoint.directory
+    if base_model is None:
+        raise BadRequest("give base_model or model_path")
+    models.base(base_model)
+    return base_model, directory
+
+
+def _path(text: str) -> TinkerPath:
+    try:
+        path = TinkerPath.parse(text)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if path.kind == "external_weights":
+        raise BadRequest(
+            f"{text} cannot be sampled from; take a .../sampler_weights/<name> (save_weights_for_sampler)"
+            " or a .../weights/<name> (save_state)"
+        )
+    return path
