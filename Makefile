@@ -13,7 +13,7 @@ help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
 	@echo "make test    lint, types, then all tests that need no GPU"
 	@echo "make check   lint and types only"
-	@echo "make serve   start the server (settings come from TINKER_SERVER_* variables)"
+	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
 	@echo "make proto   compile the protobuf schema again"
 	@echo "make setup   only install; make clean removes $(VENV) and all caches"
 
@@ -38,7 +38,7 @@ proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTOS)
 
 serve: $(STAMP)
-	$(BIN)/tinker-server
+	$(BIN)/tinker-server serve $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
