@@ -36,6 +36,10 @@ _ZSTD_PIECE_BYTES = 1024
 _TOPK_SENTINEL = -99999.0
 
 
+PROTOBUF = "application/x-protobuf"
+"""The content type of everything encoded here."""
+
+
 class MalformedBody(ValueError):
     """The body is not what its content type says."""
 

@@ -135,7 +135,8 @@ class RankTrainer:
     ) -> ForwardBackwardOutput | None:
         loss = LOSSES[work.loss_fn]
         config = loss_config(loss, work)
-        lengths = [self._renderer.layout(datum.model_input, f"datum {i}")[0] for i, datum in enumerate(work.data)]
+        # An input is as long as its targets: `check_forward_backward` has seen to that.
+        lengths = [len(datum.loss_fn_inputs["target_tokens"]) for datum in work.data]
         budget = self._config.max_tokens_per_microbatch if self._packs else 1
         steps = plan_microbatches(lengths, self._world.size, budget)[self._world.rank]
         rendered = self._render_share(work, steps)
@@ -186,7 +187,7 @@ class RankTrainer:
             self._world.device,
             mrope=self._renderer.takes_images,
         )
-        logprobs_TK = self._score(batch)
+        logprobs_TK = score(self._scorer, batch, self._attention)
         if not datums:  # the others have one more microbatch: run along, add nothing
             if backward:
                 (logprobs_TK.sum() * 0).backward()
@@ -199,11 +200,6 @@ class RankTrainer:
             width = target.shape[1] if target.ndim == 2 else 1
             logprobs[index] = part[:, :width].reshape(target.shape).numpy()
         return value.item()
-
-    def _score(self, batch: Microbatch) -> Tensor:
-        extra = attention.bounds(self._attention, batch.cu_seqlens, batch.max_seqlen)
-        result: Tensor = self._scorer({**batch.model_inputs, **extra}, batch.targets_TK)
-        return result
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         """One step of torch.optim.AdamW on the summed gradient."""
@@ -279,6 +275,13 @@ def load_base(config: TrainerConfig, takes_images: bool, decoder_attention: str,
     return model.to(world.device)
 
 
+def score(scorer: Scorer, batch: Microbatch, implementation: str) -> Tensor:
+    """[T, K] float32, nats: log probabilities of a packed row's targets, with the named attention."""
+    extra = attention.bounds(implementation, batch.cu_seqlens, batch.max_seqlen)
+    result: Tensor = scorer({**batch.model_inputs, **extra}, batch.targets_TK)
+    return result
+
+
 def packing_is_exact(scorer: Scorer, renderer: Renderer, implementation: str, device: torch.device) -> bool:
     """Compare our way of scoring with the model's own forward, on two short random texts.
 
@@ -292,13 +295,11 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, implementation: str, de
     # Random ids may hit a placeholder, which a text must not hold.
     samples = [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
 
-    def score(batch: Microbatch) -> Tensor:
-        extra = attention.bounds(implementation, batch.cu_seqlens, batch.max_seqlen)
+    def scored(*packed: tuple[Rendered, np.ndarray]) -> Tensor:
         with torch.no_grad():
-            result: Tensor = scorer({**batch.model_inputs, **extra}, batch.targets_TK)
-        return result
+            return score(scorer, pack(packed, device, mrope=renderer.takes_images), implementation)
 
-    alone = torch.cat([score(pack([sample], device, mrope=renderer.takes_images)) for sample in samples])
+    alone = torch.cat([scored(sample) for sample in samples])
     own = torch.cat([_own_logprobs(scorer.model, *sample, implementation, device) for sample in samples])
     worst = (alone - own).abs().max().item()
     if worst > tolerance:
@@ -306,8 +307,7 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, implementation: str, de
             f"{type(scorer.model).__name__} is not supported: its own log probabilities and those of its last"
             f" hidden state through its head differ by {worst:.3g} nats"
         )
-    packed = score(pack(samples, device, mrope=renderer.takes_images))
-    return (packed - alone).abs().max().item() <= tolerance
+    return (scored(*samples) - alone).abs().max().item() <= tolerance
 
 
 def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:

@@ -43,8 +43,6 @@ from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore
 from tinker_server.store.usage import AuditStore, UsageStore
 
-PROTOBUF = "application/x-protobuf"
-
 
 class ModelOperations:
     """Runs one piece of work to its result."""
@@ -100,7 +98,7 @@ class ModelOperations:
                 request.model_id, request.forward_backward_input, backward=not request.forward_only
             )
         count_training(self._usage, run.session_id, run.base_model, output)
-        return Result(await off_loop(size_bytes, wire.encode_forward_backward, output), PROTOBUF)
+        return Result(await off_loop(size_bytes, wire.encode_forward_backward, output), wire.PROTOBUF)
 
     async def _optim_step(self, request: OptimStepRequest) -> OptimStepResponse:
         if request.optimizer_params is not None:
@@ -127,7 +125,7 @@ class ModelOperations:
         response = await base.sampler.sample(request, weights)
         if session_id is not None:
             count_sample(self._usage, session_id, base_model, request, response)
-        return Result(wire.encode_sample(response), PROTOBUF)
+        return Result(wire.encode_sample(response), wire.PROTOBUF)
 
     async def _create_model(self, request: CreateModelRequest) -> CreateModelResponse:
         self._models.base(request.base_model)

@@ -22,7 +22,6 @@ from tinker_server.store.completions import Target
 from tinker_server.store.futures import Result
 
 router = APIRouter()
-PROTOBUF = "application/x-protobuf"
 JSON_FORMS = {"forward_backward": wire.forward_backward_json, "sample": wire.sample_json}
 """By operation: its protobuf result as JSON, for clients that take no protobuf."""
 LARGE_RESULT_BYTES = 1 << 20
@@ -42,15 +41,15 @@ async def retrieve_future(
     if result is None:
         pending = RetrieveFuturePending(request_id=request_id)
         return Response(pending.model_dump_json(exclude_none=True), 408, media_type="application/json")
-    if result.content_type != PROTOBUF:
+    if result.content_type != wire.PROTOBUF:
         return Response(result.body, media_type=result.content_type)
-    if PROTOBUF not in accept:
+    if wire.PROTOBUF not in accept:
         return Response(await _json_form(result), media_type="application/json")
     size_bytes = len(result.body)
     if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
         return Response(metadata.model_dump_json(), media_type="application/json")
-    return Response(result.body, media_type=PROTOBUF)
+    return Response(result.body, media_type=wire.PROTOBUF)
 
 
 @router.post("/retrieve_futures", response_model_exclude_none=True)

@@ -22,7 +22,7 @@ from tinker_server.scheduler import Scheduler
 from tinker_server.store import futures
 
 R = TypeVar("R", bound=Request)
-PROTOBUF, JSON = "application/x-protobuf", "application/json"
+JSON = "application/json"
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,10 @@ async def forward_backward_body(
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == JSON:
         return await _forward_backward_json(http, work)
-    if content_type != PROTOBUF:
-        raise BadRequest(f"forward_backward takes {PROTOBUF} or {JSON}, not {content_type or 'a body without a type'}")
+    if content_type != wire.PROTOBUF:
+        raise BadRequest(
+            f"forward_backward takes {wire.PROTOBUF} or {JSON}, not {content_type or 'a body without a type'}"
+        )
     body = await http.body()
     encoding = http.headers.get("content-encoding", "identity")
     if encoding == "zstd":
@@ -86,7 +88,7 @@ async def forward_backward_body(
         if number is not None:
             work.refuse_number(*number)
         raise
-    return Submission(request, body, PROTOBUF)
+    return Submission(request, body, wire.PROTOBUF)
 
 
 def _refuse_json_number(body: bytes, work: Scheduler) -> None:
