@@ -6,14 +6,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend
 from tinker_server.admission import Admission
+from tinker_server.callers import caller
 from tinker_server.copying import Copying
 from tinker_server.db.database import Database
 from tinker_server.deps import Services
 from tinker_server.handlers import BodyLimit, install
+from tinker_server.keys import Keys
 from tinker_server.models import Models
 from tinker_server.operations import ModelOperations
 from tinker_server.routes import (
@@ -21,6 +23,7 @@ from tinker_server.routes import (
     checkpoints,
     files,
     futures,
+    health,
     runs,
     sampling,
     service,
@@ -40,6 +43,8 @@ from tinker_server.store.usage import AuditStore, UsageStore
 
 log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
+RECENT_RESULTS_BYTES = 64 << 20
+"""Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
 """Samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
 
@@ -56,8 +61,10 @@ def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     install(app)
     api = APIRouter(prefix="/api/v1")
-    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, files, admin):
-        api.include_router(room.router)
+    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
+        api.include_router(room.router, dependencies=[Depends(caller)])
+    for open_to_all in (health, files):
+        api.include_router(open_to_all.router)
     app.include_router(api)
     return app
 
@@ -86,14 +93,16 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         clients, samplers = SessionStore(db), SamplerStore(db)
         models = Models(backend.models, runs)
         usage, audit = UsageStore(db), AuditStore(db)
-        operations = ModelOperations(models, runs, checkpoints, samplers, storage, usage, audit)
-        promises = FutureStore(db, settings.recent_results_bytes)
+        keys = Keys(settings.resolved_keys_file())
+        operations = ModelOperations(keys, models, runs, checkpoints, samplers, storage, usage, audit)
+        promises = FutureStore(db, RECENT_RESULTS_BYTES)
         admission = Admission(
             SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples, BODIES_IN_FLIGHT * settings.max_body_bytes
         )
         scheduler = Scheduler(promises, operations, admission, settings.gap_grace_s)
         services = Services(
             settings=settings,
+            keys=keys,
             models=models,
             sessions=clients,
             runs=runs,

@@ -35,7 +35,7 @@ class Models:
     @asynccontextmanager
     async def training(self, model_id: str) -> AsyncIterator[tuple[TrainingRun, Trainer]]:
         """A model and its trainer, for this caller alone. Raises UnknownModel, LostModel, UnknownBaseModel."""
-        run = await self._runs.require(model_id)
+        run = await self._runs.get(model_id)
         async with self.turn(run.base_model) as trainer:
             try:
                 if run.status == "lost":

@@ -111,10 +111,10 @@ class Scheduler:
                 self._admission.leave(request.num_samples, len(work.body))
         return request_id
 
-    def cancel(self, request_id: str) -> bool:
-        """Stop a sample that waits or runs, whose result then says so; whether there was one."""
+    def cancel(self, request_id: str, owner: str) -> bool:
+        """Stop a sample of the owner's that waits or runs, whose result then says so; whether there was one."""
         work, task = self._samples.get(request_id, (None, None))
-        if work is None or task is None:
+        if work is None or task is None or work.owner != owner:
             return False
         self._finish(work, Cancelled("the sample was cancelled by its client"))
         task.cancel()

@@ -33,9 +33,9 @@ class Submission(Generic[R]):
     body: bytes
     content_type: str
 
-    async def accept(self, work: Scheduler, kind: str, lane: str, seq_id: int) -> UntypedFuture:
+    async def accept(self, work: Scheduler, owner: str, kind: str, lane: str, seq_id: int) -> UntypedFuture:
         """Queue it; answered as soon as that is durable."""
-        stored = futures.Work(kind, lane, seq_id, self.body, self.content_type)
+        stored = futures.Work(kind, lane, seq_id, self.body, self.content_type, owner)
         return UntypedFuture(request_id=await work.submit(stored, self.request))
 
 

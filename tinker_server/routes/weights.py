@@ -11,6 +11,7 @@ from api_schemas.weights import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+from tinker_server.callers import Caller
 from tinker_server.deps import Runs, Sessions, Work
 from tinker_server.errors import BadRequest
 from tinker_server.routes.submission import Submission, json_body
@@ -22,36 +23,39 @@ router = APIRouter()
 async def save_weights(
     submission: Annotated[Submission[SaveWeightsRequest], Depends(json_body(SaveWeightsRequest))],
     runs: Runs,
+    caller: Caller,
     work: Work,
 ) -> UntypedFuture:
     """Save a training checkpoint."""
     request = submission.request
-    await runs.require(request.model_id)
-    return await submission.accept(work, "save_weights", request.model_id, request.seq_id)
+    await runs.require(request.model_id, caller)
+    return await submission.accept(work, caller, "save_weights", request.model_id, request.seq_id)
 
 
 @router.post("/save_weights_for_sampler", response_model_exclude_none=True)
 async def save_weights_for_sampler(
     submission: Annotated[Submission[SaveWeightsForSamplerRequest], Depends(json_body(SaveWeightsForSamplerRequest))],
     runs: Runs,
+    caller: Caller,
     work: Work,
 ) -> UntypedFuture:
     """Save weights to sample from."""
     request = submission.request
-    await runs.require(request.model_id)
-    return await submission.accept(work, "save_weights_for_sampler", request.model_id, request.seq_id)
+    await runs.require(request.model_id, caller)
+    return await submission.accept(work, caller, "save_weights_for_sampler", request.model_id, request.seq_id)
 
 
 @router.post("/save_weights_external", response_model_exclude_none=True)
 async def save_weights_external(
     submission: Annotated[Submission[SaveWeightsExternalRequest], Depends(json_body(SaveWeightsExternalRequest))],
     runs: Runs,
+    caller: Caller,
     work: Work,
 ) -> UntypedFuture:
     """Save the adapter for download."""
     request = submission.request
-    await runs.require(request.model_id)
-    return await submission.accept(work, "save_weights_external", request.model_id, request.seq_id)
+    await runs.require(request.model_id, caller)
+    return await submission.accept(work, caller, "save_weights_external", request.model_id, request.seq_id)
 
 
 @router.post("/load_weights", response_model_exclude_none=True)
@@ -59,16 +63,17 @@ async def load_weights(
     submission: Annotated[Submission[LoadWeightsRequest], Depends(json_body(LoadWeightsRequest))],
     sessions: Sessions,
     runs: Runs,
+    caller: Caller,
     work: Work,
 ) -> UntypedFuture:
     """Create a model from a checkpoint (session_id, model_seq_id), or load one into a model (model_id, seq_id)."""
     request = submission.request
     match request.session_id, request.model_seq_id, request.model_id, request.seq_id:
         case str(session_id), int(model_seq_id), None, None:
-            await sessions.require_open(session_id)
-            return await submission.accept(work, "load_weights", f"{session_id}:train:{model_seq_id}", 0)
+            await sessions.require_open(session_id, caller)
+            return await submission.accept(work, caller, "load_weights", f"{session_id}:train:{model_seq_id}", 0)
         case None, None, str(model_id), int(seq_id):
-            await runs.require(model_id)
-            return await submission.accept(work, "load_weights", model_id, seq_id)
+            await runs.require(model_id, caller)
+            return await submission.accept(work, caller, "load_weights", model_id, seq_id)
         case _:
             raise BadRequest("load_weights takes either session_id and model_seq_id, or model_id and seq_id")

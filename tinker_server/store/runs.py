@@ -1,5 +1,7 @@
 """Training runs and the weights saved from them. Runs are asked for at every operation and kept in memory."""
 
+from collections.abc import Set
+
 from sqlalchemy import delete, select, update
 
 from api_schemas.weights import TinkerPath
@@ -20,8 +22,15 @@ class RunStore:
             session.add(run)
         self._known[run.model_id] = run
 
-    async def require(self, model_id: str) -> TrainingRun:
-        """Raises UnknownModel."""
+    async def require(self, model_id: str, owner: str) -> TrainingRun:
+        """Raises UnknownModel, also for another owner's."""
+        run = await self.get(model_id)
+        if run.owner != owner:
+            raise UnknownModel(f"no model has the id {model_id!r}")
+        return run
+
+    async def get(self, model_id: str) -> TrainingRun:
+        """Whoever owns it. Raises UnknownModel."""
         if (run := self._known.get(model_id)) is None:
             async with self._db.read() as session:
                 run = await session.get(TrainingRun, model_id)
@@ -32,7 +41,7 @@ class RunStore:
 
     async def find(self, model_id: str) -> TrainingRun | None:
         try:
-            return await self.require(model_id)
+            return await self.get(model_id)
         except UnknownModel:
             return None
 
@@ -47,7 +56,7 @@ class RunStore:
         change = update(TrainingRun).values(status="lost")
         async with self._db.write() as session:
             await session.execute(change if model_id is None else change.where(TrainingRun.model_id == model_id))
-        for run in self._known.values() if model_id is None else [await self.require(model_id)]:
+        for run in self._known.values() if model_id is None else [await self.get(model_id)]:
             run.status = "lost"
 
 
@@ -61,13 +70,23 @@ class CheckpointStore:
         async with self._db.read() as session:
             return await session.get(Checkpoint, str(path))
 
-    async def require(self, path: TinkerPath, now: float) -> Checkpoint:
-        """Raises UnknownCheckpoint, also for one that has expired by `now`."""
+    async def require_readable(self, path: TinkerPath, readers: Set[str], now: float) -> Checkpoint:
+        """One that is public or one of the readers' own.
+
+        Raises UnknownCheckpoint, also for one that has expired by `now`.
+        """
         checkpoint = await self.find(path)
-        if checkpoint is None:
+        if checkpoint is None or not (checkpoint.public or checkpoint.owner in readers):
             raise _unknown(path)
         if checkpoint.expires_at is not None and checkpoint.expires_at <= now:
             raise UnknownCheckpoint(f"{path} has expired")
+        return checkpoint
+
+    async def require(self, path: TinkerPath, owner: str, now: float) -> Checkpoint:
+        """One of the owner's own. Raises UnknownCheckpoint, also for one that has expired by `now`."""
+        checkpoint = await self.require_readable(path, {owner}, now)
+        if checkpoint.owner != owner:
+            raise _unknown(path)
         return checkpoint
 
     async def put(self, checkpoint: Checkpoint) -> None:
@@ -75,23 +94,23 @@ class CheckpointStore:
         async with self._db.write() as session:
             await session.merge(checkpoint)
 
-    async def take(self, path: TinkerPath) -> str:
+    async def take(self, path: TinkerPath, owner: str) -> str:
         """Forget a checkpoint, also an expired one; its directory, for deletion. Raises UnknownCheckpoint."""
         async with self._db.write() as session:
             checkpoint = await session.get(Checkpoint, str(path))
-            if checkpoint is None:
+            if checkpoint is None or checkpoint.owner != owner:
                 raise _unknown(path)
             await session.delete(checkpoint)
         return checkpoint.directory
 
-    async def set_public(self, path: TinkerPath, public: bool, now: float) -> None:
+    async def set_public(self, path: TinkerPath, public: bool, owner: str, now: float) -> None:
         """Raises UnknownCheckpoint."""
-        await self.require(path, now)
+        await self.require(path, owner, now)
         await self._change(path, public=public)
 
-    async def set_expiry(self, path: TinkerPath, expires_at: float | None, now: float) -> None:
+    async def set_expiry(self, path: TinkerPath, expires_at: float | None, owner: str, now: float) -> None:
         """Raises UnknownCheckpoint."""
-        await self.require(path, now)
+        await self.require(path, owner, now)
         await self._change(path, expires_at=expires_at)
 
     async def _change(self, path: TinkerPath, **values: bool | float | None) -> None:

@@ -1,4 +1,7 @@
-"""Sessions and their sampling sessions. Both are asked for at every request, so rows are kept in memory."""
+"""Sessions and their sampling sessions. Both are asked for at every request, so rows are kept in memory.
+
+What belongs to another owner is unknown to the one who asks.
+"""
 
 import time
 import uuid
@@ -25,16 +28,18 @@ class SessionStore:
         self._known: dict[str, Session] = {}
         self._heartbeats: dict[str, float] = {}
 
-    async def create(self, request: CreateSessionRequest, idempotency_key: str | None) -> str:
+    async def create(self, request: CreateSessionRequest, idempotency_key: str | None, owner: str) -> str:
         """A new session's id; of a repeated request, the first one's."""
         now = time.time()
         async with self._db.write() as session:
             if idempotency_key is not None:
+                idempotency_key = f"{owner}/{idempotency_key}"
                 query = select(Session).where(Session.idempotency_key == idempotency_key)
                 if (first := (await session.scalars(query)).one_or_none()) is not None:
                     return first.session_id
             row = Session(
                 session_id=str(uuid.uuid4()),
+                owner=owner,
                 idempotency_key=idempotency_key,
                 tags=request.tags,
                 user_metadata=request.user_metadata,
@@ -48,36 +53,39 @@ class SessionStore:
         self._known[row.session_id] = row
         return row.session_id
 
-    async def heartbeat(self, session_id: str) -> None:
+    async def heartbeat(self, session_id: str, owner: str) -> None:
         """Note that the client lives. Raises UnknownSession, HeartbeatEnded."""
-        row = await self._get(session_id)
+        row = await self.require(session_id, owner)
         if row.finished_at is not None:
             raise HeartbeatEnded(f"session {session_id} was finished")
         self._heartbeats[session_id] = time.time()
 
-    async def finish(self, session_id: str, request: FinishSessionRequest) -> None:
+    async def finish(self, session_id: str, request: FinishSessionRequest, owner: str) -> None:
         """End a session; the first reason stays. Raises UnknownSession."""
-        row = await self._get(session_id)
+        row = await self.require(session_id, owner)
         if row.finished_at is not None:
             return
         row.finished_at, row.finish_reason, row.finish_detail = time.time(), request.reason.type, request.detail
         async with self._db.write() as session:
             await session.merge(row)
 
-    async def require(self, session_id: str) -> Session:
+    async def require(self, session_id: str, owner: str) -> Session:
         """Raises UnknownSession."""
-        return await self._get(session_id)
+        row = await self.get(session_id)
+        if row.owner != owner:
+            raise _unknown(session_id)
+        return row
 
-    async def assign_project(self, session_id: str, project_id: str) -> None:
+    async def assign_project(self, session_id: str, project_id: str, owner: str) -> None:
         """Move a session, and with it its runs, to a project. Raises UnknownSession."""
-        row = await self._get(session_id)
+        row = await self.require(session_id, owner)
         async with self._db.write() as session:
             await session.execute(update(Session).where(Session.session_id == session_id).values(project_id=project_id))
         row.project_id = project_id
 
-    async def require_open(self, session_id: str) -> None:
+    async def require_open(self, session_id: str, owner: str) -> None:
         """Raises UnknownSession, SessionFinished."""
-        if (await self._get(session_id)).finished_at is not None:
+        if (await self.require(session_id, owner)).finished_at is not None:
             raise SessionFinished(f"session {session_id} was finished and takes no new work")
 
     async def save_heartbeats(self) -> None:
@@ -90,14 +98,19 @@ class SessionStore:
                 query = update(Session).where(Session.session_id == session_id).values(last_heartbeat=at)
                 await session.execute(query)
 
-    async def _get(self, session_id: str) -> Session:
+    async def get(self, session_id: str) -> Session:
+        """Whoever owns it. Raises UnknownSession."""
         if (row := self._known.get(session_id)) is None:
             async with self._db.read() as session:
                 row = await session.get(Session, session_id)
             if row is None:
-                raise UnknownSession(f"no session has the id {session_id!r}")
+                raise _unknown(session_id)
             self._known[session_id] = row
         return row
+
+
+def _unknown(session_id: str) -> UnknownSession:
+    return UnknownSession(f"no session has the id {session_id!r}")
 
 
 class SamplerStore:
@@ -134,8 +147,15 @@ class SamplerStore:
                 row.directory = directory
         return {one for one in left if one is not None}
 
-    async def require(self, sampling_session_id: str) -> SamplingSession:
+    async def require(self, sampling_session_id: str, owner: str) -> SamplingSession:
         """Raises UnknownSampler."""
+        row = await self.get(sampling_session_id)
+        if row.owner != owner:
+            raise UnknownSampler(f"no sampling session has the id {sampling_session_id!r}")
+        return row
+
+    async def get(self, sampling_session_id: str) -> SamplingSession:
+        """Whoever owns it. Raises UnknownSampler."""
         if (row := self._known.get(sampling_session_id)) is None:
             async with self._db.read() as session:
                 row = await session.get(SamplingSession, sampling_session_id)
