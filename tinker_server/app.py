@@ -18,6 +18,7 @@ from tinker_server.handlers import BodyLimit, install
 from tinker_server.keys import Keys
 from tinker_server.models import Models
 from tinker_server.operations import ModelOperations
+from tinker_server.reaping import Reaper
 from tinker_server.routes import (
     admin,
     checkpoints,
@@ -91,7 +92,7 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         storage = Storage(settings.data_dir)
         runs, checkpoints = RunStore(db), CheckpointStore(db)
         clients, samplers = SessionStore(db), SamplerStore(db)
-        models = Models(backend.models, runs)
+        models = Models(backend.models, runs, storage)
         usage, audit = UsageStore(db), AuditStore(db)
         keys = Keys(settings.resolved_keys_file())
         operations = ModelOperations(keys, models, runs, checkpoints, samplers, storage, usage, audit)
@@ -118,7 +119,7 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
             links=Links(settings.data_dir),
         )
 
-        await runs.mark_lost()
+        await runs.mark_all_lost()
         left = await promises.start()
         stack.push_async_callback(clients.save_heartbeats)
         stack.push_async_callback(usage.save)
@@ -126,21 +127,23 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         stack.push_async_callback(services.drain)
         await scheduler.resume(left)
 
-        housekeeping = asyncio.create_task(keep_house(services, storage), name="housekeeping")
+        timeout_s = settings.session_timeout_s
+        reaper = Reaper(clients, runs, samplers, models, scheduler, storage, timeout_s)
+        housekeeping = asyncio.create_task(keep_house(services, reaper), name="housekeeping")
         stack.callback(housekeeping.cancel)
         yield services
 
 
-async def keep_house(services: Services, storage: Storage) -> None:
-    """What is done from time to time: heartbeats written, expired results and checkpoints deleted."""
+async def keep_house(services: Services, reaper: Reaper) -> None:
+    """What is done from time to time: heartbeats written, what is expired or left behind deleted."""
     while True:
-        await asyncio.sleep(HOUSEKEEPING_S)
+        await asyncio.sleep(min(HOUSEKEEPING_S, services.settings.session_timeout_s / 4))
         try:
             now = time.time()
-            await services.sessions.save_heartbeats()
+            await reaper.sweep(now)
             await services.usage.save()
             await services.futures.expire(now - services.settings.results_kept_s)
             for directory in await services.checkpoints.take_expired(now):
-                await storage.delete(directory)
+                await services.storage.delete(directory)
         except Exception:  # the server must not stop for it
             log.exception("housekeeping failed, and will be tried again")

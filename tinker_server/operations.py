@@ -35,7 +35,7 @@ from tinker_server.counting import count_sample, count_training
 from tinker_server.db.tables import Checkpoint, TrainingRun
 from tinker_server.errors import UnknownCheckpoint, Unsupported
 from tinker_server.keys import Keys
-from tinker_server.models import Models
+from tinker_server.models import Models, lora_of
 from tinker_server.offload import off_loop
 from tinker_server.sampled_weights import find_weights
 from tinker_server.saving import Saving
@@ -120,6 +120,11 @@ class ModelOperations:
             sampler = await self._samplers.get(request.sampling_session_id)
             session_id, base_model = sampler.session_id, sampler.base_model
             model_path, directory = sampler.model_path, sampler.directory
+            self._samplers.note_use(sampler.sampling_session_id)
+            if sampler.weights_deleted_at is not None:
+                raise UnknownCheckpoint(
+                    "the weights of the sampling session were deleted: they had no name, and were not used for long"
+                )
         base = self._models.base(base_model)
         weights = None
         if directory is not None:
@@ -141,8 +146,7 @@ class ModelOperations:
 
     async def _unload_model(self, request: UnloadModelRequest) -> UnloadModelResponse:
         run = await self._runs.get(request.model_id)
-        async with self._models.turn(run.base_model) as trainer:
-            await trainer.delete_model(run.model_id)
+        await self._models.drop(run)
         return UnloadModelResponse(model_id=run.model_id)
 
     async def _load_weights(self, request: LoadWeightsRequest, owner: str) -> LoadWeightsResponse:
@@ -157,7 +161,7 @@ class ModelOperations:
                 directory = self._storage.path(checkpoint.directory)
                 await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
         else:
-            lora = _lora(checkpoint)
+            lora = lora_of(checkpoint)
             run = _run(request, owner, checkpoint.base_model, lora, request.optimizer_config or OptimizerConfig())
             await self._create(run, checkpoint, with_optimizer=request.optimizer)
             model_id = run.model_id
@@ -175,7 +179,7 @@ class ModelOperations:
     async def _create(self, run: TrainingRun, checkpoint: Checkpoint | None, *, with_optimizer: bool) -> None:
         """The run is recorded once the model is in memory, and is not in memory unless it is recorded."""
         async with self._models.turn(run.base_model) as trainer:
-            await trainer.create_model(run.model_id, _lora(run))
+            await trainer.create_model(run.model_id, lora_of(run))
             try:
                 if checkpoint is not None:
                     directory = self._storage.path(checkpoint.directory)
@@ -190,16 +194,6 @@ def _json(response: Response) -> Result:
     """Strict JSON: the SDK's parser takes no NaN, so that is an error here."""
     body = json.dumps(response.model_dump(mode="json", exclude_none=True), allow_nan=False)
     return Result(body.encode(), "application/json")
-
-
-def _lora(row: TrainingRun | Checkpoint) -> LoraConfig:
-    return LoraConfig(
-        rank=row.lora_rank,
-        seed=row.lora_seed,
-        train_unembed=row.train_unembed,
-        train_mlp=row.train_mlp,
-        train_attn=row.train_attn,
-    )
 
 
 def _checked_lora(lora: LoraConfig) -> LoraConfig:

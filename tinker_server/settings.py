@@ -35,7 +35,7 @@ class Settings(BaseSettings):
     """How long a forward_backward waits for missing earlier numbers after the model's last arrival."""
     results_kept_s: float = Field(default=24 * 3600, ge=60)
     """How long results can be fetched; later polls are answered 410."""
-    session_timeout_s: float = Field(default=900, ge=60)
+    session_timeout_s: float = Field(default=900, ge=1)
     """How long a session may go without a heartbeat before its models are moved from memory to disk."""
     drain_s: float = Field(default=10, ge=0)
     """How long running work may go on when the server is told to stop."""

@@ -213,7 +213,7 @@ async def test_runs_are_lost_after_a_restart_and_known_still(db: Database) -> No
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     await RunStore(db).add(run(session_id))
     store = RunStore(db)
-    await store.mark_lost()
+    await store.mark_all_lost()
     found = await store.require(f"{session_id}:train:0", OWNER)
     assert (found.status, found.lora_seed, found.train_attn) == ("lost", 2**62, False)
     with pytest.raises(UnknownModel):

@@ -71,6 +71,8 @@ class SamplingSession(Table):
     """tinker:// path of named weights."""
     directory: Mapped[str | None]
     """Of the weights, below the data directory; none: the base model alone."""
+    weights_deleted_at: Mapped[float | None]
+    """When weights without a name were deleted, for nobody had sampled from them for long."""
     created_at: Mapped[float]
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Set
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, or_, select, update
 
 from api_schemas.weights import TinkerPath
 from tinker_server.db.database import Database
-from tinker_server.db.tables import Checkpoint, TrainingRun
+from tinker_server.db.tables import Checkpoint, Session, TrainingRun
 from tinker_server.errors import UnknownCheckpoint, UnknownModel
 
 
@@ -51,13 +51,41 @@ class RunStore:
             session.add_all([run, checkpoint])
         self._known[run.model_id] = run
 
-    async def mark_lost(self, model_id: str | None = None) -> None:
-        """Record that a model, or every one, is no longer in memory."""
-        change = update(TrainingRun).values(status="lost")
+    async def mark_all_lost(self) -> None:
+        """Record that no model is in memory: a server has just started."""
         async with self._db.write() as session:
-            await session.execute(change if model_id is None else change.where(TrainingRun.model_id == model_id))
-        for run in self._known.values() if model_id is None else [await self.get(model_id)]:
-            run.status = "lost"
+            await session.execute(update(TrainingRun).where(TrainingRun.status == "active").values(status="lost"))
+        self._known.clear()
+
+    async def mark_lost(self, model_id: str) -> None:
+        """Record that a model is no longer in memory, and not on disk either."""
+        await self._set_status(model_id, "lost", None)
+
+    async def mark_suspended(self, model_id: str, snapshot: str) -> None:
+        """Record that a model is on disk, in the directory `snapshot`."""
+        await self._set_status(model_id, "suspended", snapshot)
+
+    async def mark_active(self, model_id: str) -> None:
+        """Record that a suspended model is in memory again."""
+        await self._set_status(model_id, "active", None)
+
+    async def _set_status(self, model_id: str, status: str, snapshot: str | None) -> None:
+        change = update(TrainingRun).where(TrainingRun.model_id == model_id)
+        async with self._db.write() as session:
+            await session.execute(change.values(status=status, snapshot=snapshot))
+        run = await self.get(model_id)
+        run.status, run.snapshot = status, snapshot
+
+    def in_memory(self) -> list[TrainingRun]:
+        """The models that are not lost or suspended: all were asked for since the start, so all are known."""
+        return [run for run in self._known.values() if run.status == "active"]
+
+    async def suspended_since_before(self, heartbeat: float) -> list[TrainingRun]:
+        """The models on disk whose session is finished, or had its last heartbeat before that."""
+        over = or_(Session.finished_at.is_not(None), Session.last_heartbeat < heartbeat)
+        query = select(TrainingRun).join(Session).where(TrainingRun.status == "suspended", over)
+        async with self._db.read() as session:
+            return list(await session.scalars(query))
 
 
 class CheckpointStore:

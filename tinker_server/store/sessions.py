@@ -6,7 +6,7 @@ What belongs to another owner is unknown to the one who asks.
 import time
 import uuid
 
-from sqlalchemy import select, update
+from sqlalchemy import and_, or_, select, update
 
 from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
 from tinker_server.db.database import Database
@@ -88,15 +88,26 @@ class SessionStore:
         if (await self.require(session_id, owner)).finished_at is not None:
             raise SessionFinished(f"session {session_id} was finished and takes no new work")
 
+    async def last_heartbeat(self, session_id: str) -> float:
+        """Raises UnknownSession."""
+        return self._heartbeats.get(session_id) or (await self.get(session_id)).last_heartbeat
+
     async def save_heartbeats(self) -> None:
         """Write the heartbeats that came since the last time."""
         heartbeats, self._heartbeats = self._heartbeats, {}
         if not heartbeats:
             return
-        async with self._db.write() as session:
-            for session_id, at in heartbeats.items():
-                query = update(Session).where(Session.session_id == session_id).values(last_heartbeat=at)
-                await session.execute(query)
+        try:
+            async with self._db.write() as session:
+                for session_id, at in heartbeats.items():
+                    query = update(Session).where(Session.session_id == session_id).values(last_heartbeat=at)
+                    await session.execute(query)
+        except BaseException:
+            self._heartbeats = heartbeats | self._heartbeats
+            raise
+        for session_id, at in heartbeats.items():
+            if (row := self._known.get(session_id)) is not None:
+                row.last_heartbeat = at
 
     async def get(self, session_id: str) -> Session:
         """Whoever owns it. Raises UnknownSession."""
@@ -119,6 +130,7 @@ class SamplerStore:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._known: dict[str, SamplingSession] = {}
+        self._used_at: dict[str, float] = {}
 
     async def create(self, row: SamplingSession) -> str:
         """Store a sampling session and give its id; repeating it changes nothing.
@@ -153,6 +165,41 @@ class SamplerStore:
         if row.owner != owner:
             raise UnknownSampler(f"no sampling session has the id {sampling_session_id!r}")
         return row
+
+    async def take_unused(self, before: float, heartbeat: float) -> set[str]:
+        """Directories of weights without a name that nobody sampled from since `before`, or whose session is
+        finished, or had its last heartbeat before `heartbeat`; their sampling sessions have none from now on."""
+        unnamed = and_(
+            SamplingSession.directory.is_not(None),
+            SamplingSession.model_path.is_(None),
+            SamplingSession.weights_deleted_at.is_(None),
+        )
+        over = or_(Session.finished_at.is_not(None), Session.last_heartbeat < heartbeat)
+        old = SamplingSession.created_at < before
+        query = select(SamplingSession, over).join(Session).where(unnamed, or_(over, old))
+        async with self._db.write() as session:
+            candidates = (await session.execute(query)).all()
+            unused = {
+                row.sampling_session_id: row.directory
+                for row, is_over in candidates
+                if is_over or self._used_at.get(row.sampling_session_id, 0) < before
+            }
+            in_use = await session.scalars(
+                select(SamplingSession.directory).where(unnamed, SamplingSession.sampling_session_id.not_in(unused))
+            )
+            # Inflight sampling sessions share their weights.
+            shared = set(in_use)
+            unused = {name: directory for name, directory in unused.items() if directory not in shared}
+            ids = SamplingSession.sampling_session_id.in_(unused)
+            await session.execute(update(SamplingSession).where(ids).values(weights_deleted_at=time.time()))
+        for name in unused:
+            self._used_at.pop(name, None)
+            self._known.pop(name, None)
+        return {directory for directory in unused.values() if directory is not None}
+
+    def note_use(self, sampling_session_id: str) -> None:
+        """Note that it was sampled from."""
+        self._used_at[sampling_session_id] = time.time()
 
     async def get(self, sampling_session_id: str) -> SamplingSession:
         """Whoever owns it. Raises UnknownSampler."""
