@@ -27,7 +27,7 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.storage import Storage, hold
-from tinker_server.store.futures import FutureStore, RecentResults, Result, Work
+from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore, RecentResults, Result, Work
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
 
@@ -169,6 +169,34 @@ def test_recent_results_stay_within_their_bytes() -> None:
     assert [name for name in "abc" if recent.get(name)] == ["b", "c"]
     recent.put("large", done("x" * 11))
     assert recent.get("large") is None and recent.get("c") is not None
+
+
+async def test_the_database_file_shrinks_when_results_have_expired(tmp_path: Path) -> None:
+    file = tmp_path / "a.db"
+    db = Database(f"sqlite+aiosqlite:///{file}")
+    await db.migrate()
+    futures = FutureStore(db, recent_bytes=0)
+    await futures.start()
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    await futures.expire(0)
+    empty = size()
+    for number in range(20):
+        futures.complete(await futures.enqueue(step(number)), done("x" * 500_000))
+    await futures.expire(0)
+    assert size() > empty + 9_000_000
+    await futures.expire(time.time() + 1)
+    assert size() < empty + 100_000
+    with pytest.raises(ResultExpired):
+        request_id = await futures.enqueue(step(0))
+        await futures.wait(request_id, OWNER, 1)
+    await futures.expire(time.time() + TOMBSTONES_KEPT_S + 1)
+    with pytest.raises(UnknownFuture):
+        await futures.wait(request_id, OWNER, 1)
+    await futures.stop()
+    await db.close()
 
 
 async def test_a_session_lives_until_it_is_finished(db: Database) -> None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, Table, bindparam, func, select, update
+from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
 
 from tinker_server.db.database import Database
 from tinker_server.db.tables import Future
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 FUTURES = cast(Table, Future.__table__)
 IDS_AT_ONCE = 500
 """In one statement: databases limit its parameters."""
+TOMBSTONES_KEPT_S = 7 * 24 * 3600
 RETRY_S = 1.0
 """Pause after the database refused to store results, before they are offered again."""
 
@@ -212,7 +213,7 @@ class FutureStore:
         self._completions.release()
 
     async def expire(self, before: float) -> None:
-        """Delete results that are older; a tombstone stays of each."""
+        """Delete results that are older; a tombstone stays of each for a while, so that polls are told why."""
         await self._all_written.wait()
         self._recent.drop(before)
         self._completions.drop_idle()
@@ -223,6 +224,9 @@ class FutureStore:
                 .where(Future.status.in_(("done", "failed")), Future.finished_at < before)
                 .values(status="expired", result=None)
             )
+            forgotten = (Future.status == "expired") & (Future.finished_at < before - TOMBSTONES_KEPT_S)
+            await session.execute(delete(Future).where(forgotten))
+        await self._db.shrink()
 
     async def _load(self, request_id: str, owner: str) -> Result | None:
         async with self._db.read() as session:
