@@ -111,8 +111,8 @@ def records(service: Any, client: Any, path: str) -> dict[str, Any]:
     rest.delete_checkpoint_from_tinker_path(path).result()
     remaining = rest.list_checkpoints(run_id).result().checkpoints
     return {
-        "run": [run.base_model, run.is_lora, run.lora_rank, run.corrupted],
-        "weights": [weights.base_model, weights.is_lora, weights.lora_rank],
+        "run": {"model": run.base_model, "is_lora": run.is_lora, "rank": run.lora_rank},
+        "weights": {"model": weights.base_model, "is_lora": weights.is_lora, "rank": weights.lora_rank},
         "checkpoints": sorted([one.checkpoint_id, one.checkpoint_type, one.public] for one in checkpoints),
         "published": sorted([one.checkpoint_id, one.public] for one in published),
         "remaining": sorted(one.checkpoint_id for one in remaining),

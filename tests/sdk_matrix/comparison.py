@@ -33,6 +33,8 @@ def contradictions(seen: dict[str, Any]) -> Iterator[str]:
     trained, original, restarted = seen["trained"], seen["original"], seen["restarted"]
     if not trained["loss"] < seen["steps"][0]["loss"] - 1:
         yield f"the loss did not fall: {seen['steps'][0]['loss']:.4f}, trained {trained['loss']:.4f}"
+    for name in "run", "weights":
+        yield from differences(seen["info"], seen["records"][name], f"records.{name}")
     for name in "original", "resumed", "restarted":
         yield from differences(trained, seen[name]["at once"], f"{name}.at once")
     yield from differences(original, seen["resumed"], "resumed")

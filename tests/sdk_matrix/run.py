@@ -30,7 +30,8 @@ VERSIONS = [REFERENCE, "0.34.0", "0.30.4", "0.26.2", "0.25.0", "0.24.1", "0.22.7
 
 CACHE = Path(__file__).parents[2] / ".sdk-matrix"
 INSTALL_TIMEOUT_S = 900
-CLIENT_TIMEOUT_S = 300
+CLIENT_TIMEOUT_S = 420
+"""The SDK repeats a request that fails on the server for five minutes, and only then says why."""
 MAX_REASON_CHARS = 400
 
 

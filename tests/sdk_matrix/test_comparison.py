@@ -22,6 +22,8 @@ def answer() -> dict[str, Any]:
 
 
 SEEN: dict[str, Any] = {
+    "info": {"rank": 8},
+    "records": {"run": {"rank": 8}, "weights": {"rank": 8}},
     "steps": [scores(-1.0)],
     "trained": scores(-9.0),
     "original": model(-11.0),
@@ -57,6 +59,7 @@ def test_results_that_make_sense_contradict_nothing() -> None:
     ("path", "value", "said"),
     [
         (("steps", 0, "loss"), -9.0, "the loss did not fall"),
+        (("records", "weights", "rank"), 4, "records.weights.rank: 4, expected 8"),
         (("resumed", "at once", "loss"), -8.9, "resumed.at once.loss"),
         (("resumed", "later", "loss"), -10.5, "resumed.later.loss"),
         (("restarted", "at once", "logprobs"), [[-9.0, -0.6]], "restarted.at once.logprobs[0][1]"),
