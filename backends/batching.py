@@ -15,7 +15,7 @@ from torch import Tensor
 
 from api_schemas.inputs import Datum
 from backends.losses import Loss, LossInputs
-from backends.rendering import Rendered, mrope_positions
+from backends.rendering import Rendered, RenderedImage, mrope_positions
 
 
 def plan_microbatches(lengths: Sequence[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:
@@ -45,6 +45,8 @@ class Microbatch:
     """One packed row, on the device, as the model's forward names it."""
 
     model_inputs: dict[str, Tensor]
+    images: list[RenderedImage]
+    """In the order of their placeholders."""
     cu_seqlens: Tensor
     """[samples + 1] int32: where each sample begins in the row, and where the last one ends."""
     max_seqlen: int
@@ -76,13 +78,10 @@ def pack(samples: Sequence[tuple[Rendered, np.ndarray]], device: torch.device, *
         "input_ids": torch.from_numpy(token_ids).to(device),
         "position_ids": torch.from_numpy(position_ids).to(device),
     }
-    images = [image for rendered, _ in samples for image in rendered.images]
-    if images:
-        model_inputs["pixel_values"] = torch.cat([image.pixel_values_PD for image in images]).to(device)
-        model_inputs["image_grid_thw"] = torch.tensor([image.grid_thw for image in images], device=device)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return Microbatch(
         model_inputs,
+        [image for rendered, _ in samples for image in rendered.images],
         torch.from_numpy(bounds).to(device),
         max(lengths),
         torch.from_numpy(_in_columns([targets for _, targets in samples], 0)).to(device),

@@ -32,7 +32,7 @@ class BackendConfig(BaseModel):
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """KV cache of the sampler on CPU; absent: room for two whole contexts, and at least 512 MiB."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)
-    """Rendered images kept per process, by content."""
+    """Images kept per process, by content: pixels in the sampler, in the trainer what its vision tower made of them."""
     max_image_pixels: int = Field(default=50_000_000, ge=1)
     """Larger images are refused before they are decoded."""
     max_images_per_prompt: int = Field(default=64, ge=1)

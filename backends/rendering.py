@@ -11,6 +11,7 @@ import hashlib
 import io
 import threading
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class RenderedImage:
     hash: str
     """sha256 of the file's bytes."""
     pixel_values_PD: torch.Tensor
+    """Empty where the renderer was told that they are known."""
     grid_thw: tuple[int, int, int]
     """In patches, before merging."""
 
@@ -133,8 +135,11 @@ class Renderer:
                 )
         return length, spans
 
-    def render(self, model_input: ModelInput, where: str) -> Rendered:
-        """Expanded token ids and pixels. Raises InvalidInput as `layout`, and for images that do not decode."""
+    def render(self, model_input: ModelInput, where: str, known: Container[str] = frozenset()) -> Rendered:
+        """Expanded token ids and pixels; images whose hash is `known` are not decoded.
+
+        Raises InvalidInput as `layout`, and for images that do not decode.
+        """
         length, spans = self.layout(model_input, where)
         token_ids_T = np.empty(length, dtype=np.int64)
         images: list[RenderedImage] = []
@@ -145,9 +150,10 @@ class Renderer:
                 token_ids_T[offset:end] = chunk.tokens
             else:
                 assert isinstance(chunk, ImageChunk)
-                end = offset + next(remaining).num_tokens
+                span = next(remaining)
+                end = offset + span.num_tokens
                 token_ids_T[offset:end] = self.config.image_token_id
-                images.append(self._pixels(chunk, f"{where}, chunk {index}"))
+                images.append(self._image(chunk, span, known, f"{where}, chunk {index}"))
             offset = end
         return Rendered(token_ids_T, spans, images)
 
@@ -197,8 +203,11 @@ class Renderer:
         resized = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return resized[0] // factor, resized[1] // factor
 
-    def _pixels(self, chunk: ImageChunk, at: str) -> RenderedImage:
+    def _image(self, chunk: ImageChunk, span: ImageSpan, known: Container[str], at: str) -> RenderedImage:
         key = hashlib.sha256(chunk.data).hexdigest()
+        if key in known:
+            merge: int = self._processor.merge_size
+            return RenderedImage(key, torch.empty(0), (1, span.grid[0] * merge, span.grid[1] * merge))
         cached = self._cache.get(key)
         if cached is not None:
             return cached

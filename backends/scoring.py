@@ -3,10 +3,16 @@
 T tokens, H hidden width, V vocabulary, K targets of a position
 """
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+from backends.rendering import RenderedImage
+from backends.vision import FrozenVision
 
 MAX_LOGITS = 2**26
 """Logits held at once: 256 MiB in float32."""
@@ -15,13 +21,19 @@ MAX_LOGITS = 2**26
 class Scorer(nn.Module):
     """A model whose forward gives target log probabilities; FSDP's root, so that the head is gathered too."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, vision: FrozenVision | None) -> None:
         super().__init__()
         self.model = model
+        self._vision = vision
 
-    def forward(self, model_inputs: dict[str, Tensor], targets_TK: Tensor) -> Tensor:
+    def forward(self, model_inputs: dict[str, Tensor], images: Sequence[RenderedImage], targets_TK: Tensor) -> Tensor:
         """model_inputs describe one packed row; returns [T, K] float32, nats."""
-        hidden_TH = self.model.base_model(**model_inputs, use_cache=False).last_hidden_state[0]
+        with ExitStack() as forward:
+            image_inputs: dict[str, Tensor] = {}
+            if self._vision is not None:
+                image_inputs = forward.enter_context(self._vision.shown(images, targets_TK.device))
+            output = self.model.base_model(**model_inputs, **image_inputs, use_cache=False)
+        hidden_TH = output.last_hidden_state[0]
         return target_logprobs(hidden_TH, self.model.get_output_embeddings(), targets_TK)
 
 

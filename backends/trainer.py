@@ -34,6 +34,7 @@ from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from backends.rendering import Rendered, Renderer
 from backends.scoring import Scorer
 from backends.training_checks import loss_config
+from backends.vision import FrozenVision
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +73,13 @@ class RankTrainer:
     def __init__(self, config: TrainerConfig, world: World) -> None:
         self._config = config
         self._world = world
-        self._renderer = Renderer(
-            config.source, image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels
-        )
+        # Pixels are not kept: what the vision tower makes of them is.
+        self._renderer = Renderer(config.source, image_cache_bytes=0, max_image_pixels=config.max_image_pixels)
         self._attention = attention.implementation(world.device, getattr(torch, config.dtype))
         model = load_base(config, self._renderer.takes_images, self._attention, world)
-        self._scorer = Scorer(model).eval()
+        takes_images = self._renderer.takes_images
+        self._vision = FrozenVision(model.base_model, config.image_cache_bytes) if takes_images else None
+        self._scorer = Scorer(model, self._vision).eval()
         self._packs = packing_is_exact(self._scorer, self._renderer, self._attention, world.device)
         if not self._packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
@@ -122,6 +124,9 @@ class RankTrainer:
                 torch.cuda.empty_cache()
                 raise BackendFailed(f"out of GPU memory; send shorter or fewer datums at once ({error})") from None
             raise
+        finally:
+            if self._vision is not None:
+                self._vision.trim()
         if backward and model.gradient == "none":
             model.gradient = "whole"
         return output
@@ -161,7 +166,8 @@ class RankTrainer:
         error: str | None = None
         try:
             for index in itertools.chain.from_iterable(steps):
-                rendered[index] = self._renderer.render(work.data[index].model_input, f"datum {index}")
+                model_input = work.data[index].model_input
+                rendered[index] = self._renderer.render(model_input, f"datum {index}", self._vision or ())
         except InvalidInput as invalid:
             error = str(invalid)
         for message in gather_objects(error, self._world):
@@ -310,7 +316,7 @@ def load_base(config: TrainerConfig, takes_images: bool, decoder_attention: str,
 def score(scorer: Scorer, batch: Microbatch, implementation: str) -> Tensor:
     """[T, K] float32, nats: log probabilities of a packed row's targets, with the named attention."""
     extra = attention.bounds(implementation, batch.cu_seqlens, batch.max_seqlen)
-    result: Tensor = scorer({**batch.model_inputs, **extra}, batch.targets_TK)
+    result: Tensor = scorer({**batch.model_inputs, **extra}, batch.images, batch.targets_TK)
     return result
 
 

@@ -1,0 +1,108 @@
+"""The frozen vision tower, run once per image: what it makes of one depends on nothing else, and is kept by content.
+
+Kept in host memory, which is larger than a GPU's and near enough: an image's features are copied in a fraction
+of the time that computing them takes.
+
+N tokens of an image, H hidden width of the language model, P patches, D values of a patch
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from backends.protocol import BackendFailed
+from backends.rendering import RenderedImage
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """One image as the language model takes it."""
+
+    tokens_NH: Tensor
+    deepstack_NH: list[Tensor]
+    """What is added to the tokens after the first decoder layers."""
+
+    def to(self, device: torch.device | str) -> "ImageFeatures":
+        return ImageFeatures(self.tokens_NH.to(device), [part.to(device) for part in self.deepstack_NH])
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.tokens_NH, *self.deepstack_NH))
+
+
+class FrozenVision:
+    """Stands between a model and its vision tower. Never more than one forward at a time."""
+
+    def __init__(self, model: PreTrainedModel, max_bytes: int) -> None:
+        """`model` is the one whose forward calls its own get_image_features."""
+        self._tower = model.get_image_features
+        self._max_bytes = max_bytes
+        self._size_bytes = 0
+        self._kept: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self._next: Any = None
+        model.get_image_features = self._give  # type: ignore[method-assign, unused-ignore]
+
+    def __contains__(self, image_hash: object) -> bool:
+        """Whether the image's pixels are not needed, until `trim`."""
+        if image_hash not in self._kept:
+            return False
+        self._kept.move_to_end(str(image_hash))
+        return True
+
+    @contextmanager
+    def shown(self, images: Sequence[RenderedImage], device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """The inputs of one forward that sees these images, in order. Raises BackendFailed if it did not look."""
+        if not images:
+            yield {}
+            return
+        self._next = self._features(images, device)
+        # The pixels only say that there are images; `_give` has what the tower makes of the real ones.
+        yield {
+            "pixel_values": torch.empty(0, device=device),
+            "image_grid_thw": torch.tensor([image.grid_thw for image in images], device=device),
+        }
+        if self._next is not None:
+            self._next = None
+            raise BackendFailed("the model's forward did not ask for its image features")
+
+    def trim(self) -> None:
+        """Let the least recently used go. Not while rendered images wait whose pixels were left out."""
+        while self._size_bytes > self._max_bytes:
+            self._size_bytes -= self._kept.popitem(last=False)[1].size_bytes
+
+    def _give(self, *_: Any, **__: Any) -> Any:
+        given, self._next = self._next, None
+        return given
+
+    def _features(self, images: Sequence[RenderedImage], device: torch.device) -> Any:
+        """As the model's own get_image_features returns them."""
+        new = {image.hash: image for image in images if image.hash not in self._kept}
+        computed = self._compute(list(new.values()), device) if new else {}
+        parts = [computed.get(image.hash) or self._kept[image.hash].to(device) for image in images]
+        for name, features in computed.items():
+            kept = features.to("cpu")
+            self._kept[name] = kept
+            self._size_bytes += kept.size_bytes
+        return self._output(
+            pooler_output=tuple(part.tokens_NH for part in parts),
+            deepstack_features=[tuple(tap) for tap in zip(*(part.deepstack_NH for part in parts), strict=True)],
+        )
+
+    def _compute(self, images: list[RenderedImage], device: torch.device) -> dict[str, ImageFeatures]:
+        pixels_PD = torch.cat([image.pixel_values_PD for image in images]).to(device)
+        grids = torch.tensor([image.grid_thw for image in images], device=device)
+        with torch.no_grad():
+            output = self._tower(pixels_PD, grids, return_dict=True)
+        self._output = type(output)
+        taps = list(zip(*output.deepstack_features, strict=True)) or [()] * len(images)
+        # Clones: slices would keep the whole batch's memory alive.
+        return {
+            image.hash: ImageFeatures(tokens.clone(), [tap.clone() for tap in of_image])
+            for image, tokens, of_image in zip(images, output.pooler_output, taps, strict=True)
+        }

@@ -1,0 +1,195 @@
+"""The vision tower runs once per image, and nothing else changes.
+
+pytest tests/contract/test_vision_cache.py
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from api_schemas.inputs import Datum
+from api_schemas.training import LoraConfig
+from backends.parallel import World
+from backends.protocol import BackendFailed, InvalidInput
+from backends.ranks import RankedTrainer
+from backends.trainer import RankTrainer
+from tests.contract.test_trainer import SMOOTH, assert_same, config, gradients, perturb
+from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
+
+LORA = LoraConfig(rank=8, seed=1)
+SMALL, WIDE, TALL = image(64, 64, 1), image(160, 64, 2), image(64, 160, 3)
+BATCH = {
+    **MIXED,
+    "the same image twice": prompt(words(2, 1), SMALL, words(1, 2), SMALL, words(3, 3)),
+    "two images with nothing between": prompt(SMALL, WIDE, words(2, 4)),
+    "an image seen before": prompt(words(3, 5), TALL, words(1, 6), SMALL, words(2, 7)),
+}
+
+
+class Tower:
+    """Counts the images that the vision tower computes."""
+
+    def __init__(self, rank: RankTrainer) -> None:
+        self.images: list[int] = []
+        visual = rank._scorer.model.base_model.visual
+        self._hook = visual.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, _: object, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
+        self.images.append(len(kwargs["grid_thw"]))
+
+    def take(self) -> int:
+        total, self.images = sum(self.images), []
+        return total
+
+
+def trainer(source: Path, image_cache_bytes: int) -> RankTrainer:
+    settings = replace(config(source, max_tokens=200), image_cache_bytes=image_cache_bytes)
+    rank = RankTrainer(settings, World(0, 1, torch.device("cpu")))
+    rank.create_model("m", LORA)
+    perturb(rank, "m")
+    return rank
+
+
+@pytest.fixture(scope="module")
+def keeping(tiny_vl: Path) -> RankTrainer:
+    return trainer(tiny_vl, 1 << 26)
+
+
+@pytest.fixture(scope="module")
+def forgetting(tiny_vl: Path) -> RankTrainer:
+    return trainer(tiny_vl, 0)
+
+
+@pytest.fixture
+def data(renderer) -> list[Datum]:
+    return [datum(model_input, renderer, seed) for seed, model_input in enumerate(BATCH.values())]
+
+
+def run(rank: RankTrainer, data: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+    rank._models["m"].clear_gradient()
+    output = rank.forward_backward("m", cross_entropy(data), True)
+    found = {name: gradient.clone() for name, gradient in gradients(rank, "m").items()}
+    return [row["logprobs"] for row in output.loss_fn_outputs], found
+
+
+def assert_agree(got, wanted) -> None:
+    for a, b in zip(got[0], wanted[0], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_same(got[1], wanted[1])
+
+
+def distinct_images(data: list[Datum]) -> int:
+    return len({c.data for item in data for c in item.model_input.chunks if c.type == "image"})
+
+
+def test_a_kept_image_counts_as_a_computed_one_and_is_computed_once(keeping, forgetting, data):
+    tower, fresh = Tower(keeping), Tower(forgetting)
+    wanted = run(forgetting, data)
+    assert fresh.take() >= distinct_images(data)
+    first = run(keeping, data)
+    assert tower.take() == distinct_images(data)
+    again = run(keeping, data[::-1])
+    assert tower.take() == 0
+    assert_agree(first, wanted)
+    assert_agree((again[0][::-1], again[1]), wanted)
+
+
+def test_new_and_kept_images_stand_in_one_row(keeping, forgetting, renderer):
+    new = image(96, 96, 42)
+    mixed = [datum(prompt(words(2), SMALL, words(1), new, words(1), SMALL, words(2)), renderer, 3)]
+    tower = Tower(keeping)
+    keeping.forward_backward("m", cross_entropy([datum(prompt(words(2), SMALL, words(2)), renderer)]), False)
+    tower.take()
+    assert_agree(run(keeping, mixed), run(forgetting, mixed))
+    assert tower.take() == 1
+
+
+def test_features_do_not_depend_on_the_adapter(keeping, forgetting, data):
+    """Nothing before or in the tower is trained, so a step, or another model, leaves them valid."""
+    run(keeping, data)
+    for rank in (keeping, forgetting):
+        rank.create_model("other", LoraConfig(rank=16, seed=5))
+        rank.forward_backward("other", cross_entropy(data), True)
+        rank.optim_step("other", SMOOTH)
+    outputs = [rank.forward_backward("other", cross_entropy(data), False) for rank in (keeping, forgetting)]
+    for a, b in zip(*(output.loss_fn_outputs for output in outputs), strict=True):
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
+    assert not [name for name in gradients(keeping, "m") if "visual" in name]
+    for rank in (keeping, forgetting):
+        rank.delete_model("other")
+
+
+def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetting, renderer, data):
+    one = datum(prompt(words(2), SMALL, words(1)), renderer)
+    probe = trainer(tiny_vl, 1 << 26)
+    probe.forward_backward("m", cross_entropy([one]), False)
+    size = probe._vision._size_bytes
+    assert size == sum(features.size_bytes for features in probe._vision._kept.values()) > 0
+    rank = trainer(tiny_vl, 3 * size)
+    tower = Tower(rank)
+    squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
+    for item in squares:
+        rank.forward_backward("m", cross_entropy([item]), False)
+        assert rank._vision._size_bytes <= 3 * size
+    assert tower.take() == 5
+    rank.forward_backward("m", cross_entropy(squares[2:]), False)
+    assert tower.take() == 0
+    rank.forward_backward("m", cross_entropy(squares[:1]), False)
+    assert tower.take() == 1
+    assert_agree(run(rank, data), run(forgetting, data))
+
+
+def test_an_image_that_was_known_when_rendered_is_there_when_computed(tiny_vl, forgetting, data):
+    """Also where the rest of its batch fills the whole room."""
+    rank = trainer(tiny_vl, 1)
+    run(rank, data[:2])
+    assert_agree(run(rank, data + data), run(forgetting, data + data))
+
+
+def test_a_broken_image_is_refused_whatever_is_kept(keeping, renderer, data):
+    whole = data[1].model_input.chunks[1]
+    cut = type(whole)(data=whole.data[: len(whole.data) // 2], format="png")
+    broken = Datum(
+        model_input=prompt(data[1].model_input.chunks[0], cut, data[1].model_input.chunks[2]),
+        loss_fn_inputs=data[1].loss_fn_inputs,
+    )
+    run(keeping, data)
+    with pytest.raises(InvalidInput, match="datum 1, chunk 1"):
+        keeping.forward_backward("m", cross_entropy([data[0], broken]), True)
+
+
+def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, monkeypatch):
+    """As it would be, should a later transformers take image features another way."""
+    monkeypatch.setattr(keeping._scorer.model.base_model, "get_image_features", keeping._vision._tower)
+    with pytest.raises((BackendFailed, RuntimeError, AttributeError, IndexError)):
+        keeping.forward_backward("m", cross_entropy(data), False)
+
+
+@pytest.fixture
+async def two_ranks(tiny_vl, renderer) -> Iterator[RankedTrainer]:
+    ranked = RankedTrainer(config(tiny_vl, max_tokens=60), renderer, num_ranks=2, max_context_length=1024)
+    await ranked.start()
+    yield ranked
+    await ranked.stop()
+
+
+async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, tiny_vl, renderer, tmp_path, data):
+    one = RankedTrainer(config(tiny_vl, max_tokens=60), renderer, num_ranks=1, max_context_length=1024)
+    await one.start()
+    try:
+        for ranked, name in ((two_ranks, "two"), (one, "one")):
+            await ranked.create_model("m", LORA)
+            # In another order the shares of the ranks differ, so each meets images that it has, and that it has not.
+            for batch in (data[1:2], data, data[::-1], data[3:5], data[5:]):
+                await ranked.forward_backward("m", cross_entropy(batch), backward=True)
+                await ranked.optim_step("m", SMOOTH)
+            await ranked.save_state("m", tmp_path / name)
+    finally:
+        await one.stop()
+    weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
+    assert_same(weights[1], weights[0], rtol=1e-5)
