@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test check proto serve clean
+.PHONY: help setup demo test conformance check proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
 	@echo "make test    lint, types, then all tests that need no GPU"
 	@echo "make check   lint and types only"
+	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
 	@echo "make proto   compile the protobuf schema again"
 	@echo "make setup   only install; make clean removes $(VENV) and all caches"
@@ -28,6 +29,9 @@ demo: $(STAMP)
 
 test: check
 	$(BIN)/pytest -m "not gpu" --ignore tests/gpu tests
+
+conformance: $(STAMP)
+	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tinker
 import zstandard
+from starlette.types import ASGIApp
 from tinker import types
 
 from api_schemas import tinker_wire_pb2 as pb
@@ -31,10 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 
 class Running:
-    """A server in a thread."""
+    """A server in a thread. `around` may put something in front of it, such as a record or a proxy."""
 
-    def __init__(self, data_dir: Path, **settings: Any) -> None:
+    def __init__(self, data_dir: Path, *, around: Callable[[ASGIApp], ASGIApp] | None = None, **settings: Any) -> None:
         self.backend = FakeBackend()
+        self._around = around
         values = {"poll_hold_s": HOLD_S, "gap_grace_s": 0.5, "max_body_bytes": 1 << 20, "drain_s": 1} | settings
         self.settings = Settings(data_dir=data_dir, **values)
         self._listening = threading.Event()
@@ -50,7 +52,8 @@ class Running:
         self.loop = asyncio.get_running_loop()
         app = self.app = create_app(self.settings, self.backend)
         async with app.router.lifespan_context(app):
-            self._server = Server(app, app.state.services.drain, self._listening.set)
+            front: Any = app if self._around is None else self._around(app)
+            self._server = Server(front, app.state.services.drain, self._listening.set)
             await self._server.serve(sockets=[self._listener])
 
     def stop(self) -> None:
