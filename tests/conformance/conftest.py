@@ -30,8 +30,9 @@ def fake(tmp_path_factory: pytest.TempPathFactory, wire: Wire) -> Iterator[Runni
 
 @pytest.fixture(scope="module")
 def client(fake: Running) -> Iterator[tinker.ServiceClient]:
-    """A client of `fake`."""
+    """A client of `fake`, in a session of its own that is open already."""
     with tinker.ServiceClient(base_url=fake.url, api_key="tml-test") as client:
+        client.holder.get_session_id()
         yield client
     gc.collect()
 

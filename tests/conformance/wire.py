@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BACKGROUND = ("/session_heartbeat", "/telemetry", "/client/dynamic_config", "/retrieve_future")
 """What the SDK sends at times of its own, or as often as it takes."""
-KEPT_BYTES = 1 << 16
+KEPT_BYTES = 1 << 20
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Seen:
     """Below /api/v1."""
     headers: dict[str, str]
     body: bytes = b""
-    """Its first 64 KiB."""
+    """All of it up to 1 MiB; of a longer one, the beginning."""
     status: int | None = None
     arrived: float = field(default_factory=time.monotonic)
 
@@ -50,7 +50,8 @@ class Wire:
 
             async def read() -> Message:
                 message = await receive()
-                seen.body = (seen.body + message.get("body", b""))[:KEPT_BYTES]
+                if len(seen.body) < KEPT_BYTES:
+                    seen.body += message.get("body", b"")
                 return message
 
             async def answer(message: Message) -> None:

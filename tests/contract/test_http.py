@@ -197,38 +197,10 @@ def test_the_sdk_raises_a_failed_operation_with_its_category(client: tinker.Serv
         ).result()
 
 
-def test_capabilities_name_the_served_models(server: Running) -> None:
-    rest = tinker.RestClient(base_url=server.url, api_key="tml-test")
-    (model,) = rest.get_server_capabilities().result().supported_models
-    assert (model.model_name, model.max_context_length) == ("tiny", 128)
-
-
-def test_a_session_is_alive_until_it_is_finished(server: Running) -> None:
-    session_id = server.session()
-    assert server.post("/session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
-    assert server.post("/session_heartbeat", session_id="other").status_code == 404
-    for _ in range(2):
-        finished = server.post(f"/sessions/{session_id}/finish", reason={"type": "success"}, detail=None)
-        assert finished.status_code == 204
-    assert server.post("/session_heartbeat", session_id=session_id).status_code == 410
-    refused = server.post("/create_model", session_id=session_id, model_seq_id=0, base_model="tiny")
-    assert refused.status_code == 403 and "finished" in refused.json()["detail"]
-    refused = server.post("/create_sampling_session", session_id="other", sampling_session_seq_id=0, base_model="tiny")
-    assert refused.status_code == 404
-
-
 def test_a_repeated_session_request_makes_one_session(server: Running) -> None:
     key = {"x-idempotency-key": str(uuid.uuid4())}
     first, second = (server.http.post("/create_session", json={}, headers=key).json() for _ in range(2))
     assert first == second
-
-
-def test_telemetry_is_logged_without_keys(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "tinker_server")
-    event = {"event": "GENERIC_EVENT", "event_data": {"headers": "x-api-key: tml-secret-1"}}
-    answer = server.post("/telemetry", session_id="s", events=[event], platform="", sdk_version="0.38.0")
-    assert answer.json() == {"status": "accepted"}
-    assert "[key]" in caplog.text and "secret" not in caplog.text
 
 
 def test_a_repeated_submit_has_the_same_request_id_and_another_operation_is_400(server: Running) -> None:
