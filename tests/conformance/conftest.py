@@ -8,7 +8,7 @@ import pytest
 import tinker
 
 from backends.rendering import Renderer
-from tests.conformance.reference import Reference
+from tests.conformance.reference import Reference, Trained
 from tests.conformance.wire import Wire
 from tests.contract.test_http import Running
 from tests.servers import Server
@@ -52,3 +52,9 @@ def service(server: Server) -> tinker.ServiceClient:
 @pytest.fixture(scope="session")
 def reference(tiny_vl: Path, renderer: Renderer) -> Reference:
     return Reference(tiny_vl, renderer)
+
+
+@pytest.fixture
+def trained(server: Server, service: tinker.ServiceClient, renderer: Renderer) -> Trained:
+    """A model of the real server that is not at its start any more."""
+    return Trained(server, service, renderer)

@@ -34,8 +34,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 class Running:
     """A server in a thread. `around` may put something in front of it, such as a record or a proxy."""
 
-    def __init__(self, data_dir: Path, *, around: Callable[[ASGIApp], ASGIApp] | None = None, **settings: Any) -> None:
-        self.backend = FakeBackend()
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        around: Callable[[ASGIApp], ASGIApp] | None = None,
+        backend: FakeBackend | None = None,
+        **settings: Any,
+    ) -> None:
+        self.backend = backend or FakeBackend()
         self._around = around
         values = {"poll_hold_s": HOLD_S, "gap_grace_s": 0.5, "max_body_bytes": 1 << 20, "drain_s": 1} | settings
         self.settings = Settings(data_dir=data_dir, **values)
@@ -43,7 +50,7 @@ class Running:
         self._listener = listen("127.0.0.1", 0)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        assert self._listening.wait(20)
+        assert self._listening.wait(60)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         accept = {"accept": "application/x-protobuf, application/json"}
         self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=20, headers=accept)
