@@ -14,7 +14,6 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-import zstandard
 from starlette.types import ASGIApp
 from tinker import types
 
@@ -180,14 +179,6 @@ def test_a_client_trains_saves_resumes_and_samples(client: tinker.ServiceClient)
     assert base.sample(prompt, 1, params).result().sequences[0].tokens == [100]
 
 
-def test_a_large_batch_comes_back_in_order(client: tinker.ServiceClient) -> None:
-    training = client.create_lora_training_client("tiny", rank=8).result()
-    lengths = [1 + index % 7 for index in range(1100)]
-    outputs = training.forward_backward([datum(length) for length in lengths], "cross_entropy").result()
-    assert [len(output["logprobs"].data) for output in outputs.loss_fn_outputs] == lengths
-    assert outputs.metrics == {"loss:sum": 1100}
-
-
 def test_the_sdk_raises_a_failed_operation_with_its_category(client: tinker.ServiceClient) -> None:
     training = client.create_lora_training_client("tiny", rank=8).result()
     with pytest.raises(tinker.RequestFailedError, match="loss_fn 'wrong' is not known") as caught:
@@ -216,32 +207,6 @@ def test_a_repeated_submit_has_the_same_request_id_and_another_operation_is_400(
     assert first == second
     conflict = server.post("/save_weights", model_id=model_id, seq_id=1, path="a")
     assert conflict.status_code == 400 and "seq_id 1" in conflict.json()["detail"]
-
-
-def test_an_unfinished_poll_is_held_then_408_and_wakes_at_once(server: Running) -> None:
-    model_id = server.model()
-    gate = server.backend.tiny.trainer.gates["cross_entropy"]
-    gate.clear()
-    headers = {"content-type": "application/x-protobuf"}
-    submitted = server.http.post("/forward_backward", content=forward_backward_body(model_id, 1), headers=headers)
-    started = time.monotonic()
-    pending = server.post("/retrieve_future", request_id=submitted.json()["request_id"], allow_metadata_only=True)
-    assert pending.status_code == 408 and time.monotonic() - started >= HOLD_S
-    assert pending.json() == {"type": "try_again", "queue_state": "active", **submitted.json()}
-    server.loop.call_soon_threadsafe(server.loop.call_later, HOLD_S / 3, gate.set)
-    assert server.result(submitted).headers["content-type"] == "application/x-protobuf"
-
-
-def test_compressed_bodies_are_read_and_corrupt_ones_refused(server: Running) -> None:
-    model_id = server.model()
-    headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
-    body = zstandard.compress(forward_backward_body(model_id, 1))
-    submitted = server.http.post("/forward_backward", content=body, headers=headers)
-    assert pb.ForwardBackwardOutput.FromString(server.result(submitted).content).metrics == {"loss:sum": 1}
-    bomb = zstandard.compress(b"\0" * (2 << 20))
-    for wrong in (b"nonsense", bomb):
-        refused = server.http.post("/forward_backward", content=wrong, headers=headers)
-        assert refused.status_code == 400 and "zstd" in refused.json()["detail"]
 
 
 def test_refused_bodies_have_an_answer_with_a_length_and_settle_their_number(server: Running) -> None:
