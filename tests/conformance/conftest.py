@@ -1,6 +1,7 @@
 """Fixtures of the conformance tests: a server of fakes with a record of its requests, and clients of either server."""
 
 import gc
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,16 +32,24 @@ def fake(tmp_path_factory: pytest.TempPathFactory, wire: Wire) -> Iterator[Runni
 @pytest.fixture(scope="module")
 def client(fake: Running) -> Iterator[tinker.ServiceClient]:
     """A client of `fake`, in a session of its own that is open already."""
-    with tinker.ServiceClient(base_url=fake.url, api_key="tml-test") as client:
+    client = tinker.ServiceClient(
+        base_url=fake.url, api_key="tml-test", user_metadata={"team": "red"}, project_id="first"
+    )
+    with client:
         client.holder.get_session_id()
         yield client
     gc.collect()
 
 
+@pytest.fixture(scope="module")
+def rest(fake: Running) -> tinker.RestClient:
+    return tinker.RestClient(base_url=fake.url, api_key="tml-test")
+
+
 @pytest.fixture
 def training(client: tinker.ServiceClient) -> tinker.TrainingClient:
     """A model of `fake`."""
-    return client.create_lora_training_client("tiny", rank=8).result()
+    return client.create_lora_training_client("tiny", rank=8, user_metadata={"renderer_name": "plain"}).result()
 
 
 @pytest.fixture
@@ -58,3 +67,14 @@ def reference(tiny_vl: Path, renderer: Renderer) -> Reference:
 def trained(server: Server, service: tinker.ServiceClient, renderer: Renderer) -> Trained:
     """A model of the real server that is not at its start any more."""
     return Trained(server, service, renderer)
+
+
+def session_of(training: tinker.TrainingClient) -> str:
+    return training.model_id.partition(":train:")[0]
+
+
+def fetch(url: str) -> bytes:
+    """Without any header of the SDK."""
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        body: bytes = answer.read()
+        return body
