@@ -91,16 +91,6 @@ def test_069_asample_takes_weights_without_a_session(fake: Running) -> None:
     assert (both.status_code, neither.status_code) == (400, 400)
 
 
-def test_081_clients_that_join_get_numbers_of_their_own(fake: Running) -> None:
-    sampler_id = fake.sampler()
-    numbers = {
-        fake.post("/join_sampling_session", sampling_session_id=sampler_id).json()["client_counter"] for _ in range(20)
-    }
-    assert len(numbers) == 20 and min(numbers) >= 1
-    assert fake.sample(sampler_id, max(numbers) * 10**9).status_code == 200
-    assert fake.post("/join_sampling_session", sampling_session_id="nothing").status_code == 404
-
-
 def test_085_weights_deleted_under_a_session_fail_its_samples_with_a_text(
     fake: Running, client: tinker.ServiceClient
 ) -> None:
