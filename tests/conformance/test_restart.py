@@ -30,9 +30,9 @@ def test_065_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_
     scores = service.create_sampling_client(model_path=weights).result().compute_logprobs(model_input).result()
     step(client, batch(renderer, 2))
     uninterrupted = logprobs_of(client, batch(renderer))
-    model_id, long = client.model_id, types.SamplingParams(max_tokens=1000, stop=[])
+    model_id, long = client.model_id, types.SamplingParams(max_tokens=300, stop=[])
     running = [
-        client.forward_backward([sdk_datum(item) for item in batch(renderer, 3)] * 20, "cross_entropy")
+        client.forward_backward([sdk_datum(item) for item in batch(renderer, 3)] * 10, "cross_entropy")
         for _ in range(3)
     ]
     sample = service.create_sampling_client(model_path=weights).result().sample(model_input, 1, long)
@@ -41,7 +41,7 @@ def test_065_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_
 
     server.start()
     try:
-        assert len(sample.result(timeout=120).sequences[0].tokens) == 1000
+        assert len(sample.result(timeout=120).sequences[0].tokens) == 300
         failures = [future.future().exception(timeout=120) for future in running]
         assert failures[-1] is not None, "it was done before the server was killed"
         for failure in filter(None, failures):

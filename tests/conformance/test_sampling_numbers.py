@@ -29,11 +29,15 @@ def sampler(trained: Trained, reference: Reference) -> tinker.SamplingClient:
     return trained.client.save_weights_and_get_sampling_client().result()
 
 
-def draw(
+def ask(
     sampler: tinker.SamplingClient, n: int = 1, prompt: ModelInput = TEXT, **params: object
-) -> list[types.SampledSequence]:
+) -> tinker.APIFuture[types.SampleResponse]:
     parameters = types.SamplingParams(**{"max_tokens": 8, "stop": [], **params})  # type: ignore[arg-type]
-    return sampler.sample(sdk_input(prompt), n, parameters).result().sequences
+    return sampler.sample(sdk_input(prompt), n, parameters)
+
+
+def draw(sampler: tinker.SamplingClient, n: int = 1, **asked: object) -> list[types.SampledSequence]:
+    return ask(sampler, n, **asked).result().sequences  # type: ignore[arg-type]
 
 
 def next_logprobs(reference: Reference) -> np.ndarray:
@@ -50,11 +54,10 @@ def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Pat
     """All cut the same draw, and what stops it stays."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_vl)
     ends = {tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")}
-    long = {"max_tokens": 400, "seed": 3}
-    whole = draw(sampler, 8, **long)
-    assert all((len(one.tokens), one.stop_reason) == (400, "length") for one in whole)
-
-    absent = draw(sampler, 8, **long | {"stop": None})
+    long = {"max_tokens": 100, "seed": 3}
+    forms = [ask(sampler, 24, **long), ask(sampler, 24, **long | {"stop": None})]
+    whole, absent = (form.result().sequences for form in forms)
+    assert all((len(one.tokens), one.stop_reason) == (100, "length") for one in whole)
     assert any(one.stop_reason == "stop" for one in absent)
     for one, free in zip(absent, whole, strict=True):
         at = next((index for index, token in enumerate(free.tokens) if token in ends), None)
@@ -62,17 +65,17 @@ def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Pat
         assert one.stop_reason == ("length" if at is None else "stop")
 
     free = whole[0].tokens
-    ids = [free[300], free[200]]
-    (by_id,) = draw(sampler, **long | {"stop": ids})
-    assert (by_id.tokens, by_id.stop_reason) == (free[: min(map(free.index, ids)) + 1], "stop")
-    assert len(by_id.logprobs) == len(by_id.tokens)
-
-    at = next(i for i in range(20, 300) if tokenizer.decode(free[i : i + 2]).strip().isalnum())
+    ids = [free[80], free[60]]
+    at = next(i for i in range(20, 90) if tokenizer.decode(free[i : i + 2]).strip().isalnum())
     word = tokenizer.decode(free[at : at + 2])
-    for form in (word, ["never seen", word]):
-        (by_text,) = draw(sampler, **long | {"stop": form})
-        assert by_text.stop_reason == "stop" and by_text.tokens == free[: len(by_text.tokens)]
-        assert word in tokenizer.decode(by_text.tokens) and word not in tokenizer.decode(by_text.tokens[:-1])
+    by_id, by_text, by_texts = (ask(sampler, **long | {"stop": stop}) for stop in (ids, word, ["never seen", word]))
+    (cut,) = by_id.result().sequences
+    assert (cut.tokens, cut.stop_reason) == (free[: min(map(free.index, ids)) + 1], "stop")
+    assert len(cut.logprobs) == len(cut.tokens)
+    for form in (by_text, by_texts):
+        (cut,) = form.result().sequences
+        assert cut.stop_reason == "stop" and cut.tokens == free[: len(cut.tokens)]
+        assert word in tokenizer.decode(cut.tokens) and word not in tokenizer.decode(cut.tokens[:-1])
 
 
 def test_071_max_tokens_absent_is_the_context_and_one_is_one(sampler: tinker.SamplingClient) -> None:
