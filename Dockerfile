@@ -3,6 +3,7 @@
 # docker build -t tinker-server .                          CUDA
 # docker build -t tinker-server --build-arg EXTRA=cpu .    no GPU: development and trials
 #
+# docker run --rm -v tinker-data:/data tinker-server keys add NAME      prints an API key: without one, no start
 # docker run --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server
 # (the ranks of the trainer and vLLM talk through /dev/shm, of which docker grants 64 MiB by default)
 
@@ -41,3 +42,4 @@ HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/api/v1/healthz', timeout=8)"]
 
 ENTRYPOINT ["tinker-server"]
+CMD ["serve"]

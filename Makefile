@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test conformance check proto serve clean
+.PHONY: help setup demo test conformance sdk-matrix check proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
 	@echo "make test    lint, types, then all tests that need no GPU"
-	@echo "make check   lint and types only"
 	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
+	@echo "make sdk-matrix   nine versions of the SDK, 0.8 to 0.38, must see the same numbers"
+	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
 	@echo "make proto   compile the protobuf schema again"
 	@echo "make setup   only install; make clean removes $(VENV) and all caches"
@@ -33,6 +34,9 @@ test: check
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance
 
+sdk-matrix: $(STAMP)
+	$(BIN)/python -m tests.sdk_matrix.run $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -45,4 +49,4 @@ serve: $(STAMP)
 	$(BIN)/tinker-server serve $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) .sdk-matrix .mypy_cache .ruff_cache .pytest_cache build *.egg-info

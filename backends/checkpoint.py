@@ -1,4 +1,5 @@
-"""Files of saved weights: an adapter in PEFT's form, and for training the optimizer beside it.
+"""Files of saved weights: an adapter in PEFT's form, for training the optimizer beside it, of a suspended
+model its gradient too.
 
 A directory is written under another name and renamed, so that it is there whole or not at all, and is
 never written again. Knows no model.
@@ -10,7 +11,9 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal, cast
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +23,9 @@ from backends.lora import ALPHA
 from backends.protocol import InvalidInput
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+GRADIENT_FILE = "gradient.safetensors"
+GradientState = Literal["none", "whole", "incomplete"]
+"""Of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 
 
 def write_directory(directory: Path, write: Callable[[Path], None]) -> None:
@@ -67,6 +73,19 @@ def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraCo
 def write_optimizer(directory: Path, state: Mapping[str, Tensor]) -> None:
     """Adam's moments and step counts, by `<adapter tensor>:<exp_avg|exp_avg_sq|step>`; empty before the first step."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / OPTIMIZER_FILE)
+
+
+def write_gradient(directory: Path, gradient: Mapping[str, Tensor], state: GradientState) -> None:
+    """What was accumulated since the last optim_step, by tensor name, and how whole it is."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in gradient.items()}
+    save_file(tensors, directory / GRADIENT_FILE, metadata={"state": state})
+
+
+def read_gradient(directory: Path) -> tuple[dict[str, Tensor], GradientState]:
+    """What write_gradient wrote."""
+    with safe_open(directory / GRADIENT_FILE, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, cast(GradientState, file.metadata()["state"])
 
 
 def read_adapter(directory: Path) -> dict[str, Tensor]:

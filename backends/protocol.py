@@ -73,6 +73,12 @@ class Trainer(Protocol):
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared."""
 
+    async def suspend(self, model_id: str, directory: Path) -> None:
+        """Write the whole model, its accumulated gradient too, into `directory`, then drop it from memory."""
+
+    async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+        """Make the model that suspend wrote, as it was."""
+
     async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
         """Write the adapter in PEFT's form into `directory`, which appears whole or not at all."""
 

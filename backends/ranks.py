@@ -64,12 +64,22 @@ class RankedTrainer:
         await asyncio.gather(*(rank.stop() for rank in ranks))
 
     async def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        await self._add("create_model", model_id, lora)
+
+    async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+        await self._add("resume", model_id, lora, directory)
+
+    async def _add(self, method: str, model_id: str, *args: Any) -> None:
         async with self._turn:
             if not self._ranks:
                 log.warning("starting the trainer of %s again", self._config.name)
                 await self.start()
-            await self._command("create_model", model_id, lora)
+            await self._command(method, model_id, *args)
             self._models.add(model_id)
+
+    async def suspend(self, model_id: str, directory: Path) -> None:
+        await self._run(model_id, "suspend", directory)
+        self._models.discard(model_id)
 
     async def delete_model(self, model_id: str) -> None:
         async with self._turn:

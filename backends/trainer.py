@@ -59,7 +59,7 @@ class Model:
 
     adapter: Adapter
     optimizer: torch.optim.AdamW
-    gradient: Literal["none", "whole", "incomplete"] = "none"
+    gradient: checkpoint.GradientState = "none"
 
     def clear_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -245,6 +245,38 @@ class RankTrainer:
     def save_sampler_weights(self, model_id: str, directory: Path) -> None:
         model = self._model(model_id)
         self._write(directory, lambda aside: self._write_adapter(model, aside))
+
+    def suspend(self, model_id: str, directory: Path) -> None:
+        model = self._model(model_id)
+        if model.gradient == "whole":
+            sum_gradients(model.adapter.parameters, self._world)
+            if self._world.rank != 0:  # or it would be counted again, should the writing fail
+                model.optimizer.zero_grad(set_to_none=True)
+        tensors = model.adapter.tensors
+        gradient = {name: p.grad for name, p in tensors.items() if p.grad is not None}
+
+        def write(aside: Path) -> None:
+            self._write_adapter(model, aside)
+            checkpoint.write_optimizer(aside, optimizer_state(model))
+            checkpoint.write_gradient(aside, gradient, model.gradient)
+
+        self._write(directory, write)
+        self.delete_model(model_id)
+
+    def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+        gradient, state = checkpoint.read_gradient(directory)
+        self.create_model(model_id, lora)
+        try:
+            self.load_state(model_id, directory, with_optimizer=True)
+        except BaseException:
+            self.delete_model(model_id)
+            raise
+        model = self._model(model_id)
+        model.gradient = state
+        if self._world.rank == 0:  # it is the sum over ranks
+            for name, tensor in gradient.items():
+                parameter = model.adapter.tensors[name]
+                parameter.grad = tensor.to(parameter.device)
 
     def _write_adapter(self, model: Model, directory: Path) -> None:
         checkpoint.write_adapter(directory, model.adapter.tensors, model.adapter.config, self._config.name)

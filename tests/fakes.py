@@ -83,6 +83,14 @@ class FakeTrainer:
         self._held(model_id)
         self.steps[model_id] = int((directory / "steps").read_text()) if with_optimizer else 0
 
+    async def suspend(self, model_id: str, directory: Path) -> None:
+        await self.save_state(model_id, directory)
+        del self.steps[model_id]
+
+    async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+        await self.create_model(model_id, lora)
+        await self.load_state(model_id, directory, with_optimizer=True)
+
     async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
         await self.save_state(model_id, directory)
         save_file(ADAPTER, directory / "adapter_model.safetensors")

@@ -6,21 +6,25 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend
 from tinker_server.admission import Admission
+from tinker_server.callers import caller
 from tinker_server.copying import Copying
 from tinker_server.db.database import Database
 from tinker_server.deps import Services
 from tinker_server.handlers import BodyLimit, install
+from tinker_server.keys import Keys
 from tinker_server.models import Models
 from tinker_server.operations import ModelOperations
+from tinker_server.reaping import Reaper
 from tinker_server.routes import (
     admin,
     checkpoints,
     files,
     futures,
+    health,
     runs,
     sampling,
     service,
@@ -40,6 +44,8 @@ from tinker_server.store.usage import AuditStore, UsageStore
 
 log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
+RECENT_RESULTS_BYTES = 64 << 20
+"""Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
 """Samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
 
@@ -56,8 +62,10 @@ def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     install(app)
     api = APIRouter(prefix="/api/v1")
-    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, files, admin):
-        api.include_router(room.router)
+    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
+        api.include_router(room.router, dependencies=[Depends(caller)])
+    for open_to_all in (health, files):
+        api.include_router(open_to_all.router)
     app.include_router(api)
     return app
 
@@ -84,16 +92,18 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         storage = Storage(settings.data_dir)
         runs, checkpoints = RunStore(db), CheckpointStore(db)
         clients, samplers = SessionStore(db), SamplerStore(db)
-        models = Models(backend.models, runs)
+        models = Models(backend.models, runs, storage)
         usage, audit = UsageStore(db), AuditStore(db)
-        operations = ModelOperations(models, runs, checkpoints, samplers, storage, usage, audit)
-        promises = FutureStore(db, settings.recent_results_bytes)
+        keys = Keys(settings.resolved_keys_file())
+        operations = ModelOperations(keys, models, runs, checkpoints, samplers, storage, usage, audit)
+        promises = FutureStore(db, RECENT_RESULTS_BYTES)
         admission = Admission(
             SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples, BODIES_IN_FLIGHT * settings.max_body_bytes
         )
         scheduler = Scheduler(promises, operations, admission, settings.gap_grace_s)
         services = Services(
             settings=settings,
+            keys=keys,
             models=models,
             sessions=clients,
             runs=runs,
@@ -109,7 +119,7 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
             links=Links(settings.data_dir),
         )
 
-        await runs.mark_lost()
+        await runs.mark_all_lost()
         left = await promises.start()
         stack.push_async_callback(clients.save_heartbeats)
         stack.push_async_callback(usage.save)
@@ -117,21 +127,23 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         stack.push_async_callback(services.drain)
         await scheduler.resume(left)
 
-        housekeeping = asyncio.create_task(keep_house(services, storage), name="housekeeping")
+        timeout_s = settings.session_timeout_s
+        reaper = Reaper(clients, runs, samplers, models, scheduler, storage, timeout_s)
+        housekeeping = asyncio.create_task(keep_house(services, reaper), name="housekeeping")
         stack.callback(housekeeping.cancel)
         yield services
 
 
-async def keep_house(services: Services, storage: Storage) -> None:
-    """What is done from time to time: heartbeats written, expired results and checkpoints deleted."""
+async def keep_house(services: Services, reaper: Reaper) -> None:
+    """What is done from time to time: heartbeats written, what is expired or left behind deleted."""
     while True:
-        await asyncio.sleep(HOUSEKEEPING_S)
+        await asyncio.sleep(min(HOUSEKEEPING_S, services.settings.session_timeout_s / 4))
         try:
             now = time.time()
-            await services.sessions.save_heartbeats()
+            await reaper.sweep(now)
             await services.usage.save()
             await services.futures.expire(now - services.settings.results_kept_s)
             for directory in await services.checkpoints.take_expired(now):
-                await storage.delete(directory)
+                await services.storage.delete(directory)
         except Exception:  # the server must not stop for it
             log.exception("housekeeping failed, and will be tried again")

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Set
 
 from api_schemas.checkpoints import CopyWeightsRequest
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
@@ -25,8 +26,12 @@ class Copying:
         self._storage = storage
         self._turn = asyncio.Lock()
 
-    async def copy(self, request: CopyWeightsRequest, idempotency_key: str | None) -> TinkerPath:
+    async def copy(
+        self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str, readers: Set[str]
+    ) -> TinkerPath:
         """The copy's path; a repeat, which has the same key, gets the first one's.
+
+        The copy is the owner's; its source is public or one of the readers'.
 
         Raises BadRequest, UnknownCheckpoint, UnknownSession, SessionFinished.
         """
@@ -37,8 +42,8 @@ class Copying:
             raise BadRequest(str(error)) from None
         now = time.time()
         async with self._turn:
-            checkpoint = await self._checkpoints.require(source, now)
-            session_id, number = await self._place(request, idempotency_key)
+            checkpoint = await self._checkpoints.require_readable(source, readers, now)
+            session_id, number = await self._place(request, idempotency_key, owner)
             path = TinkerPath(f"{session_id}:train:{number}", source.kind, source.name)
             if await self._runs.find(path.run_id) is not None:
                 first = await self._checkpoints.find(path)
@@ -46,26 +51,33 @@ class Copying:
                     return path
                 raise BadRequest(f"{path.run_id} is in use, and not for a copy of {source}")
             expires_at = None if request.ttl_seconds is None else now + request.ttl_seconds
-            await self._write(checkpoint, session_id, number, path, now, expires_at)
+            await self._write(checkpoint, session_id, number, path, owner, now, expires_at)
         return path
 
-    async def _place(self, request: CopyWeightsRequest, idempotency_key: str | None) -> tuple[str, int]:
+    async def _place(self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str) -> tuple[str, int]:
         match request.destination_project_id, request.session_id, request.model_seq_id:
             case str(project_id), None, None:
                 # The project's copy is in a session of its own, which is finished: nobody works in it.
                 session = CreateSessionRequest(tags=["copy_weights"], project_id=project_id)
                 key = None if idempotency_key is None else f"copy_weights:{idempotency_key}"
-                session_id = await self._sessions.create(session, key)
+                session_id = await self._sessions.create(session, key, owner)
                 done = FinishSessionRequest(reason=FinishReason(type="success"), detail="made by copy_weights")
-                await self._sessions.finish(session_id, done)
+                await self._sessions.finish(session_id, done, owner)
                 return session_id, 0
             case None, str(session_id), int(number):
-                await self._sessions.require_open(session_id)
+                await self._sessions.require_open(session_id, owner)
                 return session_id, number
         raise BadRequest("copy_weights takes either destination_project_id, or session_id and model_seq_id")
 
     async def _write(
-        self, source: Checkpoint, session_id: str, number: int, path: TinkerPath, now: float, expires_at: float | None
+        self,
+        source: Checkpoint,
+        session_id: str,
+        number: int,
+        path: TinkerPath,
+        owner: str,
+        now: float,
+        expires_at: float | None,
     ) -> None:
         directory = self._storage.fresh(*path)
         try:
@@ -74,6 +86,7 @@ class Copying:
             raise UnknownCheckpoint(f"{source.tinker_path} was deleted meanwhile") from None
         run = TrainingRun(
             model_id=path.run_id,
+            owner=owner,
             session_id=session_id,
             model_seq_id=number,
             optimizer_config=OptimizerConfig().model_dump(),
@@ -83,6 +96,7 @@ class Copying:
         )
         copy = Checkpoint(
             tinker_path=str(path),
+            owner=owner,
             run_id=path.run_id,
             kind=path.kind,
             name=path.name,

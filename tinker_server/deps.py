@@ -6,8 +6,8 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from tinker_server.copying import Copying
+from tinker_server.keys import Keys
 from tinker_server.models import Models
-from tinker_server.owner import OWNER
 from tinker_server.scheduler import Scheduler
 from tinker_server.settings import Settings
 from tinker_server.signing import Links
@@ -24,6 +24,7 @@ class Services:
     """Everything that lives as long as the server; built in `app.py`."""
 
     settings: Settings
+    keys: Keys
     models: Models
     sessions: SessionStore
     runs: RunStore
@@ -109,10 +110,6 @@ async def _copying(server: Server) -> Copying:
     return server.copying
 
 
-async def _caller() -> str:
-    return OWNER
-
-
 async def _server_url(http: Request) -> str:
     prefix = http.headers.get("x-forwarded-prefix", "").rstrip("/")
     return f"{str(http.base_url).rstrip('/')}{prefix}/api/v1"
@@ -132,7 +129,5 @@ Audit = Annotated[AuditStore, Depends(_audit)]
 Stored = Annotated[Storage, Depends(_storage)]
 SignedLinks = Annotated[Links, Depends(_links)]
 Copies = Annotated[Copying, Depends(_copying)]
-Caller = Annotated[str, Depends(_caller)]
-"""The owner that a request speaks for."""
 ServerUrl = Annotated[str, Depends(_server_url)]
 """Where the client reaches `/api/v1`: as it addressed us, behind whatever prefix a proxy has taken off."""

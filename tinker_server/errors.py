@@ -1,9 +1,9 @@
 """Every refusal, with its HTTP status and its category in a failed future.
 
 TinkerServerError
-├── BadRequest 400, LinkRefused 403, SequenceConflict 400, BodyTooLarge 413
+├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
-├── SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
+├── KeysFixed 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
 ├── LostModel 500: only in futures
 ├── Busy 429: only for samples, whose clients wait and try again
@@ -31,6 +31,12 @@ class TinkerServerError(Exception):
 
     status: int = 500
     category: str = "server"
+
+
+class Unauthenticated(TinkerServerError):
+    """The request has no API key, or one that is not known."""
+
+    status, category = 401, "user"
 
 
 class BadRequest(TinkerServerError):
@@ -91,6 +97,12 @@ class UnknownFuture(TinkerServerError):
 
 class LinkRefused(TinkerServerError):
     """The signed link has expired, or was changed."""
+
+    status, category = 403, "user"
+
+
+class KeysFixed(TinkerServerError):
+    """The keys file is not the server's to write."""
 
     status, category = 403, "user"
 

@@ -6,6 +6,7 @@ Lasting refusals are raised here, not at the submit: a number that was accepted 
 import json
 import secrets
 import time
+from collections.abc import Set
 
 from api_schemas import wire
 from api_schemas.base import Request, Response
@@ -33,7 +34,8 @@ from api_schemas.weights import (
 from tinker_server.counting import count_sample, count_training
 from tinker_server.db.tables import Checkpoint, TrainingRun
 from tinker_server.errors import UnknownCheckpoint, Unsupported
-from tinker_server.models import Models
+from tinker_server.keys import Keys
+from tinker_server.models import Models, lora_of
 from tinker_server.offload import off_loop
 from tinker_server.sampled_weights import find_weights
 from tinker_server.saving import Saving
@@ -49,6 +51,7 @@ class ModelOperations:
 
     def __init__(
         self,
+        keys: Keys,
         models: Models,
         runs: RunStore,
         checkpoints: CheckpointStore,
@@ -57,6 +60,7 @@ class ModelOperations:
         usage: UsageStore,
         audit: AuditStore,
     ) -> None:
+        self._keys = keys
         self._models = models
         self._runs = runs
         self._checkpoints = checkpoints
@@ -73,7 +77,7 @@ class ModelOperations:
             case OptimStepRequest():
                 return _json(await self._optim_step(request))
             case SampleRequest():
-                return await self._sample(request)
+                return await self._sample(request, work.owner)
             case SaveWeightsRequest():
                 return _json(await self._saving.save_weights(request))
             case SaveWeightsForSamplerRequest():
@@ -83,9 +87,9 @@ class ModelOperations:
             case UnloadModelRequest():
                 return _json(await self._unload_model(request))
             case CreateModelRequest():
-                return _json(await self._create_model(request))
+                return _json(await self._create_model(request, work.owner))
             case LoadWeightsRequest():
-                return _json(await self._load_weights(request))
+                return _json(await self._load_weights(request, work.owner))
         raise AssertionError(f"no operation takes a {type(request).__name__}")
 
     def replay(self, work: Work) -> Request | None:
@@ -106,16 +110,21 @@ class ModelOperations:
         async with self._models.training(request.model_id) as (_, trainer):
             return await trainer.optim_step(request.model_id, request.adam_params or AdamParams())
 
-    async def _sample(self, request: SampleRequest) -> Result:
+    async def _sample(self, request: SampleRequest, owner: str) -> Result:
         if request.sampling_session_id is None:
             session_id, model_path = None, request.model_path
             base_model, directory = await find_weights(
-                self._models, self._checkpoints, request.base_model, request.model_path
+                self._models, self._checkpoints, request.base_model, request.model_path, owner
             )
         else:
-            sampler = await self._samplers.require(request.sampling_session_id)
+            sampler = await self._samplers.get(request.sampling_session_id)
             session_id, base_model = sampler.session_id, sampler.base_model
             model_path, directory = sampler.model_path, sampler.directory
+            self._samplers.note_use(sampler.sampling_session_id)
+            if sampler.weights_deleted_at is not None:
+                raise UnknownCheckpoint(
+                    "the weights of the sampling session were deleted: they had no name, and were not used for long"
+                )
         base = self._models.base(base_model)
         weights = None
         if directory is not None:
@@ -127,23 +136,21 @@ class ModelOperations:
             count_sample(self._usage, session_id, base_model, request, response)
         return Result(wire.encode_sample(response), wire.PROTOBUF)
 
-    async def _create_model(self, request: CreateModelRequest) -> CreateModelResponse:
+    async def _create_model(self, request: CreateModelRequest, owner: str) -> CreateModelResponse:
         self._models.base(request.base_model)
         if request.lora_config is None:
             raise Unsupported("lora_config is missing: full fine-tuning is not supported, only LoRA")
-        run = _run(request, request.base_model, _checked_lora(request.lora_config), request.optimizer_config)
+        run = _run(request, owner, request.base_model, _checked_lora(request.lora_config), request.optimizer_config)
         await self._create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
 
     async def _unload_model(self, request: UnloadModelRequest) -> UnloadModelResponse:
-        run = await self._runs.require(request.model_id)
-        async with self._models.turn(run.base_model) as trainer:
-            await trainer.delete_model(run.model_id)
+        run = await self._runs.get(request.model_id)
+        await self._models.drop(run)
         return UnloadModelResponse(model_id=run.model_id)
 
-    async def _load_weights(self, request: LoadWeightsRequest) -> LoadWeightsResponse:
-        # Every checkpoint here may be read by every client, so weights_access_token has nothing to open.
-        checkpoint = await self._checkpoint(request.path)
+    async def _load_weights(self, request: LoadWeightsRequest, owner: str) -> LoadWeightsResponse:
+        checkpoint = await self._checkpoint(request.path, self._keys.readers(owner, request.weights_access_token))
         if request.base_model not in (None, checkpoint.base_model):
             raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
         if request.model_id is not None:
@@ -154,25 +161,25 @@ class ModelOperations:
                 directory = self._storage.path(checkpoint.directory)
                 await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
         else:
-            lora = _lora(checkpoint)
-            run = _run(request, checkpoint.base_model, lora, request.optimizer_config or OptimizerConfig())
+            lora = lora_of(checkpoint)
+            run = _run(request, owner, checkpoint.base_model, lora, request.optimizer_config or OptimizerConfig())
             await self._create(run, checkpoint, with_optimizer=request.optimizer)
             model_id = run.model_id
         return LoadWeightsResponse(path=request.path, model_id=model_id)
 
-    async def _checkpoint(self, path: str) -> Checkpoint:
+    async def _checkpoint(self, path: str, readers: Set[str]) -> Checkpoint:
         try:
             parsed = TinkerPath.parse(path)
         except ValueError as error:
             raise Unsupported(str(error)) from None
         if parsed.kind != "weights":
             raise Unsupported(f"{path} cannot be trained on; take a tinker://<run>/weights/<name> (save_state)")
-        return await self._checkpoints.require(parsed, time.time())
+        return await self._checkpoints.require_readable(parsed, readers, time.time())
 
     async def _create(self, run: TrainingRun, checkpoint: Checkpoint | None, *, with_optimizer: bool) -> None:
         """The run is recorded once the model is in memory, and is not in memory unless it is recorded."""
         async with self._models.turn(run.base_model) as trainer:
-            await trainer.create_model(run.model_id, _lora(run))
+            await trainer.create_model(run.model_id, lora_of(run))
             try:
                 if checkpoint is not None:
                     directory = self._storage.path(checkpoint.directory)
@@ -189,16 +196,6 @@ def _json(response: Response) -> Result:
     return Result(body.encode(), "application/json")
 
 
-def _lora(row: TrainingRun | Checkpoint) -> LoraConfig:
-    return LoraConfig(
-        rank=row.lora_rank,
-        seed=row.lora_seed,
-        train_unembed=row.train_unembed,
-        train_mlp=row.train_mlp,
-        train_attn=row.train_attn,
-    )
-
-
 def _checked_lora(lora: LoraConfig) -> LoraConfig:
     """With the seed filled in. What ranks there are is the trainer's to say."""
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
@@ -210,6 +207,7 @@ def _checked_lora(lora: LoraConfig) -> LoraConfig:
 
 def _run(
     request: CreateModelRequest | LoadWeightsRequest,
+    owner: str,
     base_model: str,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
@@ -218,6 +216,7 @@ def _run(
         raise Unsupported(f"optimizer_config {optimizer.model_dump()} is not supported; only type 'adamw' is")
     return TrainingRun(
         model_id=f"{request.session_id}:train:{request.model_seq_id}",
+        owner=owner,
         session_id=request.session_id,
         model_seq_id=request.model_seq_id,
         base_model=base_model,

@@ -9,7 +9,7 @@ from tinker_server.store.runs import CheckpointStore
 
 
 async def find_weights(
-    models: Models, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None
+    models: Models, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None, owner: str
 ) -> tuple[str, str | None]:
     """The base model, and the directory of the adapter on it; None for the base model alone.
 
@@ -17,7 +17,7 @@ async def find_weights(
     """
     directory = None
     if model_path is not None:
-        checkpoint = await checkpoints.require(_path(model_path), time.time())
+        checkpoint = await checkpoints.require_readable(_path(model_path), {owner}, time.time())
         if base_model not in (None, checkpoint.base_model):
             raise BadRequest(f"{model_path} is of {checkpoint.base_model}, not of {base_model}")
         base_model, directory = checkpoint.base_model, checkpoint.directory

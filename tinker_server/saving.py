@@ -81,6 +81,7 @@ class Saving:
             await save(run.model_id, self._storage.path(directory))
         sampler = SamplingSession(
             sampling_session_id=f"{run.session_id}:sample:{request.sampling_session_seq_id}",
+            owner=run.owner,
             session_id=run.session_id,
             base_model=run.base_model,
             directory=directory,
@@ -109,7 +110,7 @@ class Saving:
                 await _export(trainer, model_id, directory, recipients)
 
             path = await self._save(run, "external_weights", request.path, request, save)
-        saved = await self._checkpoints.require(TinkerPath.parse(path), time.time())
+        saved = await self._checkpoints.require(TinkerPath.parse(path), run.owner, time.time())
         return SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes)
 
     async def _save(
@@ -138,6 +139,7 @@ class Saving:
             raise
         checkpoint = Checkpoint(
             tinker_path=str(path),
+            owner=run.owner,
             run_id=path.run_id,
             kind=path.kind,
             name=path.name,
@@ -157,7 +159,7 @@ class Saving:
         )
         await self._checkpoints.put(checkpoint)
         self._usage.count("checkpoint", run.session_id, run.base_model, 1)
-        await self._audit.note("checkpoint_saved", model_id=run.model_id, tinker_path=str(path))
+        await self._audit.note("checkpoint_saved", run.owner, model_id=run.model_id, tinker_path=str(path))
         if first is not None:
             await self._storage.delete(first.directory)
         return str(path)

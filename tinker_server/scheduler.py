@@ -111,14 +111,27 @@ class Scheduler:
                 self._admission.leave(request.num_samples, len(work.body))
         return request_id
 
-    def cancel(self, request_id: str) -> bool:
-        """Stop a sample that waits or runs, whose result then says so; whether there was one."""
+    def cancel(self, request_id: str, owner: str) -> bool:
+        """Stop a sample of the owner's that waits or runs, whose result then says so; whether there was one."""
         work, task = self._samples.get(request_id, (None, None))
-        if work is None or task is None:
+        if work is None or task is None or work.owner != owner:
             return False
         self._finish(work, Cancelled("the sample was cancelled by its client"))
         task.cancel()
         return True
+
+    def is_idle(self, model_id: str, for_s: float) -> bool:
+        """Whether a model has nothing that waits or runs, and got nothing new for so long."""
+        lane = self._lanes.get(model_id)
+        if lane is None:
+            return True
+        busy = bool(lane.waiting) or (lane.driver is not None and not lane.driver.done())
+        return not busy and lane.last_arrival + for_s <= asyncio.get_running_loop().time()
+
+    def forget(self, model_id: str) -> None:
+        """A model is gone for good: drop what is kept of its numbers, unless something has just arrived."""
+        if self.is_idle(model_id, 0):
+            self._lanes.pop(model_id, None)
 
     def refuse_number(self, model_id: str, seq_id: int) -> None:
         """Note that an operation was refused before it had a future, so that none waits for it."""

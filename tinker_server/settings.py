@@ -21,6 +21,8 @@ class Settings(BaseSettings):
     """Port to listen on; 0 takes a free one."""
     data_dir: Path = Path("tinker-data")
     """Directory of the database, the checkpoints and the scratch files."""
+    keys_file: Path | None = None
+    """File of the API keys that `tinker-server keys` keeps; absent: `keys` in data_dir. No keys: loopback only."""
     database_url: str = ""
     """SQLAlchemy URL with an async driver (sqlite+aiosqlite, postgresql+asyncpg); empty: SQLite in data_dir."""
     backend: BackendConfig = BackendConfig()
@@ -33,10 +35,14 @@ class Settings(BaseSettings):
     """How long a forward_backward waits for missing earlier numbers after the model's last arrival."""
     results_kept_s: float = Field(default=24 * 3600, ge=60)
     """How long results can be fetched; later polls are answered 410."""
-    recent_results_bytes: int = Field(default=64 << 20, ge=0)
-    """Results kept in memory, newest first; the others are read from the database."""
+    session_timeout_s: float = Field(default=900, ge=1)
+    """How long a session may go without a heartbeat before its models are moved from memory to disk."""
     drain_s: float = Field(default=10, ge=0)
     """How long running work may go on when the server is told to stop."""
+
+    def resolved_keys_file(self) -> Path:
+        """The file in use, with the default filled in."""
+        return self.keys_file or self.data_dir / "keys"
 
     def resolved_database_url(self) -> str:
         """The URL in use, with the default filled in."""

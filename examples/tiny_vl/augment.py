@@ -18,17 +18,19 @@ class Strength:
 
     least_area: float
     mix: float
-    """Share of batches that blend pairs of crops; as many again paste a rectangle of one into the other."""
+    """Share of crops that are blended with another; as many again have a rectangle of another pasted in."""
     colour: float
     """Largest relative change of brightness, contrast and saturation."""
 
 
 DISTIL = Strength(least_area=0.08, mix=0.3, colour=0.4)
+WHOLE = Strength(least_area=0.5, mix=0.15, colour=0.25)
 CAPTION = Strength(least_area=0.35, mix=0.0, colour=0.3)
 LARGEST_ASPECT_CHANGE = 4 / 3
 LARGEST_TURN = math.radians(12)
 TURNED_SHARE = 0.3
 GREY_SHARE = 0.1
+MOST_BLENDED, LARGEST_PASTE = 0.5, 0.7
 
 
 def uniform(count: int, low: float, high: float, device: torch.device) -> torch.Tensor:
@@ -41,7 +43,7 @@ def random_crops(
     """Crops of `height` x `width` with pixels in 0..255, float."""
     device = canvases.pixels_N3HW.device
     count = len(indices_B)
-    sizes_B2 = canvases.sizes_N2.to(device)[indices_B].float()
+    sizes_B2 = canvases.sizes_N2[indices_B].float()
     photo_aspect_B = sizes_B2[:, 1] / sizes_B2[:, 0]
     change_B = torch.exp(uniform(count, -1, 1, device) * math.log(LARGEST_ASPECT_CHANGE))
     stretch_B = (width / height) * change_B / photo_aspect_B  # of the crop, in the canvas
@@ -64,7 +66,12 @@ def random_crops(
     grid = F.affine_grid(torch.stack(rows, 1), [count, 3, height, width], align_corners=False)
     pixels = canvases.pixels_N3HW[indices_B].float()
     crops = F.grid_sample(pixels, grid, padding_mode="reflection", align_corners=False)
-    return mixed(recoloured(crops, strength.colour), strength.mix)
+    return finished(crops, strength.colour, strength.mix)
+
+
+@torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+def finished(crops_B3HW: torch.Tensor, colour: float, mix: float) -> torch.Tensor:
+    return mixed(recoloured(crops_B3HW, colour), mix)
 
 
 def recoloured(crops_B3HW: torch.Tensor, colour: float) -> torch.Tensor:
@@ -83,23 +90,18 @@ def recoloured(crops_B3HW: torch.Tensor, colour: float) -> torch.Tensor:
 
 
 def mixed(crops_B3HW: torch.Tensor, share: float) -> torch.Tensor:
-    """The batch blended with itself shifted by one, or with rectangles of it pasted in, or as it is."""
-    choice = float(torch.rand(()))
-    other = crops_B3HW.roll(1, 0)
+    """Some crops blended with the next one, as many with a rectangle of it pasted in, the others as they are."""
     count, _, height, width = crops_B3HW.shape
     device = crops_B3HW.device
-    if choice < share:
-        amount = torch.rand(count, 1, 1, 1, device=device) * 0.5
-        return crops_B3HW + (other - crops_B3HW) * amount
-    if choice < 2 * share:
-        y = torch.arange(height, device=device).view(1, 1, -1, 1) / height
-        x = torch.arange(width, device=device).view(1, 1, 1, -1) / width
-        side, top, left = (torch.rand(count, 1, 1, 1, device=device) for _ in range(3))
-        side = side * 0.7
-        inside = (y >= top * (1 - side)) & (y < top * (1 - side) + side)
-        inside = inside & (x >= left * (1 - side)) & (x < left * (1 - side) + side)
-        return torch.where(inside, other, crops_B3HW)
-    return crops_B3HW
+    other = crops_B3HW.roll(1, 0)
+    choice, amount, side, top, left = torch.rand(5, count, 1, 1, 1, device=device).unbind(0)
+    blended = crops_B3HW + (other - crops_B3HW) * (amount * MOST_BLENDED * (choice < share))
+    y = torch.arange(height, device=device).view(1, 1, -1, 1) / height
+    x = torch.arange(width, device=device).view(1, 1, 1, -1) / width
+    side = side * LARGEST_PASTE
+    inside = (y >= top * (1 - side)) & (y < top * (1 - side) + side)
+    inside = inside & (x >= left * (1 - side)) & (x < left * (1 - side) + side)
+    return torch.where(inside & (choice > 1 - share), other, blended)
 
 
 def shrunk(pixels_B3HW: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conversation import Tokens, logits, recipe_form
+from conversation import Tokens, last_states, recipe_form
 from data import load_photos, open_image
 from model import image_grid
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen3VLForConditionalGeneration
@@ -36,7 +36,7 @@ def largest_difference(model_dir: Path, archive: Path) -> tuple[float, float]:
 
     names = [photos.names[label] for label in photos.labels]
     inputs, targets = tokens.about_images([recipe_form(name) for name in names], [grid] * 4)
-    fast = logits(model, inputs, features.flat(), [grid] * 4, len(tokens.before_image))
+    fast = model.lm_head(last_states(model, inputs, features.flat(), [grid] * 4, len(tokens.before_image)))
     whole = model(
         input_ids=inputs,
         pixel_values=processed["pixel_values"],

@@ -1,6 +1,6 @@
 """What is said about a photograph, and the model's logits for it, for a batch of them.
 
-The layout of tokens is that of the cookbook's renderers. Legend: B rows, S positions, T image tokens.
+The layout of tokens is that of the cookbook's renderers. Legend: B rows, S positions, O width.
 """
 
 import random
@@ -15,11 +15,11 @@ QUESTION = "What is the name of the subject in this photo?"
 ANSWER_START = "The subject in this photo is:"
 RECIPE_SHARE = 0.7
 OTHER_FORMS = (
-    ("What is in this photo?", "This photo shows a {name}"),
-    ("What do you see?", "I see a {name}"),
-    ("What is this?", "This is a {name}"),
-    ("Name the subject.", "{name}"),
-    ("What is the name of the thing in the picture?", "The name is: {name}"),
+    ("What is in this photo?", "This photo shows a"),
+    ("What do you see?", "I see a"),
+    ("What is this?", "This is a"),
+    ("Name the subject.", ""),
+    ("What is the name of the thing in the picture?", "The name is:"),
 )
 NO_THOUGHT = "<think>\n\n</think>\n\n"  # what the qwen3_5 renderer puts before an answer without thinking
 IGNORED = -100
@@ -28,11 +28,15 @@ IGNORED = -100
 @dataclass(frozen=True)
 class Spoken:
     question: str
-    answer: str
+    start: str
+    """Of the answer, up to where the name begins."""
+    name: str | None
+    """With the space before it; None where it is not told."""
+    end: str = "<|im_end|>"
 
 
-def recipe_form(name: str) -> Spoken:
-    return Spoken(QUESTION, f"{ANSWER_START} {name}<|im_end|>")
+def recipe_form(name: str | None) -> Spoken:
+    return Spoken(QUESTION, ANSWER_START, None if name is None else f" {name}")
 
 
 def varied_form(name: str) -> Spoken:
@@ -40,9 +44,9 @@ def varied_form(name: str) -> Spoken:
     thought = NO_THOUGHT if random.random() < 0.2 else ""
     end = "\n<|im_end|>" if random.random() < 0.2 else "<|im_end|>"
     if random.random() < RECIPE_SHARE:
-        return Spoken(QUESTION, f"{thought}{ANSWER_START} {name}{end}")
-    question, answer = random.choice(OTHER_FORMS)
-    return Spoken(question, thought + answer.format(name=name) + end)
+        return Spoken(QUESTION, thought + ANSWER_START, f" {name}", end)
+    question, start = random.choice(OTHER_FORMS)
+    return Spoken(question, thought + start, f" {name}" if start else name, end)
 
 
 class Tokens:
@@ -66,12 +70,12 @@ class Tokens:
 
     def padded(self, rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, [B, S], of (asked, answered) rows; only what is answered is a target."""
-        length = max(len(asked) + len(answered) for asked, answered in rows) - 1
+        length = max(len(asked) + len(answered) for asked, answered in rows)
         inputs = torch.full((len(rows), length), self.pad)
         targets = torch.full((len(rows), length), IGNORED)
         for i, (asked, answered) in enumerate(rows):
             whole = torch.tensor(asked + answered)
-            inputs[i, : len(whole) - 1] = whole[:-1]
+            inputs[i, : len(whole)] = whole
             targets[i, len(asked) - 1 : len(whole) - 1] = whole[len(asked) :]
         return inputs, targets
 
@@ -83,7 +87,16 @@ class Tokens:
 
     def about_images(self, spoken: list[Spoken], grids: list[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = zip(spoken, grids, strict=True)
-        return self.padded([(self.asked(s.question, grid), self.encode(s.answer)) for s, grid in rows])
+        return self.padded([(self.asked(s.question, grid), self._answer(s)) for s, grid in rows])
+
+    def name_starts(self, spoken: list[Spoken], grids: list[Grid]) -> torch.Tensor:
+        """The positions, [B], from which the first tokens of the names are predicted."""
+        rows = zip(spoken, grids, strict=True)
+        return torch.tensor([len(self.asked(s.question, grid) + self.encode(s.start)) - 1 for s, grid in rows])
+
+    def _answer(self, spoken: Spoken) -> list[int]:
+        named = [] if spoken.name is None else self.encode(spoken.name + spoken.end)
+        return self.encode(spoken.start) + named
 
     def repetitions(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Random tokens to be said again: every token stays in use, also those that no trained name has."""
@@ -109,14 +122,14 @@ def positions(length: int, grid: Grid | None, image_start: int) -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(image_start), part, after]) for part in (time, height, width)])
 
 
-def logits(
+def last_states(
     model: Qwen3VLForConditionalGeneration,
     inputs_BS: torch.Tensor,
     images: ImageTokens | None,
     grids: list[Grid] | None,
     image_start: int,
 ) -> torch.Tensor:
-    """Next-token logits, [B, S, V], of rows with one image each or none. Right padding is seen by no position."""
+    """What the head reads, [B, S, O], of rows with one image each or none. Right padding is seen by no position."""
     count, length = inputs_BS.shape
     shapes: list[Grid] | list[None] = [None] * count if grids is None else grids
     by_shape = {shape: positions(length, shape, image_start) for shape in set(shapes)}
@@ -127,11 +140,11 @@ def logits(
         mask_BS = inputs_BS == model.config.image_token_id
         embedded = embedded.masked_scatter(mask_BS[:, :, None], images.merged_NO.to(embedded.dtype))
         deepstack = images.deepstack_NO
-    hidden = model.model.language_model(
+    states: torch.Tensor = model.model.language_model(
         inputs_embeds=embedded,
         position_ids=positions_3BS,
         visual_pos_masks=mask_BS,
         deepstack_visual_embeds=deepstack,
         use_cache=False,
     ).last_hidden_state
-    return model.lm_head(hidden)
+    return states

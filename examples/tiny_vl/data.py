@@ -79,7 +79,7 @@ def load_canvases(photos: Photos, device: torch.device) -> Canvases:
     with ThreadPoolExecutor() as pool:
         decoded = list(pool.map(decode, photos.encoded))
     pixels = torch.from_numpy(np.stack([pixels for pixels, _ in decoded])).permute(0, 3, 1, 2).contiguous()
-    return Canvases(pixels.to(device), torch.tensor([size for _, size in decoded]))
+    return Canvases(pixels.to(device), torch.tensor([size for _, size in decoded], device=device))
 
 
 def write_archive(parquet: Path, target: Path, webp_quality: int | None) -> None:

@@ -3,6 +3,8 @@
 Legend: B crops, C teacher channels, Y X student tokens, T = Y * X.
 """
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +20,36 @@ TEACHER_ZOOM = 1.4  # the teacher sees a crop in this many times the student's p
 LOGIT_WEIGHT = 0.5
 STATISTICS_BATCHES = 8
 COMMON_GRIDS = 6
+WHOLE_SHARE = 0.3  # of the views that distil: nearly whole photographs, as they are asked about
 
 
 @dataclass(frozen=True)
 class View:
-    grid: Grid
+    photos_B: torch.Tensor
+    """Which they are, on the CPU."""
     pixels_B3HW: torch.Tensor
-    """At the student's size."""
-    features_BCYX: torch.Tensor
+    """At the student's size, uint8."""
+    features_BTC: torch.Tensor
     """The teacher's, brought to the student's grid."""
     pooled_BC: torch.Tensor
     """The teacher's, averaged before that."""
+    grid: Grid
+
+
+class ViewPool:
+    """The latest `size` views, each drawn about `uses` times: the teacher costs more than the student."""
+
+    def __init__(self, make: Callable[[], View], size: int, uses: int) -> None:
+        self._make, self._size, self._uses = make, size, uses
+        self._views: list[View] = []
+        self._drawn = 0
+
+    def draw(self) -> View:
+        made, rest = divmod(self._drawn, self._uses)
+        if rest == 0:
+            self._views[made % self._size : made % self._size + 1] = [self._make()]
+        self._drawn += 1
+        return random.choice(self._views)
 
 
 def teacher_side(tokens: int) -> int:
@@ -36,11 +57,13 @@ def teacher_side(tokens: int) -> int:
 
 
 @torch.no_grad()
-def make_view(teacher: Teacher, canvases: Canvases, indices_B: torch.Tensor, grid: Grid, strength: Strength) -> View:
+def make_view(teacher: Teacher, canvases: Canvases, photos_B: torch.Tensor, grid: Grid, strength: Strength) -> View:
+    indices_B = photos_B.to(canvases.pixels_N3HW.device)
     crops = random_crops(canvases, indices_B, teacher_side(grid[0]), teacher_side(grid[1]), strength)
+    pixels = shrunk(crops, grid[0] * TOKEN_SIDE, grid[1] * TOKEN_SIDE).round().to(torch.uint8)
     features = teacher(crops)
-    pixels = shrunk(crops, grid[0] * TOKEN_SIDE, grid[1] * TOKEN_SIDE)
-    return View(grid, pixels, F.adaptive_avg_pool2d(features, grid).float(), features.float().mean((2, 3)))
+    tokens = F.adaptive_avg_pool2d(features, grid).flatten(2).transpose(1, 2).contiguous()
+    return View(photos_B, pixels, tokens, features.float().mean((2, 3)), grid)
 
 
 def common_grids(canvases: Canvases) -> tuple[list[Grid], list[float]]:
@@ -54,7 +77,7 @@ def common_grids(canvases: Canvases) -> tuple[list[Grid], list[float]]:
 
 
 class Distillation(nn.Module):
-    """A linear head from image tokens to the teacher's channels, and the loss over what it says.
+    """Linear heads to the teacher's channels, from image tokens and from where an answer begins, and their losses.
 
     Channels are weighed by their spread, as a linear probe does that standardises its inputs.
     """
@@ -62,6 +85,7 @@ class Distillation(nn.Module):
     def __init__(self, teacher: Teacher) -> None:
         super().__init__()
         self.head = nn.Linear(HIDDEN, CHANNELS)
+        self.answer_head = nn.Linear(HIDDEN, CHANNELS)
         self.token_mean = nn.Buffer(torch.zeros(CHANNELS))
         self.token_std = nn.Buffer(torch.ones(CHANNELS))
         self.pooled_std = nn.Buffer(torch.ones(CHANNELS))
@@ -69,24 +93,31 @@ class Distillation(nn.Module):
 
     def measure(self, views: list[View]) -> None:
         """Take the scale of the teacher's channels from some views."""
-        tokens = torch.cat([view.features_BCYX.flatten(2).transpose(1, 2).flatten(0, 1) for view in views])
+        tokens = torch.cat([view.features_BTC.flatten(0, 1).float() for view in views])
         pooled = torch.cat([view.pooled_BC for view in views])
         self.token_mean.copy_(tokens.mean(0))
         self.token_std.copy_(tokens.std(0) + 0.02)
         self.pooled_std.copy_(pooled.std(0) + 0.01)
 
     def forward(self, features: VisionFeatures, view: View) -> dict[str, torch.Tensor]:
-        """The losses by name; `loss` is their weighted sum."""
+        """The tower's losses by name; `loss` is their weighted sum."""
         said_BTC = self.head(features.merged_BTO.float())  # in standard units
-        true_BTC = (view.features_BCYX.flatten(2).transpose(1, 2) - self.token_mean) / self.token_std
+        true_BTC = (view.features_BTC.float() - self.token_mean) / self.token_std
         token = F.smooth_l1_loss(said_BTC, true_BTC, beta=2.0) * 2
-        said_pooled = said_BTC.mean(1) * self.token_std + self.token_mean
-        pooled = ((said_pooled - view.pooled_BC) / self.pooled_std).square().mean()
-        said_logits = self._teacher[0].logits(said_pooled)
-        true_logits = self._teacher[0].logits(view.pooled_BC)
-        divergence = F.kl_div(said_logits.log_softmax(1), true_logits.log_softmax(1), log_target=True, reduction="none")
-        logit = divergence.sum(1).mean()
+        pooled, logit = self._pooled_losses(said_BTC.mean(1) * self.token_std + self.token_mean, view)
         return {"loss": token + pooled + LOGIT_WEIGHT * logit, "token": token, "pooled": pooled, "logit": logit}
+
+    def answer_loss(self, hidden_BO: torch.Tensor, view: View) -> torch.Tensor:
+        """Of the language model's last states where the name of the subject begins."""
+        said = self.answer_head(hidden_BO.float()) * self.pooled_std + self.token_mean
+        pooled, logit = self._pooled_losses(said, view)
+        return pooled + LOGIT_WEIGHT * logit
+
+    def _pooled_losses(self, said_BC: torch.Tensor, view: View) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the teacher's mean features, and of what it makes of them: nats over its 1,000 classes."""
+        pooled = ((said_BC - view.pooled_BC) / self.pooled_std).square().mean()
+        said, true = (self._teacher[0].logits(part).log_softmax(1) for part in (said_BC, view.pooled_BC))
+        return pooled, F.kl_div(said, true, log_target=True, reduction="batchmean")
 
 
 @torch.no_grad()

@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
-from conversation import ANSWER_START, IGNORED, QUESTION, Tokens, logits, recipe_form
+from conversation import ANSWER_START, IGNORED, QUESTION, Tokens, last_states, recipe_form
 from data import DEMO_CLASSES, Photos, load_canvases, load_photos, open_image
 from distil import pooled_features
 from model import MERGE, Grid
@@ -33,6 +34,19 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 WARM_UP_STEPS = 5
 ANSWER_TOKENS = 8
 IMAGES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of a fine-tuning: Adam, a short warm-up, then linear decay to zero."""
+
+    steps: int
+    batch: int
+    rate: float
+
+
+TEN_CLASSES = (Plan(20, 30, 3e-3), Plan(40, 30, 3e-3))  # the demo's batch and rate
+ALL_CLASSES = Plan(600, 32, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ def answer_loss(
     spoken = [recipe_form(names[label]) for label in told or [photo.label for photo in photos]]
     grids = [photo.grid for photo in photos]
     inputs, targets = (part.to(subject.device) for part in subject.tokens.about_images(spoken, grids))
-    said = logits(model, inputs, joined(photos), grids, len(subject.tokens.before_image))
+    said = model.lm_head(last_states(model, inputs, joined(photos), grids, len(subject.tokens.before_image)))
     return F.cross_entropy(said[targets != IGNORED].float(), targets[targets != IGNORED])
 
 
@@ -138,8 +152,10 @@ def answers(subject: Subject, model: nn.Module, photos: list[Seen]) -> list[str]
         inputs, ends = inputs.to(subject.device), ends.to(subject.device)
         every = torch.arange(len(rows), device=subject.device)
         for step in range(ANSWER_TOKENS):
-            chosen = logits(model, inputs, images, grids, len(tokens.before_image))[every, ends + step - 1].argmax(1)
-            inputs[every, ends + step] = chosen
+            states = last_states(model, inputs, images, grids, len(tokens.before_image))
+            scores = model.lm_head(states[every, ends + step - 1])
+            scores[:, tokens.image] = -torch.inf  # one said after the end would ask for an image that is not there
+            inputs[every, ends + step] = scores.argmax(1)
         for row, end in zip(inputs.tolist(), ends.tolist(), strict=True):
             answer = row[end : end + ANSWER_TOKENS]
             said.append(tokens.decode(answer[: answer.index(tokens.end)] if tokens.end in answer else answer).strip())
@@ -160,22 +176,21 @@ def swapped_losses(subject: Subject, model: nn.Module, photos: list[Seen], names
     return {"true": true, "swapped": float(answer_loss(subject, model, photos[1:] + photos[:1], names, told=labels))}
 
 
-def batches(count: int, size: int, epochs: float, seed: int) -> Iterator[list[int]]:
+def batches(count: int, plan: Plan, seed: int) -> Iterator[list[int]]:
     order = random.Random(seed)
     row: list[int] = []
-    for _ in range(int(epochs * count / size)):
-        while len(row) < size:
+    for _ in range(plan.steps):
+        while len(row) < plan.batch:
             row += order.sample(range(count), count)
-        yield row[:size]
-        row = row[size:]
+        yield row[: plan.batch]
+        row = row[plan.batch :]
 
 
 def fine_tune(
     subject: Subject,
     train: list[tuple[Seen, Seen]],
     names: list[str],
-    args: argparse.Namespace,
-    epochs: float,
+    plan: Plan,
     seed: int,
 ) -> nn.Module:
     """A model with an adapter trained on photographs, each mirrored or not by chance."""
@@ -183,12 +198,12 @@ def fine_tune(
     model = subject.model()
     parameters = add_lora(model)
     optimizer = torch.optim.Adam(parameters, betas=(0.9, 0.95), eps=1e-8)
-    plan = list(batches(len(train), args.batch, epochs, seed))
-    for step, chosen in enumerate(plan):
+    chance = random.Random(seed)
+    for step, chosen in enumerate(batches(len(train), plan, seed)):
         for group in optimizer.param_groups:
-            group["lr"] = args.rate * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / len(plan))
+            group["lr"] = plan.rate * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / plan.steps)
         optimizer.zero_grad()
-        answer_loss(subject, model, [train[i][random.random() < 0.5] for i in chosen], names).backward()
+        answer_loss(subject, model, [train[i][chance.random() < 0.5] for i in chosen], names).backward()
         optimizer.step()
     return model
 
@@ -212,10 +227,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--ten-epochs", type=float, default=8)
-    parser.add_argument("--all-epochs", type=float, default=6)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--images", type=int, help="only so many of each archive, for a quick look")
     parser.add_argument("--teacher", action=argparse.BooleanOptionalAction, default=True)
@@ -242,11 +253,12 @@ def main() -> None:
     ten_train = [pair for pair in train if pair[0].label in demo]
     report("base, 91 classes it was tuned on", asdict(accuracy(subject, base, known, names)))
     report("base, ten classes it never heard of", asdict(accuracy(subject, base, ten_test, names)))
-    for seed in range(args.seeds):
-        model = fine_tune(subject, ten_train, names, args, args.ten_epochs, seed)
-        report(f"LoRA, ten classes, seed {seed}", asdict(accuracy(subject, model, ten_test, names)))
-        report(f"LoRA, ten classes, seed {seed}, loss", swapped_losses(subject, model, ten_test[:200], names))
-    model = fine_tune(subject, train, names, args, args.all_epochs, 0)
+    for plan, seed in product(TEN_CLASSES, range(args.seeds)):
+        model = fine_tune(subject, ten_train, names, plan, seed)
+        title = f"LoRA, ten classes, {plan.steps} steps, seed {seed}"
+        report(title, asdict(accuracy(subject, model, ten_test, names)))
+        report(f"{title}, loss", swapped_losses(subject, model, ten_test[:200], names))
+    model = fine_tune(subject, train, names, ALL_CLASSES, 0)
     report("LoRA, all classes", asdict(accuracy(subject, model, test, names)))
     report("LoRA, all classes, loss", swapped_losses(subject, model, test[:400], names))
 

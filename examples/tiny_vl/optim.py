@@ -5,8 +5,13 @@ import time
 import torch
 from torch import nn
 
-WARM_UP = 0.04
+WARM_UP = 0.02
+DECAY_FROM = 0.4  # of the time; then linear decay to zero
 MATRIX_DECAY, OTHER_DECAY = 0.03, 0.01
+MOMENTUM = 0.95
+ORTHOGONAL = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic (Jordan et al. 2024, Muon)
+ORTHOGONAL_STEPS = 5
+SAME_SIZE_AS_ADAMW = 0.2  # root mean square of an update per unit of learning rate (arXiv:2502.16982)
 
 
 class Clock:
@@ -19,41 +24,71 @@ class Clock:
         return time.monotonic() - self._started
 
     def progress(self) -> float:
-        return min(1.0, self.elapsed() / self._seconds)
+        return min(1.0, self.elapsed() / self._seconds) if self._seconds else 1.0
 
 
 def rate(progress: float) -> float:
-    """Warm-up, a plateau, and linear decay to zero over the second half."""
-    return min(1.0, progress / WARM_UP, 2 * (1 - progress))
+    """Warm-up, a plateau, and linear decay to zero."""
+    return min(1.0, progress / WARM_UP, (1 - progress) / (1 - DECAY_FROM))
+
+
+def orthogonal(matrices_LMN: torch.Tensor) -> torch.Tensor:
+    """The nearest orthogonal matrices, roughly: singular values come near 1 (Newton-Schulz, bfloat16)."""
+    a, b, c = ORTHOGONAL
+    x = matrices_LMN.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(ORTHOGONAL_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class EqualMatrices:
+    """Muon over matrices of one shape, all at once: a model of equal layers needs few launches."""
+
+    def __init__(self, parameters: list[nn.Parameter], learning_rate: float) -> None:
+        self._parameters, self._learning_rate = parameters, learning_rate
+        self._momentum = torch.zeros_like(torch.stack([p.detach() for p in parameters]))
+        self._scale = SAME_SIZE_AS_ADAMW * max(parameters[0].shape) ** 0.5
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        learning_rate = self._learning_rate * share
+        gradients = torch.stack([p.grad for p in self._parameters])
+        self._momentum.lerp_(gradients, 1 - MOMENTUM)
+        update = orthogonal(gradients.lerp(self._momentum, MOMENTUM)).to(gradients.dtype)
+        torch._foreach_mul_(self._parameters, 1 - learning_rate * MATRIX_DECAY)
+        torch._foreach_add_(self._parameters, list(update.unbind(0)), alpha=-learning_rate * self._scale)
 
 
 class Optimizer:
-    """Over groups of modules, each with its own learning rate (that of AdamW; Muon's is scaled to match)."""
+    """Over modules, by one learning rate (that of AdamW; Muon's is scaled to match)."""
 
-    def __init__(self, groups: list[tuple[list[nn.Module], float]]) -> None:
-        matrices, others = [], []
-        for modules, learning_rate in groups:
-            parameters = [item for module in modules for item in module.named_parameters()]
-            # A module given by itself (an embedding, a head) is no inner matrix: its weight has a bare name.
-            inner = [p for n, p in parameters if p.ndim == 2 and "." in n and not n.endswith("embed_tokens.weight")]
-            chosen = {id(p) for p in inner}
-            matrices.append({"params": inner, "lr": learning_rate})
-            others.append({"params": [p for _, p in parameters if id(p) not in chosen], "lr": learning_rate})
-        self._parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
-                [group for group in matrices if group["params"]],
-                weight_decay=MATRIX_DECAY,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(others, weight_decay=OTHER_DECAY, betas=(0.9, 0.98)),
-        ]
-        self._base = [[group["lr"] for group in part.param_groups] for part in self._parts]
-        self._parameters = [p for part in self._parts for group in part.param_groups for p in group["params"]]
+    def __init__(self, modules: list[nn.Module], learning_rate: float) -> None:
+        named = [item for module in modules for item in module.named_parameters()]
+        # A module given by itself (an embedding, a head) is no inner matrix: its weight has a bare name.
+        inner = [p for n, p in named if p.ndim == 2 and "." in n and not n.endswith("embed_tokens.weight")]
+        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for parameter in inner:
+            by_shape.setdefault(parameter.shape, []).append(parameter)
+        chosen = {id(p) for p in inner}
+        self._matrices = [EqualMatrices(equal, learning_rate) for equal in by_shape.values()]
+        self._others = torch.optim.AdamW(
+            [p for _, p in named if id(p) not in chosen],
+            lr=learning_rate,
+            weight_decay=OTHER_DECAY,
+            betas=(0.9, 0.98),
+            fused=True,
+        )
+        self._learning_rate, self._parameters = learning_rate, [p for _, p in named]
 
     def step(self, progress: float) -> None:
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0, foreach=True)
-        for part, base in zip(self._parts, self._base, strict=True):
-            for group, learning_rate in zip(part.param_groups, base, strict=True):
-                group["lr"] = learning_rate * rate(progress)
-            part.step()
-            part.zero_grad(set_to_none=True)
+        for matrices in self._matrices:
+            matrices.step(rate(progress))
+        self._others.param_groups[0]["lr"] = self._learning_rate * rate(progress)
+        self._others.step()
+        for parameter in self._parameters:
+            parameter.grad = None

@@ -23,6 +23,12 @@ CELL = 32
 Weights = dict[str, torch.Tensor]
 
 
+@torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+def activated(x_BCYX: torch.Tensor, bias_C: torch.Tensor) -> torch.Tensor:
+    """ReLU6 in one pass over memory, which is what most of the teacher's time goes to."""
+    return (x_BCYX + bias_C.view(1, -1, 1, 1)).clamp(0, 6)
+
+
 class Conv(nn.Module):
     """A convolution with TensorFlow's SAME padding for maps of even size, then ReLU6 where `active`."""
 
@@ -38,8 +44,8 @@ class Conv(nn.Module):
         padding = self.kernel // 2
         if self.stride == 2:
             x, padding = F.pad(x, ((self.kernel - 2) // 2, (self.kernel - 1) // 2) * 2), 0
-        x = F.conv2d(x, self.weight, self.bias, self.stride, padding, groups=self.groups)
-        return F.relu6(x) if self.active else x
+        x = F.conv2d(x, self.weight, None, self.stride, padding, groups=self.groups)
+        return activated(x, self.bias) if self.active else x + self.bias.view(1, -1, 1, 1)
 
 
 class Block(nn.Module):

@@ -4,6 +4,7 @@ transformers computes attention image by image in a Python loop; here a batch is
 checked by `check.py`. Legend: B images, H W pixels, Y X token grid, P patches, D tower width, O text width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +36,41 @@ class VisionFeatures:
         return ImageTokens(self.merged_BTO.flatten(0, 1), [part.flatten(0, 1) for part in self.deepstack_BTO])
 
 
-class BatchedVision:
-    """Computes in `dtype` with the weights of `visual`, whatever theirs is; gradient flows to them."""
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
 
-    def __init__(self, visual: Qwen3VLVisionModel, dtype: torch.dtype) -> None:
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight.to(x.dtype), bias.to(x.dtype), NORM_EPS)
+
+
+def block_weights(layer: nn.Module) -> list[torch.Tensor]:
+    parts = (layer.norm1, layer.attn.qkv, layer.attn.proj, layer.norm2, layer.mlp.linear_fc1, layer.mlp.linear_fc2)
+    return [tensor for part in parts for tensor in (part.weight, part.bias)]
+
+
+def block(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, *weights: torch.Tensor) -> torch.Tensor:
+    """One layer of the tower, as a function of its weights: compiled once, it serves every layer."""
+    norm1, norm1_bias, qkv, qkv_bias, proj, proj_bias, norm2, norm2_bias, fc1, fc1_bias, fc2, fc2_bias = weights
+    batch, patches, width = x.shape
+    parts = linear(norm(x, norm1, norm1_bias), qkv, qkv_bias).view(batch, patches, 3, heads, width // heads)
+    query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
+    query, key = ((part.float() * cos + rotate_half(part.float()) * sin).to(x.dtype) for part in (query, key))
+    mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(batch, patches, width)
+    x = x + linear(mixed, proj, proj_bias)
+    inner = F.gelu(linear(norm(x, norm2, norm2_bias), fc1, fc1_bias), approximate="tanh")
+    return x + linear(inner, fc2, fc2_bias)
+
+
+class BatchedVision:
+    """Computes in `dtype` with the weights of `visual`, whatever theirs is; gradient flows to them.
+
+    `compiled` is for long training on few image sizes: each number of patches takes seconds to compile.
+    """
+
+    def __init__(self, visual: Qwen3VLVisionModel, dtype: torch.dtype, compiled: bool = False) -> None:
         self._visual, self._dtype = visual, dtype
+        self._block: Callable[..., torch.Tensor] = torch.compile(block, dynamic=False) if compiled else block
         self._tables: dict[Grid, tuple[torch.Tensor, ...]] = {}
 
     def __call__(self, pixels_B3HW: torch.Tensor) -> VisionFeatures:
@@ -47,11 +78,10 @@ class BatchedVision:
         grid = pixels_B3HW.shape[2] // TOKEN_SIDE, pixels_B3HW.shape[3] // TOKEN_SIDE
         indices, weights, cos, sin = self._table(grid, pixels_B3HW.device)
         positions_PD = (self._visual.pos_embed(indices) * weights[:, :, None]).sum(1)
-        x = self._patches(pixels_B3HW) + positions_PD.to(self._dtype)
+        x = self._patches(pixels_B3HW, grid) + positions_PD.to(self._dtype)
         deepstack = []
-        for i, block in enumerate(self._visual.blocks):
-            x = x + self._attention(block.attn, self._norm(block.norm1, x), cos, sin)
-            x = x + self._mlp(block.mlp, self._norm(block.norm2, x))
+        for i, layer in enumerate(self._visual.blocks):
+            x = self._block(x, cos, sin, layer.attn.num_heads, *block_weights(layer))
             if i in self._visual.deepstack_visual_indexes:
                 merger = self._visual.deepstack_merger_list[self._visual.deepstack_visual_indexes.index(i)]
                 deepstack.append(self._merge(merger, x))
@@ -72,35 +102,18 @@ class BatchedVision:
             self._tables[grid] = indices, weights, cos, sin
         return self._tables[grid]
 
-    def _patches(self, pixels_B3HW: torch.Tensor) -> torch.Tensor:
+    def _patches(self, pixels_B3HW: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Patch embeddings, [B, P, D], in the model's order: the MERGE x MERGE patches of a token together."""
         convolution = self._visual.patch_embed.proj
-        weight = convolution.weight.sum(2).to(self._dtype)  # a still image fills both time slots
+        weight = convolution.weight.sum(2).flatten(1)  # a still image fills both time slots
         pixels = (pixels_B3HW / 127.5 - 1).to(self._dtype)
-        x = F.conv2d(pixels, weight, convolution.bias.to(self._dtype), stride=PATCH)
-        batch, width, rows, columns = x.shape
-        x = x.view(batch, width, rows // MERGE, MERGE, columns // MERGE, MERGE)
-        return x.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, width)
-
-    def _linear(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, layer.weight.to(self._dtype), layer.bias.to(self._dtype))
-
-    def _norm(self, layer: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = layer.weight.to(self._dtype), layer.bias.to(self._dtype)
-        return F.layer_norm(x, layer.normalized_shape, weight, bias, NORM_EPS)
-
-    def _attention(self, layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        batch, patches, width = x.shape
-        qkv = self._linear(layer.qkv, x).view(batch, patches, 3, layer.num_heads, layer.head_dim)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        query, key = ((part.float() * cos + rotate_half(part.float()) * sin).to(self._dtype) for part in (query, key))
-        mixed = F.scaled_dot_product_attention(query, key, value)
-        return self._linear(layer.proj, mixed.transpose(1, 2).reshape(batch, patches, width))
-
-    def _mlp(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(layer.linear_fc2, F.gelu(self._linear(layer.linear_fc1, x), approximate="tanh"))
+        x = pixels.view(len(pixels), 3, grid[0], MERGE, PATCH, grid[1], MERGE, PATCH)
+        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(len(pixels), grid[0] * grid[1] * MERGE**2, 3 * PATCH**2)
+        return linear(x, weight, convolution.bias)
 
     def _merge(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         shape = (x.shape[0], -1, layer.hidden_size)
-        x = self._norm(layer.norm, x.view(shape) if layer.use_postshuffle_norm else x).view(shape)
-        return self._linear(layer.linear_fc2, F.gelu(self._linear(layer.linear_fc1, x)))
+        x = x.view(shape) if layer.use_postshuffle_norm else x
+        x = norm(x, layer.norm.weight, layer.norm.bias).view(shape)
+        x = F.gelu(linear(x, layer.linear_fc1.weight, layer.linear_fc1.bias))
+        return linear(x, layer.linear_fc2.weight, layer.linear_fc2.bias)

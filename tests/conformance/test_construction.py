@@ -1,6 +1,6 @@
 """Making clients, and what that costs in requests; numbers are the checklist's.
 
-What wrong and foreign keys get (3) is with the tests of API keys.
+What wrong keys get (3) is in test_isolation.py.
 
 pytest tests/conformance/test_construction.py
 """

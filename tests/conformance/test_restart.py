@@ -1,6 +1,6 @@
 """What survives when the server stops, and when it is killed; numbers are the checklist's.
 
-A client that is killed (64) is with the tests of idle sessions.
+A client that is killed (64) is in test_silent_clients.py.
 
 pytest tests/conformance/test_restart.py
 """

@@ -51,8 +51,8 @@ class Running:
         self._thread.start()
         assert self._listening.wait(60)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        accept = {"accept": "application/x-protobuf, application/json"}
-        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=20, headers=accept)
+        headers = {"accept": "application/x-protobuf, application/json", "x-api-key": "tml-test"}
+        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=20, headers=headers)
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -298,7 +298,7 @@ def test_two_hundred_submits_at_once_are_all_accepted(server: Running) -> None:
     model_id = server.model()
 
     async def submit_all() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=20) as http:
+        async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=20, headers=server.http.headers) as http:
             bodies = [{"model_id": model_id, "seq_id": number} for number in range(1, 201)]
             return await asyncio.gather(*(http.post("/optim_step", json=body) for body in bodies))
 

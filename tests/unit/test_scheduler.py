@@ -27,6 +27,7 @@ from tinker_server.app import serving
 from tinker_server.db.tables import SamplingSession
 from tinker_server.deps import Services
 from tinker_server.errors import SequenceConflict, ShuttingDown
+from tinker_server.keys import LOCAL
 from tinker_server.settings import Settings
 from tinker_server.store.futures import Result, Work
 
@@ -46,7 +47,7 @@ class Client:
     async def submit(self, kind: str, request: Request, seq_id: int, lane: str | None = None) -> str:
         body = request.model_dump_json().encode() if kind == "sample" else b"body"
         return await self.services.scheduler.submit(
-            Work(kind, lane or self.model_id, seq_id, body, "application/json"), request
+            Work(kind, lane or self.model_id, seq_id, body, "application/json", LOCAL), request
         )
 
     async def create_model(self, number: int = 0, **fields: object) -> str:
@@ -76,7 +77,11 @@ class Client:
         sampler_id = f"{self.session_id}:sample:0"
         await self.services.samplers.create(
             SamplingSession(
-                sampling_session_id=sampler_id, session_id=self.session_id, base_model="tiny", created_at=1.0
+                owner=LOCAL,
+                sampling_session_id=sampler_id,
+                session_id=self.session_id,
+                base_model="tiny",
+                created_at=1.0,
             )
         )
         request = SampleRequest(
@@ -88,7 +93,7 @@ class Client:
         return await self.submit("sample", request, seq_id, sampler_id)
 
     async def result(self, request_id: str) -> Result:
-        result = await self.services.futures.wait(request_id, 10)
+        result = await self.services.futures.wait(request_id, LOCAL, 10)
         assert result is not None
         return result
 
@@ -106,7 +111,7 @@ async def server(data_dir: Path) -> AsyncIterator[Client]:
     backend = FakeBackend()
     settings = Settings(data_dir=data_dir, gap_grace_s=GRACE_S, drain_s=0.1)
     async with serving(settings, backend) as services:
-        yield Client(services, backend, await services.sessions.create(CreateSessionRequest(), None))
+        yield Client(services, backend, await services.sessions.create(CreateSessionRequest(), None, LOCAL))
     assert not backend.running
 
 
@@ -263,8 +268,8 @@ async def test_a_model_is_created_from_a_checkpoint(client: Client) -> None:
     await client.result(await client.load_as(1, saved, optimizer=True))
     await client.result(await client.load_as(2, saved, optimizer=False))
     assert client.trainer.steps == {f"{client.session_id}:train:{n}": steps for n, steps in enumerate([1, 1, 0])}
-    run = await client.services.runs.require(f"{client.session_id}:train:1")
-    first = await client.services.runs.require(client.model_id)
+    run = await client.services.runs.get(f"{client.session_id}:train:1")
+    first = await client.services.runs.get(client.model_id)
     assert (run.lora_rank, run.lora_seed) == (8, first.lora_seed)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from tinker_server.__main__ import listen, read_settings
+from tinker_server.__main__ import listen
+from tinker_server.command_line import parse, read_settings
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 
@@ -44,13 +45,13 @@ def test_the_command_line_goes_before_the_environment(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TINKER_SERVER_DRAIN_S", "3")
     monkeypatch.setenv("TINKER_SERVER_BACKEND__DEVICE", "cuda")
     monkeypatch.setenv("TINKER_SERVER_BACKEND__MODELS", '{"hub": "org/name"}')
-    settings = read_settings(["serve", "--port", "9001", "--model", f"a/b={tmp_path}", "--device", "cpu"])
+    settings = read_settings(parse(["serve", "--port", "9001", "--model", f"a/b={tmp_path}", "--device", "cpu"]))
     assert (settings.port, settings.drain_s, settings.backend.device) == (9001, 3, "cpu")
     assert settings.backend.models == {"hub": "org/name", "a/b": str(tmp_path)}
 
 
 def test_everything_is_kept_in_the_data_directory_by_default(tmp_path: Path) -> None:
-    settings = read_settings(["--data-dir", str(tmp_path), "--model", "a=org/name"])
+    settings = read_settings(parse(["serve", "--data-dir", str(tmp_path), "--model", "a=org/name"]))
     assert settings.resolved_database_url() == f"sqlite+aiosqlite:///{tmp_path}/tinker-server.db"
     assert settings.resolved_backend().scratch_dir == tmp_path / "scratch"
 
@@ -68,7 +69,7 @@ def test_everything_is_kept_in_the_data_directory_by_default(tmp_path: Path) -> 
 )
 def test_a_wrong_setting_is_one_clear_line(arguments: list[str], text: str) -> None:
     with pytest.raises(StartFailed) as caught:
-        read_settings(arguments)
+        read_settings(parse(["serve", *arguments]))
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 

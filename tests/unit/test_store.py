@@ -27,9 +27,11 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.storage import Storage, hold
-from tinker_server.store.futures import FutureStore, RecentResults, Result, Work
+from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore, RecentResults, Result, Work
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
+
+OWNER = "alice"
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ async def futures(db: Database) -> AsyncIterator[FutureStore]:
 
 
 def step(seq_id: int, lane: str = "model", kind: str = "optim_step") -> Work:
-    return Work(kind, lane, seq_id, b'{"a":1}', "application/json")
+    return Work(kind, lane, seq_id, b'{"a":1}', "application/json", OWNER)
 
 
 def done(text: str = "{}", failed: bool = False) -> Result:
@@ -73,7 +75,7 @@ async def test_the_same_number_again_gives_the_first_request_id(futures: FutureS
     assert await futures.enqueue(first) == first.request_id
     assert await futures.enqueue(step(1)) == first.request_id
     futures.complete(first.request_id, done())
-    assert await futures.wait(first.request_id, 5) is not None
+    assert await futures.wait(first.request_id, OWNER, 5) is not None
     assert await futures.enqueue(step(1)) == first.request_id
 
 
@@ -99,7 +101,7 @@ async def test_numbers_have_64_bits(futures: FutureStore) -> None:
 
 async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureStore) -> None:
     request_id = await futures.enqueue(step(1))
-    waits = [asyncio.create_task(futures.wait(request_id, 30)) for _ in range(2)]
+    waits = [asyncio.create_task(futures.wait(request_id, OWNER, 30)) for _ in range(2)]
     await asyncio.sleep(0.05)
     started = time.perf_counter()
     futures.complete(request_id, done('{"x":1}'))
@@ -109,28 +111,28 @@ async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureSt
 
 
 async def test_a_wait_for_nothing_yet_ends_empty_handed(futures: FutureStore) -> None:
-    assert await futures.wait(await futures.enqueue(step(1)), 0.02) is None
+    assert await futures.wait(await futures.enqueue(step(1)), OWNER, 0.02) is None
 
 
 async def test_an_unknown_request_id_is_told(futures: FutureStore) -> None:
     with pytest.raises(UnknownFuture):
-        await futures.wait("nothing", 1)
+        await futures.wait("nothing", OWNER, 1)
 
 
 async def test_results_too_large_for_memory_come_from_the_database(futures: FutureStore) -> None:
     request_id = await futures.enqueue(step(1))
     futures.complete(request_id, Result(b"x" * 5000, "application/x-protobuf"))
-    result = await futures.wait(request_id, 5)
+    result = await futures.wait(request_id, OWNER, 5)
     assert result is not None and result.body == b"x" * 5000 and result.content_type == "application/x-protobuf"
 
 
 async def test_expired_results_leave_a_tombstone(futures: FutureStore) -> None:
     request_id = await futures.enqueue(step(1))
     futures.complete(request_id, done())
-    await futures.wait(request_id, 5)
+    await futures.wait(request_id, OWNER, 5)
     await futures.expire(time.time() + 1)
     with pytest.raises(ResultExpired):
-        await futures.wait(request_id, 1)
+        await futures.wait(request_id, OWNER, 1)
 
 
 async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -> None:
@@ -143,9 +145,9 @@ async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -
     await first.stop()
     second = FutureStore(db, recent_bytes=0)
     assert await second.start() == [left]
-    result = await second.wait(finished.request_id, 1)
+    result = await second.wait(finished.request_id, OWNER, 1)
     assert result is not None and result.body == b"no" and result.failed
-    assert await second.wait(left.request_id, 0.01) is None
+    assert await second.wait(left.request_id, OWNER, 0.01) is None
     await second.stop()
 
 
@@ -153,7 +155,7 @@ async def test_a_thousand_futures_pass_in_seconds(futures: FutureStore) -> None:
     async def one(seq_id: int) -> None:
         request_id = await futures.enqueue(step(seq_id))
         futures.complete(request_id, done())
-        assert await futures.wait(request_id, 30) is not None
+        assert await futures.wait(request_id, OWNER, 30) is not None
 
     started = time.perf_counter()
     await asyncio.gather(*map(one, range(1000)))
@@ -169,27 +171,56 @@ def test_recent_results_stay_within_their_bytes() -> None:
     assert recent.get("large") is None and recent.get("c") is not None
 
 
+async def test_the_database_file_shrinks_when_results_have_expired(tmp_path: Path) -> None:
+    file = tmp_path / "a.db"
+    db = Database(f"sqlite+aiosqlite:///{file}")
+    await db.migrate()
+    futures = FutureStore(db, recent_bytes=0)
+    await futures.start()
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    await futures.expire(0)
+    empty = size()
+    for number in range(20):
+        futures.complete(await futures.enqueue(step(number)), done("x" * 500_000))
+    await futures.expire(0)
+    assert size() > empty + 9_000_000
+    await futures.expire(time.time() + 1)
+    assert size() < empty + 100_000
+    with pytest.raises(ResultExpired):
+        request_id = await futures.enqueue(step(0))
+        await futures.wait(request_id, OWNER, 1)
+    await futures.expire(time.time() + TOMBSTONES_KEPT_S + 1)
+    with pytest.raises(UnknownFuture):
+        await futures.wait(request_id, OWNER, 1)
+    await futures.stop()
+    await db.close()
+
+
 async def test_a_session_lives_until_it_is_finished(db: Database) -> None:
     store = SessionStore(db)
-    session_id = await store.create(CreateSessionRequest(tags=["a"]), "key")
-    assert await store.create(CreateSessionRequest(tags=["a"]), "key") == session_id
-    assert await store.create(CreateSessionRequest(), None) != session_id
-    await store.heartbeat(session_id)
+    session_id = await store.create(CreateSessionRequest(tags=["a"]), "key", OWNER)
+    assert await store.create(CreateSessionRequest(tags=["a"]), "key", OWNER) == session_id
+    assert await store.create(CreateSessionRequest(), None, OWNER) != session_id
+    await store.heartbeat(session_id, OWNER)
     await store.save_heartbeats()
-    await store.require_open(session_id)
-    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="errored"), detail="d"))
-    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="success")))
+    await store.require_open(session_id, OWNER)
+    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="errored"), detail="d"), OWNER)
+    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="success")), OWNER)
     again = SessionStore(db)
     with pytest.raises(HeartbeatEnded):
-        await again.heartbeat(session_id)
+        await again.heartbeat(session_id, OWNER)
     with pytest.raises(SessionFinished):
-        await again.require_open(session_id)
+        await again.require_open(session_id, OWNER)
     with pytest.raises(UnknownSession):
-        await again.heartbeat("other")
+        await again.heartbeat("other", OWNER)
 
 
 def run(session_id: str, number: int = 0) -> TrainingRun:
     return TrainingRun(
+        owner=OWNER,
         model_id=f"{session_id}:train:{number}",
         session_id=session_id,
         model_seq_id=number,
@@ -207,18 +238,19 @@ def run(session_id: str, number: int = 0) -> TrainingRun:
 
 
 async def test_runs_are_lost_after_a_restart_and_known_still(db: Database) -> None:
-    session_id = await SessionStore(db).create(CreateSessionRequest(), None)
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     await RunStore(db).add(run(session_id))
     store = RunStore(db)
-    await store.mark_lost()
-    found = await store.require(f"{session_id}:train:0")
+    await store.mark_all_lost()
+    found = await store.require(f"{session_id}:train:0", OWNER)
     assert (found.status, found.lora_seed, found.train_attn) == ("lost", 2**62, False)
     with pytest.raises(UnknownModel):
-        await store.require("other")
+        await store.require("other", OWNER)
 
 
 def checkpoint(directory: str, expires_at: float | None = None) -> Checkpoint:
     return Checkpoint(
+        owner=OWNER,
         tinker_path="tinker://run/weights/a",
         run_id="run",
         kind="weights",
@@ -240,27 +272,31 @@ async def test_a_checkpoint_is_replaced_expires_and_goes(db: Database) -> None:
     store, path = CheckpointStore(db), TinkerPath("run", "weights", "a")
     await store.put(checkpoint("first"))
     await store.put(checkpoint("second", expires_at=100))
-    assert (await store.require(path, now=99)).directory == "second"
+    assert (await store.require(path, OWNER, now=99)).directory == "second"
     with pytest.raises(UnknownCheckpoint):
-        await store.require(path, now=100)
+        await store.require(path, OWNER, now=100)
     assert await store.take_expired(99) == []
     assert await store.take_expired(100) == ["second"]
     assert await store.find(path) is None
 
 
 async def test_a_sampling_session_is_made_once(db: Database) -> None:
-    session_id = await SessionStore(db).create(CreateSessionRequest(), None)
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
 
     def sampler(base_model: str) -> SamplingSession:
         return SamplingSession(
-            sampling_session_id=f"{session_id}:sample:0", session_id=session_id, base_model=base_model, created_at=1
+            owner=OWNER,
+            sampling_session_id=f"{session_id}:sample:0",
+            session_id=session_id,
+            base_model=base_model,
+            created_at=1,
         )
 
     store = SamplerStore(db)
     assert await store.create(sampler("tiny")) == await store.create(sampler("tiny"))
     with pytest.raises(BadRequest):
         await store.create(sampler("other"))
-    assert (await SamplerStore(db).require(f"{session_id}:sample:0")).base_model == "tiny"
+    assert (await SamplerStore(db).require(f"{session_id}:sample:0", OWNER)).base_model == "tiny"
 
 
 def test_directories_are_never_used_twice_and_stay_inside(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 
 from tinker_server.errors import StartFailed
 
+SHRUNK_PAGES = 20_000
+"""At once: about 80 MB, which takes a fraction of a second."""
+
 
 class Database:
     """Sessions to read and to write. Writers take turns: SQLite has one, and waiting here is fair and cheap."""
@@ -61,6 +64,15 @@ class Database:
             reason = str(error).splitlines()[0]
             raise StartFailed(f"the database {shown} cannot be used: {reason}") from error
 
+    async def shrink(self) -> None:
+        """Give the disk back what deleted rows held, a part at a time. PostgreSQL does it by itself."""
+        if self._engine.dialect.name != "sqlite":
+            return
+        async with self._turn, self._engine.connect() as connection:
+            driver: Any = (await connection.get_raw_connection()).driver_connection
+            # As a script: a plain execute would stop after the first page.
+            await driver.executescript(f"PRAGMA incremental_vacuum({SHRUNK_PAGES}); PRAGMA wal_checkpoint(TRUNCATE);")
+
     async def close(self) -> None:
         await self._engine.dispose()
 
@@ -68,7 +80,14 @@ class Database:
 def _set_up_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # the driver begins no transactions by itself; _begin_sqlite does
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=10000"):
+    # auto_vacuum first: it is for databases that do not exist yet.
+    for pragma in (
+        "auto_vacuum=INCREMENTAL",
+        "journal_mode=WAL",
+        "synchronous=NORMAL",
+        "foreign_keys=ON",
+        "busy_timeout=10000",
+    ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

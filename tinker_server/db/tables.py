@@ -16,8 +16,10 @@ class Session(Table):
     __tablename__ = "sessions"
 
     session_id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(server_default="local")
+    """Name of the API key it was created with; so for all tables."""
     idempotency_key: Mapped[str | None] = mapped_column(unique=True)
-    """Of the request that created it, so that a retry finds it."""
+    """Of the request that created it and its owner, so that a retry finds it."""
     tags: Mapped[list[str]]
     user_metadata: Mapped[dict[str, Any]]
     project_id: Mapped[str | None]
@@ -37,6 +39,7 @@ class TrainingRun(Table):
 
     model_id: Mapped[str] = mapped_column(primary_key=True)
     """`{session_id}:train:{model_seq_id}`"""
+    owner: Mapped[str] = mapped_column(server_default="local")
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
     model_seq_id: Mapped[int]
     base_model: Mapped[str]
@@ -48,7 +51,9 @@ class TrainingRun(Table):
     user_metadata: Mapped[dict[str, Any] | None]
     optimizer_config: Mapped[dict[str, Any]]
     status: Mapped[str]
-    """`active`, or `lost`: the process that held it has ended."""
+    """`active`; `suspended`: its client is silent, and it is on disk; `lost`: the process that held it has ended."""
+    snapshot: Mapped[str | None]
+    """Directory of a suspended model, below the data directory."""
     created_at: Mapped[float]
 
 
@@ -59,12 +64,15 @@ class SamplingSession(Table):
 
     sampling_session_id: Mapped[str] = mapped_column(primary_key=True)
     """`{session_id}:sample:{sampling_session_seq_id}`"""
+    owner: Mapped[str] = mapped_column(server_default="local")
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
     base_model: Mapped[str]
     model_path: Mapped[str | None]
     """tinker:// path of named weights."""
     directory: Mapped[str | None]
     """Of the weights, below the data directory; none: the base model alone."""
+    weights_deleted_at: Mapped[float | None]
+    """When weights without a name were deleted, for nobody had sampled from them for long."""
     created_at: Mapped[float]
 
 
@@ -75,6 +83,7 @@ class Checkpoint(Table):
     __table_args__ = (UniqueConstraint("run_id", "kind", "name"),)
 
     tinker_path: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(server_default="local")
     run_id: Mapped[str]
     kind: Mapped[str]
     name: Mapped[str]
@@ -90,7 +99,7 @@ class Checkpoint(Table):
     size_bytes: Mapped[int]
     created_at: Mapped[float] = mapped_column(index=True)
     expires_at: Mapped[float | None] = mapped_column(index=True)
-    public: Mapped[bool] = mapped_column(default=False, server_default=false())
+    public: Mapped[bool] = mapped_column(default=False, server_default=false(), index=True)
     """Whether every client may load it."""
     copied_from: Mapped[str | None]
     """tinker:// path of the weights it is a copy of."""
@@ -106,6 +115,7 @@ class Future(Table):
     )
 
     request_id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(server_default="local")
     kind: Mapped[str]
     lane: Mapped[str]
     """model_id for training work, sampling_session_id for samples."""
@@ -142,6 +152,7 @@ class AuditEntry(Table):
     __tablename__ = "audit"
 
     entry_id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(server_default="local")
     at: Mapped[float] = mapped_column(index=True)
     event: Mapped[str]
     """`<resource>_<action>`"""

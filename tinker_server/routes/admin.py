@@ -24,8 +24,9 @@ from api_schemas.admin import (
     User,
 )
 from api_schemas.checkpoints import from_unix
-from tinker_server.deps import Audit, Caller, Listed, ServerUrl, Sessions, SignedLinks, Used
-from tinker_server.errors import BadRequest
+from tinker_server.callers import ApiKey, Caller
+from tinker_server.deps import Audit, Listed, Server, ServerUrl, Sessions, SignedLinks, Used
+from tinker_server.errors import BadRequest, KeysFixed
 from tinker_server.signing import VALID_S
 from tinker_server.store.catalog import DEFAULT_PROJECT
 from tinker_server.store.usage import HOUR_S
@@ -42,7 +43,9 @@ PREFIXES: dict[EventType, tuple[str, ...]] = {
 
 
 @router.get("/audit", response_model_exclude_none=True)
-async def get_audit(audit: Audit, event_type: EventType = "all", day: date | None = None) -> AuditResponse:
+async def get_audit(
+    audit: Audit, caller: Caller, event_type: EventType = "all", day: date | None = None
+) -> AuditResponse:
     """What was done on one day, from midnight to midnight UTC; today if none is given."""
     day = day or datetime.now(UTC).date()
     start = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
@@ -55,7 +58,7 @@ async def get_audit(audit: Audit, event_type: EventType = "all", day: date | Non
                 model_id=row.details.get("model_id"),
                 tinker_path=row.details.get("tinker_path"),
             )
-            for row in await audit.of_day(start, PREFIXES[event_type])
+            for row in await audit.of_day(caller, start, PREFIXES[event_type])
         ]
     )
 
@@ -66,7 +69,7 @@ async def get_usage(starting_on: datetime, ending_before: datetime, usage: Used,
     start, end = _utc(starting_on), _utc(ending_before)
     if end <= start:
         raise BadRequest("ending_before is not after starting_on")
-    rows = await usage.between(start.timestamp(), end.timestamp())
+    rows = await usage.between(caller, start.timestamp(), end.timestamp())
     events = [
         UsageEvent(
             bucket_start=from_unix(row.hour),
@@ -86,7 +89,7 @@ async def get_usage(starting_on: datetime, ending_before: datetime, usage: Used,
 @router.get("/billing/usage/checkpoints/current")
 async def get_storage(catalog: Listed, caller: Caller, project_id: str | None = None) -> StorageUsageResponse:
     """Saved weights that are stored now, by project."""
-    records = await catalog.storage(project_id, time.time())
+    records = await catalog.storage(caller, project_id, time.time())
     return StorageUsageResponse(
         data=[
             StorageUsage(
@@ -102,22 +105,29 @@ async def get_storage(catalog: Listed, caller: Caller, project_id: str | None = 
 
 
 @router.get("/sessions/{session_id}/trace_export")
-async def export_trace(session_id: str, sessions: Sessions, links: SignedLinks, url: ServerUrl) -> TraceExportResponse:
+async def export_trace(
+    session_id: str, sessions: Sessions, links: SignedLinks, url: ServerUrl, caller: Caller
+) -> TraceExportResponse:
     """Where the session's timeline is."""
-    await sessions.require(session_id)
+    await sessions.require(session_id, caller)
     return TraceExportResponse(url=f"{url}/{links.sign(f'traces/{session_id}', int(time.time()) + VALID_S)}")
 
 
 @router.get("/auth/apikey/me")
-async def get_api_key(caller: Caller) -> ApiKeyResponse:
-    """Who the key of this request speaks for. Keys are not checked, so every key is the one owner's."""
+async def get_api_key(caller: Caller, server: Server) -> ApiKeyResponse:
+    """Who the key of this request speaks for."""
     details = ApiKeyDetails(org_details=Organization(name=caller), user_details=User(email=caller))
-    return ApiKeyResponse(key_id=0, name=caller, note="this server accepts every key", details=details)
+    note = "no keys are configured: every one is accepted" if server.keys.is_open else ""
+    return ApiKeyResponse(key_id=0, name=caller, note=note, details=details)
 
 
 @router.delete("/auth/apikey/me", status_code=204)
-async def delete_api_key() -> Response:
-    """Revoke the key of this request. None is kept here, so there is nothing to do."""
+async def delete_api_key(key: ApiKey, server: Server) -> Response:
+    """Revoke the key of this request. What it owns stays with the other keys of its name."""
+    try:
+        server.keys.revoke(key)
+    except OSError as error:
+        raise KeysFixed(f"the keys of this server cannot be changed from here: {error.strerror}") from None
     return Response(status_code=204)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from email.utils import formatdate
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import RedirectResponse
@@ -21,8 +21,9 @@ from api_schemas.checkpoints import (
     from_unix,
 )
 from api_schemas.weights import Kind, TinkerPath, check_name
+from tinker_server.callers import AskedScope, Caller
 from tinker_server.db.tables import Checkpoint
-from tinker_server.deps import Audit, Checkpoints, Copies, Listed, ServerUrl, SignedLinks, Stored
+from tinker_server.deps import Audit, Checkpoints, Copies, Listed, Server, ServerUrl, SignedLinks, Stored
 from tinker_server.errors import BadRequest
 from tinker_server.saving import check_ttl
 from tinker_server.signing import VALID_S
@@ -32,19 +33,16 @@ router = APIRouter()
 MAX_LIMIT = 1000
 FIRST_WITH_EXTERNAL = (0, 28)
 """Older SDKs refuse a whole list for one checkpoint of type `external`."""
-
-AccessScope = Literal["owned", "accessible"]
-"""The same here: what is public is the one owner's too."""
 Offset = Annotated[int, Query(ge=0, lt=2**62)]
 
 
 async def _page(
+    scope: AskedScope,
     limit: Annotated[int, Query(ge=0)] = 100,
     offset: Offset = 0,
     project_id: str | None = None,
-    access_scope: AccessScope = "owned",
 ) -> Page:
-    return Page(min(limit, MAX_LIMIT), offset, project_id)
+    return Page(scope, min(limit, MAX_LIMIT), offset, project_id)
 
 
 async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
@@ -69,7 +67,7 @@ ShownKinds = Annotated[list[Kind], Depends(_kinds)]
 
 @router.get("/checkpoints", response_model_exclude_none=True)
 async def list_checkpoints(page: Paged, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
-    """All saved weights, newest first."""
+    """Saved weights of all runs, newest first."""
     rows, total = await catalog.checkpoints(page, kinds, time.time())
     return _listed(rows, page, total)
 
@@ -77,48 +75,56 @@ async def list_checkpoints(page: Paged, kinds: ShownKinds, catalog: Listed) -> C
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
 async def list_checkpoints_of_run(run_id: str, page: Paged, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
     """A training run's saved weights, newest first."""
-    await catalog.run(run_id, time.time())
+    await catalog.run(run_id, page.scope, time.time())
     rows, total = await catalog.checkpoints(page, kinds, time.time(), run_id)
     return _listed(rows, page, total)
 
 
 @router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
-async def publish(path: Named, checkpoints: Checkpoints, audit: Audit) -> Response:
+async def publish(path: Named, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Let every client load the weights. Doing it again changes nothing."""
-    await checkpoints.set_public(path, True, time.time())
-    await _note(audit, "checkpoint_published", path)
+    await checkpoints.set_public(path, True, caller, time.time())
+    await _note(audit, caller, "checkpoint_published", path)
     return Response(status_code=204)
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
-async def unpublish(path: Named, checkpoints: Checkpoints, audit: Audit) -> Response:
+async def unpublish(path: Named, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Take publish back."""
-    await checkpoints.set_public(path, False, time.time())
-    await _note(audit, "checkpoint_unpublished", path)
+    await checkpoints.set_public(path, False, caller, time.time())
+    await _note(audit, caller, "checkpoint_unpublished", path)
     return Response(status_code=204)
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
-async def set_ttl(path: Named, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit) -> Response:
+async def set_ttl(
+    path: Named, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit, caller: Caller
+) -> Response:
     """Let weights expire so many seconds from now; null: never."""
     check_ttl(request.ttl_seconds)
     now = time.time()
-    await checkpoints.set_expiry(path, None if request.ttl_seconds is None else now + request.ttl_seconds, now)
-    await _note(audit, "checkpoint_ttl_set", path, ttl_seconds=request.ttl_seconds)
+    await checkpoints.set_expiry(path, None if request.ttl_seconds is None else now + request.ttl_seconds, caller, now)
+    await _note(audit, caller, "checkpoint_ttl_set", path, ttl_seconds=request.ttl_seconds)
     return Response(status_code=204)
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
 async def external_weights_urls(
-    path: Named, checkpoints: Checkpoints, storage: Stored, links: SignedLinks, url: ServerUrl, audit: Audit
+    path: Named,
+    checkpoints: Checkpoints,
+    storage: Stored,
+    links: SignedLinks,
+    url: ServerUrl,
+    audit: Audit,
+    caller: Caller,
 ) -> ExternalWeightsUrlsResponse:
     """URLs of the files of weights saved by save_weights_external."""
     if path.kind != "external_weights":
         raise BadRequest(f"{path} is not for download; save_weights_external makes weights that are")
-    checkpoint = await checkpoints.require(path, time.time())
+    checkpoint = await checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
     files = await storage.files(checkpoint.directory)
-    await _note(audit, "checkpoint_read", path, purpose="download")
+    await _note(audit, caller, "checkpoint_read", path, purpose="download")
     signed = {name: links.sign(f"files/{checkpoint.directory}/{name}", expires) for name in files}
     return ExternalWeightsUrlsResponse(
         urls={name: f"{url}/{link}" for name, link in signed.items()}, expires=from_unix(expires)
@@ -126,31 +132,33 @@ async def external_weights_urls(
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/archive", status_code=302)
-async def archive(path: Named, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit) -> Response:
+async def archive(
+    path: Named, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit, caller: Caller
+) -> Response:
     """Where clients before 0.36 find the weights in one tar.gz."""
-    checkpoint = await checkpoints.require(path, time.time())
+    checkpoint = await checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
-    await _note(audit, "checkpoint_read", path, purpose="download")
+    await _note(audit, caller, "checkpoint_read", path, purpose="download")
     link = links.sign(f"archives/{checkpoint.directory}", expires)
     return RedirectResponse(f"{url}/{link}", 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
-async def delete(path: Named, checkpoints: Checkpoints, storage: Stored, audit: Audit) -> Response:
+async def delete(path: Named, checkpoints: Checkpoints, storage: Stored, audit: Audit, caller: Caller) -> Response:
     """Forget the weights, then remove their files. Copies, and samplers that have begun, keep theirs."""
-    await storage.delete(await checkpoints.take(path))
-    await _note(audit, "checkpoint_deleted", path)
+    await storage.delete(await checkpoints.take(path, caller))
+    await _note(audit, caller, "checkpoint_deleted", path)
     return Response(status_code=204)
 
 
 @router.post("/weights_info", response_model_exclude_none=True)
-async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints) -> WeightsInfoResponse:
+async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, caller: Caller) -> WeightsInfoResponse:
     """What the weights are of."""
     try:
         path = TinkerPath.parse(request.tinker_path)
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    row = await checkpoints.require(path, time.time())
+    row = await checkpoints.require_readable(path, {caller}, time.time())
     return WeightsInfoResponse(
         base_model=row.base_model,
         lora_rank=row.lora_rank,
@@ -164,12 +172,16 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints) ->
 async def copy_weights(
     request: CopyWeightsRequest,
     copying: Copies,
+    server: Server,
     audit: Audit,
+    caller: Caller,
     x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> CopyWeightsResponse:
     """Copy weights to a path of their own. A retry, which has the same key, gets the first one's."""
-    path = await copying.copy(request, x_idempotency_key)
-    await _note(audit, "checkpoint_copied", path, source_path=request.source_path)
+    readers = server.keys.readers(caller, x_tinker_weights_access_token or request.weights_access_token)
+    path = await copying.copy(request, x_idempotency_key, caller, readers)
+    await _note(audit, caller, "checkpoint_copied", path, source_path=request.source_path)
     return CopyWeightsResponse(tinker_path=str(path))
 
 
@@ -193,5 +205,5 @@ def _listed(rows: list[Checkpoint], page: Page, total: int) -> CheckpointsRespon
     return CheckpointsResponse(checkpoints=[checkpoint_info(row) for row in rows], cursor=cursor)
 
 
-async def _note(audit: Audit, event: str, path: TinkerPath, **details: object) -> None:
-    await audit.note(event, model_id=path.run_id, tinker_path=str(path), **details)
+async def _note(audit: Audit, owner: str, event: str, path: TinkerPath, **details: object) -> None:
+    await audit.note(event, owner, model_id=path.run_id, tinker_path=str(path), **details)

@@ -38,7 +38,7 @@ async def get_trace(
     One row of bars per model or sampling session; a bar lasts from the acceptance of an operation to its result.
     """
     links.check(f"traces/{session_id}", expires, signature)
-    session = await sessions.require(session_id)
+    session = await sessions.get(session_id)
     events = [
         {
             "name": kind,

@@ -15,6 +15,7 @@ from api_schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
+from tinker_server.callers import Caller
 from tinker_server.deps import AppSettings, Futures, Samplers, Work
 from tinker_server.errors import UnknownFuture
 from tinker_server.offload import off_loop
@@ -33,11 +34,12 @@ async def retrieve_future(
     poll: RetrieveFutureRequest,
     futures: Futures,
     settings: AppSettings,
+    caller: Caller,
     accept: Annotated[str, Header()] = "",
 ) -> Response:
     """The stored bytes as soon as they are there; after a while without them, 408, which means to ask again."""
     request_id = _checked(poll.request_id)
-    result = await futures.wait(request_id, settings.poll_hold_s)
+    result = await futures.wait(request_id, caller, settings.poll_hold_s)
     if result is None:
         pending = RetrieveFuturePending(request_id=request_id)
         return Response(pending.model_dump_json(exclude_none=True), 408, media_type="application/json")
@@ -54,11 +56,11 @@ async def retrieve_future(
 
 @router.post("/retrieve_futures", response_model_exclude_none=True)
 async def retrieve_futures(
-    poll: RetrieveFuturesRequest, futures: Futures, samplers: Samplers, settings: AppSettings
+    poll: RetrieveFuturesRequest, futures: Futures, samplers: Samplers, settings: AppSettings, caller: Caller
 ) -> RetrieveFuturesResponse:
     """Which samples of a client have finished since its last poll, held until one has; acknowledges results."""
     session_id = poll.target.sampling_session_id
-    await samplers.require(session_id)
+    await samplers.require(session_id, caller)
     futures.acknowledge(session_id, poll.retrieved_request_ids)
     hold_s = settings.poll_hold_s if poll.timeout is None else min(poll.timeout, settings.poll_hold_s)
     target = Target(session_id, poll.target.cloned_sampler_id)
@@ -77,11 +79,11 @@ async def retrieve_futures(
 
 
 @router.post("/cancel_future", status_code=204)
-async def cancel_future(request: CancelFutureRequest, futures: Futures, work: Work) -> Response:
+async def cancel_future(request: CancelFutureRequest, futures: Futures, work: Work, caller: Caller) -> Response:
     """Stop a sample that waits or runs. What has ended, or was cancelled before, stays as it is."""
     request_id = _checked(request.request_id)
-    if not work.cancel(request_id):
-        await futures.require_finished_sample(request_id)
+    if not work.cancel(request_id, caller):
+        await futures.require_finished_sample(request_id, caller)
     return Response(status_code=204)
 
 

@@ -7,8 +7,9 @@ from fastapi import APIRouter, Query
 
 from api_schemas.checkpoints import Cursor, from_unix
 from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
-from tinker_server.deps import Caller, Listed
-from tinker_server.routes.checkpoints import MAX_LIMIT, AccessScope, Offset, checkpoint_info
+from tinker_server.callers import AskedScope
+from tinker_server.deps import Listed
+from tinker_server.routes.checkpoints import MAX_LIMIT, Offset, checkpoint_info
 from tinker_server.store.catalog import Page, RunRecord
 
 router = APIRouter()
@@ -17,35 +18,32 @@ router = APIRouter()
 @router.get("/training_runs", response_model_exclude_none=True)
 async def list_training_runs(
     catalog: Listed,
-    caller: Caller,
+    scope: AskedScope,
     limit: Annotated[int, Query(ge=0)] = 20,
     offset: Offset = 0,
     project_id: str | None = None,
-    access_scope: AccessScope = "owned",
 ) -> TrainingRunsResponse:
-    """All runs, newest first."""
-    page = Page(min(limit, MAX_LIMIT), offset, project_id)
+    """Runs, newest first."""
+    page = Page(scope, min(limit, MAX_LIMIT), offset, project_id)
     records, total = await catalog.runs(page, time.time())
     return TrainingRunsResponse(
-        training_runs=[_info(record, caller) for record in records],
+        training_runs=[_info(record) for record in records],
         cursor=Cursor(offset=page.offset, limit=page.limit, total_count=total),
     )
 
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
-async def get_training_run(
-    run_id: str, catalog: Listed, caller: Caller, access_scope: AccessScope = "owned"
-) -> TrainingRunInfo:
+async def get_training_run(run_id: str, catalog: Listed, scope: AskedScope) -> TrainingRunInfo:
     """One run."""
-    return _info(await catalog.run(run_id, time.time()), caller)
+    return _info(await catalog.run(run_id, scope, time.time()))
 
 
-def _info(record: RunRecord, owner: str) -> TrainingRunInfo:
+def _info(record: RunRecord) -> TrainingRunInfo:
     last, last_sampler = record.last_checkpoint, record.last_sampler_checkpoint
     return TrainingRunInfo(
         training_run_id=record.run.model_id,
         base_model=record.run.base_model,
-        model_owner=owner,
+        model_owner=record.run.owner,
         lora_rank=record.run.lora_rank,
         last_request_time=from_unix(record.last_request_at),
         last_checkpoint=None if last is None else checkpoint_info(last),

@@ -18,6 +18,7 @@ from api_schemas.sampling import (
     JoinSamplingSessionResponse,
     SampleRequest,
 )
+from tinker_server.callers import Caller
 from tinker_server.db.tables import SamplingSession
 from tinker_server.deps import Checkpoints, Samplers, ServedModels, Sessions, Work
 from tinker_server.errors import BadRequest
@@ -36,12 +37,14 @@ async def create_sampling_session(
     samplers: Samplers,
     checkpoints: Checkpoints,
     models: ServedModels,
+    caller: Caller,
 ) -> CreateSamplingSessionResponse:
     """Bind a sampling session to a base model or to saved weights, which are loaded when first used."""
-    await sessions.require_open(request.session_id)
-    base_model, directory = await find_weights(models, checkpoints, request.base_model, request.model_path)
+    await sessions.require_open(request.session_id, caller)
+    base_model, directory = await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
     sampler = SamplingSession(
         sampling_session_id=f"{request.session_id}:sample:{request.sampling_session_seq_id}",
+        owner=caller,
         session_id=request.session_id,
         base_model=base_model,
         model_path=request.model_path,
@@ -52,16 +55,18 @@ async def create_sampling_session(
 
 
 @router.get("/samplers/{sampler_id}")
-async def get_sampler(sampler_id: str, samplers: Samplers) -> GetSamplerResponse:
+async def get_sampler(sampler_id: str, samplers: Samplers, caller: Caller) -> GetSamplerResponse:
     """What a sampling session samples from."""
-    sampler = await samplers.require(sampler_id)
+    sampler = await samplers.require(sampler_id, caller)
     return GetSamplerResponse(sampler_id=sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
 
 
 @router.post("/join_sampling_session")
-async def join_sampling_session(request: JoinSamplingSessionRequest, samplers: Samplers) -> JoinSamplingSessionResponse:
+async def join_sampling_session(
+    request: JoinSamplingSessionRequest, samplers: Samplers, caller: Caller
+) -> JoinSamplingSessionResponse:
     """A number for one more client of a sampling session, random so that none is given twice, nor after a restart."""
-    await samplers.require(request.sampling_session_id)
+    await samplers.require(request.sampling_session_id, caller)
     return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(MAX_CLIENTS))
 
 
@@ -72,12 +77,13 @@ async def asample(
     samplers: Samplers,
     checkpoints: Checkpoints,
     models: ServedModels,
+    caller: Caller,
     work: Work,
 ) -> UntypedFuture:
     """Draw samples. What can be told to be wrong at once is answered 400; too many in flight, 429."""
     request = submission.request
     if request.sampling_session_id is None:
-        base_model, _ = await find_weights(models, checkpoints, request.base_model, request.model_path)
+        base_model, _ = await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
         lane, seq_id = f"direct:{uuid.uuid4().hex}", request.seq_id or 0
     else:
         if request.base_model is not None or request.model_path is not None:
@@ -85,14 +91,14 @@ async def asample(
         if request.seq_id is None:
             raise BadRequest("seq_id is missing: it is what names a sample of a sampling session")
         lane, seq_id = request.sampling_session_id, request.seq_id
-        sampler = await samplers.require(lane)
-        await sessions.require_open(sampler.session_id)
+        sampler = await samplers.require(lane, caller)
+        await sessions.require_open(sampler.session_id, caller)
         base_model = sampler.base_model
     check = models.base(base_model).check_sample
     if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
         check(request)
     else:
         await asyncio.to_thread(check, request)  # it looks into images
-    future = await submission.accept(work, "sample", lane, seq_id)
+    future = await submission.accept(work, caller, "sample", lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})

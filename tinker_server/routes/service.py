@@ -1,4 +1,4 @@
-"""The service itself: configuration of clients, capabilities, telemetry, health."""
+"""The service itself: configuration of clients, capabilities, telemetry."""
 
 import json
 import logging
@@ -10,7 +10,6 @@ from api_schemas.sessions import (
     ClientConfigRequest,
     ClientConfigResponse,
     DynamicConfigResponse,
-    HealthResponse,
     ServerCapabilities,
     SupportedModel,
     TelemetryRequest,
@@ -43,12 +42,6 @@ async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
         text = _KEY.sub("[key]", json.dumps(event))[:MAX_EVENT_CHARS]
         log.info("client of session %s (SDK %s): %s", batch.session_id, batch.sdk_version, text)
     return TelemetryResponse()
-
-
-@router.get("/healthz")
-async def healthz() -> HealthResponse:
-    """Whether the server takes requests."""
-    return HealthResponse()
 
 
 @router.get("/get_server_capabilities")

@@ -22,9 +22,10 @@ from api_schemas.sessions import (
     SessionStatus,
     SessionSummary,
 )
+from tinker_server.callers import AskedScope, Caller
 from tinker_server.db.tables import Session
-from tinker_server.deps import Audit, Caller, Listed, Sessions
-from tinker_server.routes.checkpoints import MAX_LIMIT, AccessScope, Offset
+from tinker_server.deps import Audit, Listed, Sessions
+from tinker_server.routes.checkpoints import MAX_LIMIT, Offset
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, Page, SessionRecord
 
 router = APIRouter()
@@ -32,36 +33,44 @@ router = APIRouter()
 
 @router.post("/create_session")
 async def create_session(
-    request: CreateSessionRequest, sessions: Sessions, x_idempotency_key: Annotated[str | None, Header()] = None
+    request: CreateSessionRequest,
+    sessions: Sessions,
+    caller: Caller,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
 ) -> CreateSessionResponse:
     """Start a session. A retry, which has the same key, gets the first one's."""
-    return CreateSessionResponse(session_id=await sessions.create(request, x_idempotency_key))
+    return CreateSessionResponse(session_id=await sessions.create(request, x_idempotency_key, caller))
 
 
 @router.post("/session_heartbeat")
-async def session_heartbeat(request: SessionHeartbeatRequest, sessions: Sessions) -> SessionHeartbeatResponse:
+async def session_heartbeat(
+    request: SessionHeartbeatRequest, sessions: Sessions, caller: Caller
+) -> SessionHeartbeatResponse:
     """Say that the client lives; 404 for an unknown session, 410 for a finished one."""
-    await sessions.heartbeat(request.session_id)
+    await sessions.heartbeat(request.session_id, caller)
     return SessionHeartbeatResponse()
 
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
-async def finish_session(session_id: str, request: FinishSessionRequest, sessions: Sessions) -> Response:
+async def finish_session(
+    session_id: str, request: FinishSessionRequest, sessions: Sessions, caller: Caller
+) -> Response:
     """End a session; doing it again changes nothing."""
-    await sessions.finish(session_id, request)
+    await sessions.finish(session_id, request, caller)
     return Response(status_code=204)
 
 
 @router.get("/sessions")
 async def list_sessions(
     catalog: Listed,
+    scope: AskedScope,
     limit: Annotated[int, Query(ge=0)] = 20,
     offset: Offset = 0,
     project_id: str | None = None,
-    access_scope: AccessScope = "owned",
 ) -> ListSessionsResponse:
-    """Ids of all sessions, newest first."""
-    return ListSessionsResponse(sessions=await catalog.sessions(Page(min(limit, MAX_LIMIT), offset, project_id)))
+    """Ids of one's sessions, newest first."""
+    page = Page(scope, min(limit, MAX_LIMIT), offset, project_id)
+    return ListSessionsResponse(sessions=await catalog.sessions(page))
 
 
 @router.post("/sessions/search", response_model_exclude_none=True)
@@ -73,21 +82,19 @@ async def search_sessions(
         return SearchSessionsResponse(sessions=[])
     await sessions.save_heartbeats()  # so that the database knows who lives
     now = time.time()
-    records = await catalog.search(request, now)
+    records = await catalog.search(request, caller, now)
     page = records[: request.limit]
     following = None
     if len(records) > len(page):
         last = page[-1].session
         following = SearchCursor(last_created_at=from_unix(last.created_at), last_session_id=last.session_id)
-    return SearchSessionsResponse(sessions=[_summary(record, caller, now) for record in page], next_cursor=following)
+    return SearchSessionsResponse(sessions=[_summary(record, now) for record in page], next_cursor=following)
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-async def get_session(
-    session_id: str, sessions: Sessions, catalog: Listed, access_scope: AccessScope = "owned"
-) -> GetSessionResponse:
+async def get_session(session_id: str, sessions: Sessions, catalog: Listed, scope: AskedScope) -> GetSessionResponse:
     """A session's models and samplers."""
-    row = await sessions.require(session_id)
+    row = await sessions.require(session_id, scope.owner)
     run_ids, sampler_ids = await catalog.of_session(session_id)
     return GetSessionResponse(
         training_run_ids=run_ids,
@@ -98,19 +105,21 @@ async def get_session(
 
 
 @router.put("/sessions/{session_id}/project", status_code=204)
-async def assign_project(session_id: str, request: AssignProjectRequest, sessions: Sessions, audit: Audit) -> Response:
+async def assign_project(
+    session_id: str, request: AssignProjectRequest, sessions: Sessions, audit: Audit, caller: Caller
+) -> Response:
     """Move a session, with all that it made, to a project. Projects are mere names here."""
-    await sessions.assign_project(session_id, request.project_id)
-    await audit.note("project_assigned", session_id=session_id, project_id=request.project_id)
+    await sessions.assign_project(session_id, request.project_id, caller)
+    await audit.note("project_assigned", caller, session_id=session_id, project_id=request.project_id)
     return Response(status_code=204)
 
 
-def _summary(record: SessionRecord, owner: str, now: float) -> SessionSummary:
+def _summary(record: SessionRecord, now: float) -> SessionSummary:
     row = record.session
     return SessionSummary(
         session_id=row.session_id,
         created_at=from_unix(row.created_at),
-        owner=owner,
+        owner=row.owner,
         project_id=row.project_id or DEFAULT_PROJECT,
         status=_status(row, now),
         checkpoints_count=record.checkpoints_count,

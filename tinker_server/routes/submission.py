@@ -5,8 +5,9 @@ A refused operation still uses up its number, so the scheduler is told not to wa
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
+from fastapi import Depends
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
@@ -15,7 +16,8 @@ from api_schemas import wire
 from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
 from api_schemas.training import ForwardBackwardRequest
-from tinker_server.deps import AppSettings, Work
+from tinker_server.callers import Caller
+from tinker_server.deps import AppSettings, Server, Services, Work
 from tinker_server.errors import BadRequest
 from tinker_server.offload import off_loop
 from tinker_server.scheduler import Scheduler
@@ -33,10 +35,41 @@ class Submission(Generic[R]):
     body: bytes
     content_type: str
 
-    async def accept(self, work: Scheduler, kind: str, lane: str, seq_id: int) -> UntypedFuture:
+    async def accept(self, work: Scheduler, owner: str, kind: str, lane: str, seq_id: int) -> UntypedFuture:
         """Queue it; answered as soon as that is durable."""
-        stored = futures.Work(kind, lane, seq_id, self.body, self.content_type)
+        stored = futures.Work(kind, lane, seq_id, self.body, self.content_type, owner)
         return UntypedFuture(request_id=await work.submit(stored, self.request))
+
+
+@dataclass(frozen=True)
+class ModelQueue:
+    """Where operations on a caller's own models, in open sessions, are accepted."""
+
+    server: Services
+    caller: str
+
+    async def accept(
+        self, submission: Submission[R], kind: str, model_id: str, seq_id: int, lane_suffix: str = ""
+    ) -> UntypedFuture:
+        """Raises UnknownModel, SessionFinished."""
+        run = await self.server.runs.require(model_id, self.caller)
+        await self.server.sessions.require_open(run.session_id, self.caller)
+        return await submission.accept(self.server.scheduler, self.caller, kind, model_id + lane_suffix, seq_id)
+
+    async def accept_new(
+        self, submission: Submission[R], kind: str, session_id: str, model_seq_id: int
+    ) -> UntypedFuture:
+        """An operation that makes a model: number 0 of its lane. Raises UnknownSession, SessionFinished."""
+        await self.server.sessions.require_open(session_id, self.caller)
+        lane = f"{session_id}:train:{model_seq_id}"
+        return await submission.accept(self.server.scheduler, self.caller, kind, lane, 0)
+
+
+async def _model_queue(server: Server, caller: Caller) -> ModelQueue:
+    return ModelQueue(server, caller)
+
+
+OwnModels = Annotated[ModelQueue, Depends(_model_queue)]
 
 
 class Numbered(BaseModel):

@@ -18,8 +18,9 @@ from api_schemas.training import (
     UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
-from tinker_server.deps import Runs, ServedModels, Sessions, Work
-from tinker_server.routes.submission import Submission, forward_backward_body, json_body
+from tinker_server.callers import Caller
+from tinker_server.deps import Runs, ServedModels
+from tinker_server.routes.submission import OwnModels, Submission, forward_backward_body, json_body
 from tinker_server.scheduler import UNLOAD_SUFFIX
 
 router = APIRouter()
@@ -28,20 +29,17 @@ router = APIRouter()
 @router.post("/create_model", response_model_exclude_none=True)
 async def create_model(
     submission: Annotated[Submission[CreateModelRequest], Depends(json_body(CreateModelRequest))],
-    sessions: Sessions,
-    work: Work,
+    models: OwnModels,
 ) -> UntypedFuture:
     """Create a LoRA model. Repeating it gives the first request_id."""
     request = submission.request
-    await sessions.require_open(request.session_id)
-    lane = f"{request.session_id}:train:{request.model_seq_id}"
-    return await submission.accept(work, "create_model", lane, 0)
+    return await models.accept_new(submission, "create_model", request.session_id, request.model_seq_id)
 
 
 @router.post("/get_info")
-async def get_info(request: GetInfoRequest, runs: Runs, models: ServedModels) -> GetInfoResponse:
+async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: ServedModels) -> GetInfoResponse:
     """What a client needs to know of its model."""
-    run = await runs.require(request.model_id)
+    run = await runs.require(request.model_id, caller)
     info = models.base(run.base_model).info
     return GetInfoResponse(
         model_id=run.model_id,
@@ -54,45 +52,43 @@ async def get_info(request: GetInfoRequest, runs: Runs, models: ServedModels) ->
 
 @router.post("/forward_backward", response_model_exclude_none=True)
 async def forward_backward(
-    submission: Annotated[Submission[ForwardBackwardRequest], Depends(forward_backward_body)], runs: Runs, work: Work
+    submission: Annotated[Submission[ForwardBackwardRequest], Depends(forward_backward_body)],
+    models: OwnModels,
 ) -> UntypedFuture:
     """Add a loss's gradient to the model's, or (forward_only) just compute log probabilities."""
     request = submission.request
-    await runs.require(request.model_id)
-    return await submission.accept(work, "forward_backward", request.model_id, request.seq_id)
+    return await models.accept(submission, "forward_backward", request.model_id, request.seq_id)
 
 
 @router.post("/forward", response_model_exclude_none=True)
 async def forward(
-    submission: Annotated[Submission[ForwardRequest], Depends(json_body(ForwardRequest))], runs: Runs, work: Work
+    submission: Annotated[Submission[ForwardRequest], Depends(json_body(ForwardRequest))],
+    models: OwnModels,
 ) -> UntypedFuture:
     """How clients before 0.25 ask for a forward_backward with forward_only."""
     request = submission.request.as_forward_backward()
-    await runs.require(request.model_id)
     same = Submission(request, submission.body, submission.content_type)
-    return await same.accept(work, "forward_backward", request.model_id, request.seq_id)
+    return await models.accept(same, "forward_backward", request.model_id, request.seq_id)
 
 
 @router.post("/unload_model", response_model_exclude_none=True)
 async def unload_model(
     submission: Annotated[Submission[UnloadModelRequest], Depends(json_body(UnloadModelRequest))],
-    runs: Runs,
-    work: Work,
+    models: OwnModels,
 ) -> UntypedFuture:
     """Free a model's memory once its queued work is done. Saved weights stay."""
     request = submission.request
-    await runs.require(request.model_id)
-    return await submission.accept(work, "unload_model", request.model_id + UNLOAD_SUFFIX, 0)
+    return await models.accept(submission, "unload_model", request.model_id, 0, UNLOAD_SUFFIX)
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
 async def optim_step(
-    submission: Annotated[Submission[OptimStepRequest], Depends(json_body(OptimStepRequest))], runs: Runs, work: Work
+    submission: Annotated[Submission[OptimStepRequest], Depends(json_body(OptimStepRequest))],
+    models: OwnModels,
 ) -> UntypedFuture:
     """Apply the model's gradient, then clear it."""
     request = submission.request
-    await runs.require(request.model_id)
-    return await submission.accept(work, "optim_step", request.model_id, request.seq_id)
+    return await models.accept(submission, "optim_step", request.model_id, request.seq_id)
 
 
 def tokenizer_id(info: BaseModelInfo) -> str:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, union
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, union
 
 from api_schemas.sessions import SearchSessionsRequest, StatusQuery
 from api_schemas.weights import Kind
@@ -20,9 +20,19 @@ DEFAULT_PROJECT = "default"
 
 
 @dataclass(frozen=True)
+class Scope:
+    """Whose things are asked for."""
+
+    owner: str
+    accessible: bool = False
+    """Also what others have published."""
+
+
+@dataclass(frozen=True)
 class Page:
     """Which part of a list is asked for."""
 
+    scope: Scope
     limit: int
     offset: int
     project_id: str | None = None
@@ -64,24 +74,25 @@ class Catalog:
 
     async def runs(self, page: Page, now: float) -> tuple[list[RunRecord], int]:
         """One page, and how many there are."""
-        query = select(TrainingRun)
+        query = select(TrainingRun).where(_shown_run(page.scope, now))
         if page.project_id is not None:
             query = query.join(Session).where(_in_project([page.project_id]))
         newest = query.order_by(TrainingRun.created_at.desc(), TrainingRun.model_id.desc())
         async with self._db.read() as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
             runs = (await session.scalars(newest.limit(page.limit).offset(page.offset))).all()
-        return await self._records(runs, now), total or 0
+        return await self._records(runs, page.scope, now), total or 0
 
-    async def run(self, run_id: str, now: float) -> RunRecord:
+    async def run(self, run_id: str, scope: Scope, now: float) -> RunRecord:
         """Raises UnknownModel."""
+        query = select(TrainingRun).where(TrainingRun.model_id == run_id, _shown_run(scope, now))
         async with self._db.read() as session:
-            run = await session.get(TrainingRun, run_id)
+            run = await session.scalar(query)
         if run is None:
             raise UnknownModel(f"no training run has the id {run_id!r}")
-        return (await self._records([run], now))[0]
+        return (await self._records([run], scope, now))[0]
 
-    async def _records(self, runs: Sequence[TrainingRun], now: float) -> list[RunRecord]:
+    async def _records(self, runs: Sequence[TrainingRun], scope: Scope, now: float) -> list[RunRecord]:
         # The highest number is a run's latest request, and the index on (lane, seq_id) finds it at once.
         ids = [run.model_id for run in runs]
         latest = select(Future.lane, func.max(Future.seq_id).label("seq_id")).where(Future.lane.in_(ids))
@@ -92,8 +103,8 @@ class Catalog:
         rank = func.row_number().over(
             partition_by=(Checkpoint.run_id, Checkpoint.kind), order_by=Checkpoint.created_at.desc()
         )
-        ranked = select(Checkpoint.tinker_path, rank.label("rank")).where(Checkpoint.run_id.in_(ids), _kept(now))
-        newest = ranked.subquery()
+        ranked = select(Checkpoint.tinker_path, rank.label("rank"))
+        newest = ranked.where(Checkpoint.run_id.in_(ids), _shown(scope, now)).subquery()
         checkpoints = select(Checkpoint).join(newest, Checkpoint.tinker_path == newest.c.tinker_path)
         async with self._db.read() as session:
             asked_at = {lane: at for lane, at in await session.execute(requests)}
@@ -112,7 +123,7 @@ class Catalog:
         self, page: Page, kinds: Sequence[Kind], now: float, run_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:
         """One page of a run's checkpoints, or of all, and how many there are."""
-        query = select(Checkpoint).where(Checkpoint.kind.in_(kinds), _kept(now))
+        query = select(Checkpoint).where(Checkpoint.kind.in_(kinds), _shown(page.scope, now))
         if run_id is not None:
             query = query.where(Checkpoint.run_id == run_id)
         if page.project_id is not None:
@@ -125,7 +136,8 @@ class Catalog:
 
     async def sessions(self, page: Page) -> list[str]:
         """Ids of one page of sessions."""
-        query = select(Session.session_id).order_by(Session.created_at.desc(), Session.session_id.desc())
+        mine = select(Session.session_id).where(Session.owner == page.scope.owner)
+        query = mine.order_by(Session.created_at.desc(), Session.session_id.desc())
         if page.project_id is not None:
             query = query.where(_in_project([page.project_id]))
         async with self._db.read() as session:
@@ -141,9 +153,9 @@ class Catalog:
                 list(await session.scalars(samplers.order_by(SamplingSession.created_at))),
             )
 
-    async def search(self, request: SearchSessionsRequest, now: float) -> list[SessionRecord]:
-        """The sessions that match, one more than `request.limit` where there are more. Raises BadRequest."""
-        query = select(Session).where(*_conditions(request, now))
+    async def search(self, request: SearchSessionsRequest, owner: str, now: float) -> list[SessionRecord]:
+        """The owner's sessions that match, one more than `request.limit` where there are more. Raises BadRequest."""
+        query = select(Session).where(Session.owner == owner, *_conditions(request, now))
         if request.cursor is not None:
             # The time of the last session as it is stored: the cursor's is rounded to microseconds.
             stored = select(Session.created_at).where(Session.session_id == request.cursor.last_session_id)
@@ -162,14 +174,14 @@ class Catalog:
             saved = {session_id: (count, int(size)) for session_id, count, size in await session.execute(sums)}
         return [SessionRecord(row, *saved.get(row.session_id, (0, 0))) for row in rows]
 
-    async def storage(self, project_id: str | None, now: float) -> list[StorageRecord]:
-        """What is stored now, by project."""
+    async def storage(self, owner: str, project_id: str | None, now: float) -> list[StorageRecord]:
+        """What an owner stores now, by project."""
         query = (
             select(Session.project_id, func.count(), func.sum(Checkpoint.size_bytes))
             .select_from(Checkpoint)
             .join(TrainingRun, _OF_RUN)
             .join(Session)
-            .where(_kept(now))
+            .where(Checkpoint.owner == owner, _kept(now))
             .group_by(Session.project_id)
             .order_by(Session.project_id)
         )
@@ -198,6 +210,20 @@ class Catalog:
 
 def _kept(now: float) -> ColumnElement[bool]:
     return or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now)
+
+
+def _shown(scope: Scope, now: float) -> ColumnElement[bool]:
+    """Checkpoints within the scope."""
+    mine = Checkpoint.owner == scope.owner
+    return and_(or_(mine, Checkpoint.public) if scope.accessible else mine, _kept(now))
+
+
+def _shown_run(scope: Scope, now: float) -> ColumnElement[bool]:
+    """Runs within the scope: another's is, where one of its checkpoints is public."""
+    mine = TrainingRun.owner == scope.owner
+    if not scope.accessible:
+        return mine
+    return or_(mine, exists().where(_OF_RUN, Checkpoint.public, _kept(now)))
 
 
 def _in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:

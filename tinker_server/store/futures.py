@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, Table, bindparam, func, select, update
+from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
 
 from tinker_server.db.database import Database
 from tinker_server.db.tables import Future
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 FUTURES = cast(Table, Future.__table__)
 IDS_AT_ONCE = 500
 """In one statement: databases limit its parameters."""
+TOMBSTONES_KEPT_S = 7 * 24 * 3600
 RETRY_S = 1.0
 """Pause after the database refused to store results, before they are offered again."""
 
@@ -38,6 +39,7 @@ class Work:
     seq_id: int
     body: bytes
     content_type: str
+    owner: str
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -50,9 +52,10 @@ class Result:
     failed: bool = False
     finished_at: float = field(default_factory=time.time)
     kind: str = ""
-    """Of the operation; the store fills it in, with its lane and number."""
+    """Of the operation; the store fills it in, with its lane, number and owner."""
     lane: str = ""
     seq_id: int = 0
+    owner: str = ""
 
     @property
     def completion(self) -> tuple[Target, int]:
@@ -67,11 +70,12 @@ class Unfinished:
     kind: str
     lane: str
     seq_id: int
+    owner: str
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def of(cls, work: Work) -> "Unfinished":
-        return cls(work.kind, work.lane, work.seq_id)
+        return cls(work.kind, work.lane, work.seq_id, work.owner)
 
 
 class FutureStore:
@@ -99,7 +103,7 @@ class FutureStore:
         query = select(Future).where(Future.status == "queued").order_by(Future.created_at)
         async with self._db.read() as session:
             left = [
-                Work(row.kind, row.lane, row.seq_id, row.request, row.request_type, row.request_id)
+                Work(row.kind, row.lane, row.seq_id, row.request, row.request_type, row.owner, row.request_id)
                 for row in await session.scalars(query)
             ]
         self._unfinished.update((work.request_id, Unfinished.of(work)) for work in left)
@@ -144,7 +148,12 @@ class FutureStore:
             return
         self._last_finished_us = max(round(result.finished_at * 1e6), self._last_finished_us + 1)
         result = replace(
-            result, finished_at=self._last_finished_us / 1e6, kind=work.kind, lane=work.lane, seq_id=work.seq_id
+            result,
+            finished_at=self._last_finished_us / 1e6,
+            kind=work.kind,
+            lane=work.lane,
+            seq_id=work.seq_id,
+            owner=work.owner,
         )
         self._results[request_id] = result
         self._all_written.clear()
@@ -152,15 +161,20 @@ class FutureStore:
         work.finished.set()
         self._completions.note(result.completion[0], _completion(request_id, result))
 
-    async def wait(self, request_id: str, hold_s: float) -> Result | None:
+    async def wait(self, request_id: str, owner: str, hold_s: float) -> Result | None:
         """The result; None where it is not there within `hold_s`. Raises UnknownFuture, ResultExpired."""
         if (work := self._unfinished.get(request_id)) is not None:
+            if work.owner != owner:
+                raise _unknown(request_id)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(hold_s):
                     await work.finished.wait()
             if request_id in self._unfinished:
                 return None
-        return self._unwritten(request_id) or self._recent.get(request_id) or await self._load(request_id)
+        result = self._unwritten(request_id) or self._recent.get(request_id) or await self._load(request_id, owner)
+        if result is not None and result.owner != owner:
+            raise _unknown(request_id)
+        return result
 
     def _unwritten(self, request_id: str) -> Result | None:
         return self._results.get(request_id) or self._being_written.get(request_id)
@@ -175,13 +189,16 @@ class FutureStore:
         self._announced.add(request_id)
         return is_first
 
-    async def require_finished_sample(self, request_id: str) -> None:
+    async def require_finished_sample(self, request_id: str, owner: str) -> None:
         """Raises UnknownFuture, or BadRequest for an operation that cannot be cancelled."""
-        if (work := self._unfinished.get(request_id)) is not None:
+        if (work := self._unfinished.get(request_id)) is not None and work.owner == owner:
             raise BadRequest(f"{request_id} is {work.kind}; only samples can be cancelled")
+        if (result := self._unwritten(request_id)) is not None and result.owner == owner:
+            return
         async with self._db.read() as session:
-            if await session.get(Future, request_id) is None and self._unwritten(request_id) is None:
-                raise UnknownFuture(f"no operation has the request_id {request_id!r}")
+            row = await session.get(Future, request_id)
+        if row is None or row.owner != owner:
+            raise _unknown(request_id)
 
     def acknowledge(self, lane: str, request_ids: list[str]) -> None:
         """The client has these results of its lane: they may go. Those that are not finished stay."""
@@ -196,7 +213,7 @@ class FutureStore:
         self._completions.release()
 
     async def expire(self, before: float) -> None:
-        """Delete results that are older; a tombstone stays of each."""
+        """Delete results that are older; a tombstone stays of each for a while, so that polls are told why."""
         await self._all_written.wait()
         self._recent.drop(before)
         self._completions.drop_idle()
@@ -207,18 +224,21 @@ class FutureStore:
                 .where(Future.status.in_(("done", "failed")), Future.finished_at < before)
                 .values(status="expired", result=None)
             )
+            forgotten = (Future.status == "expired") & (Future.finished_at < before - TOMBSTONES_KEPT_S)
+            await session.execute(delete(Future).where(forgotten))
+        await self._db.shrink()
 
-    async def _load(self, request_id: str) -> Result | None:
+    async def _load(self, request_id: str, owner: str) -> Result | None:
         async with self._db.read() as session:
             row = await session.get(Future, request_id)
-        if row is None:
-            raise UnknownFuture(f"no operation has the request_id {request_id!r}")
+        if row is None or row.owner != owner:
+            raise _unknown(request_id)
         if row.status == "expired":
             raise ResultExpired(f"the result of {request_id} was fetched, or kept for its time, and is gone")
         if row.result is None or row.result_type is None or row.finished_at is None:
             return None
         failed = row.status == "failed"
-        result = Result(row.result, row.result_type, failed, row.finished_at, row.kind, row.lane, row.seq_id)
+        result = Result(row.result, row.result_type, failed, row.finished_at, row.kind, row.lane, row.seq_id, owner)
         self._recent.put(request_id, result)
         return result
 
@@ -310,6 +330,10 @@ class FutureStore:
             return first_ids
 
 
+def _unknown(request_id: str) -> UnknownFuture:
+    return UnknownFuture(f"no operation has the request_id {request_id!r}")
+
+
 def _answer(accepted: list[tuple[Work, asyncio.Future[str]]], outcomes: list[Any]) -> None:
     for (_, answer), outcome in zip(accepted, outcomes, strict=True):
         if answer.done():
@@ -332,6 +356,7 @@ def _new_columns(work: Work) -> dict[str, Any]:
         "seq_id": work.seq_id,
         "request": work.body,
         "request_type": work.content_type,
+        "owner": work.owner,
         "status": "queued",
         "created_at": time.time(),
     }

@@ -1,10 +1,12 @@
 """Training runs and the weights saved from them. Runs are asked for at every operation and kept in memory."""
 
-from sqlalchemy import delete, select, update
+from collections.abc import Set
+
+from sqlalchemy import delete, or_, select, update
 
 from api_schemas.weights import TinkerPath
 from tinker_server.db.database import Database
-from tinker_server.db.tables import Checkpoint, TrainingRun
+from tinker_server.db.tables import Checkpoint, Session, TrainingRun
 from tinker_server.errors import UnknownCheckpoint, UnknownModel
 
 
@@ -20,8 +22,15 @@ class RunStore:
             session.add(run)
         self._known[run.model_id] = run
 
-    async def require(self, model_id: str) -> TrainingRun:
-        """Raises UnknownModel."""
+    async def require(self, model_id: str, owner: str) -> TrainingRun:
+        """Raises UnknownModel, also for another owner's."""
+        run = await self.get(model_id)
+        if run.owner != owner:
+            raise UnknownModel(f"no model has the id {model_id!r}")
+        return run
+
+    async def get(self, model_id: str) -> TrainingRun:
+        """Whoever owns it. Raises UnknownModel."""
         if (run := self._known.get(model_id)) is None:
             async with self._db.read() as session:
                 run = await session.get(TrainingRun, model_id)
@@ -32,7 +41,7 @@ class RunStore:
 
     async def find(self, model_id: str) -> TrainingRun | None:
         try:
-            return await self.require(model_id)
+            return await self.get(model_id)
         except UnknownModel:
             return None
 
@@ -42,13 +51,41 @@ class RunStore:
             session.add_all([run, checkpoint])
         self._known[run.model_id] = run
 
-    async def mark_lost(self, model_id: str | None = None) -> None:
-        """Record that a model, or every one, is no longer in memory."""
-        change = update(TrainingRun).values(status="lost")
+    async def mark_all_lost(self) -> None:
+        """Record that no model is in memory: a server has just started."""
         async with self._db.write() as session:
-            await session.execute(change if model_id is None else change.where(TrainingRun.model_id == model_id))
-        for run in self._known.values() if model_id is None else [await self.require(model_id)]:
-            run.status = "lost"
+            await session.execute(update(TrainingRun).where(TrainingRun.status == "active").values(status="lost"))
+        self._known.clear()
+
+    async def mark_lost(self, model_id: str) -> None:
+        """Record that a model is no longer in memory, and not on disk either."""
+        await self._set_status(model_id, "lost", None)
+
+    async def mark_suspended(self, model_id: str, snapshot: str) -> None:
+        """Record that a model is on disk, in the directory `snapshot`."""
+        await self._set_status(model_id, "suspended", snapshot)
+
+    async def mark_active(self, model_id: str) -> None:
+        """Record that a suspended model is in memory again."""
+        await self._set_status(model_id, "active", None)
+
+    async def _set_status(self, model_id: str, status: str, snapshot: str | None) -> None:
+        change = update(TrainingRun).where(TrainingRun.model_id == model_id)
+        async with self._db.write() as session:
+            await session.execute(change.values(status=status, snapshot=snapshot))
+        run = await self.get(model_id)
+        run.status, run.snapshot = status, snapshot
+
+    def in_memory(self) -> list[TrainingRun]:
+        """The models that are not lost or suspended: all were asked for since the start, so all are known."""
+        return [run for run in self._known.values() if run.status == "active"]
+
+    async def suspended_since_before(self, heartbeat: float) -> list[TrainingRun]:
+        """The models on disk whose session is finished, or had its last heartbeat before that."""
+        over = or_(Session.finished_at.is_not(None), Session.last_heartbeat < heartbeat)
+        query = select(TrainingRun).join(Session).where(TrainingRun.status == "suspended", over)
+        async with self._db.read() as session:
+            return list(await session.scalars(query))
 
 
 class CheckpointStore:
@@ -61,13 +98,23 @@ class CheckpointStore:
         async with self._db.read() as session:
             return await session.get(Checkpoint, str(path))
 
-    async def require(self, path: TinkerPath, now: float) -> Checkpoint:
-        """Raises UnknownCheckpoint, also for one that has expired by `now`."""
+    async def require_readable(self, path: TinkerPath, readers: Set[str], now: float) -> Checkpoint:
+        """One that is public or one of the readers' own.
+
+        Raises UnknownCheckpoint, also for one that has expired by `now`.
+        """
         checkpoint = await self.find(path)
-        if checkpoint is None:
+        if checkpoint is None or not (checkpoint.public or checkpoint.owner in readers):
             raise _unknown(path)
         if checkpoint.expires_at is not None and checkpoint.expires_at <= now:
             raise UnknownCheckpoint(f"{path} has expired")
+        return checkpoint
+
+    async def require(self, path: TinkerPath, owner: str, now: float) -> Checkpoint:
+        """One of the owner's own. Raises UnknownCheckpoint, also for one that has expired by `now`."""
+        checkpoint = await self.require_readable(path, {owner}, now)
+        if checkpoint.owner != owner:
+            raise _unknown(path)
         return checkpoint
 
     async def put(self, checkpoint: Checkpoint) -> None:
@@ -75,23 +122,23 @@ class CheckpointStore:
         async with self._db.write() as session:
             await session.merge(checkpoint)
 
-    async def take(self, path: TinkerPath) -> str:
+    async def take(self, path: TinkerPath, owner: str) -> str:
         """Forget a checkpoint, also an expired one; its directory, for deletion. Raises UnknownCheckpoint."""
         async with self._db.write() as session:
             checkpoint = await session.get(Checkpoint, str(path))
-            if checkpoint is None:
+            if checkpoint is None or checkpoint.owner != owner:
                 raise _unknown(path)
             await session.delete(checkpoint)
         return checkpoint.directory
 
-    async def set_public(self, path: TinkerPath, public: bool, now: float) -> None:
+    async def set_public(self, path: TinkerPath, public: bool, owner: str, now: float) -> None:
         """Raises UnknownCheckpoint."""
-        await self.require(path, now)
+        await self.require(path, owner, now)
         await self._change(path, public=public)
 
-    async def set_expiry(self, path: TinkerPath, expires_at: float | None, now: float) -> None:
+    async def set_expiry(self, path: TinkerPath, expires_at: float | None, owner: str, now: float) -> None:
         """Raises UnknownCheckpoint."""
-        await self.require(path, now)
+        await self.require(path, owner, now)
         await self._change(path, expires_at=expires_at)
 
     async def _change(self, path: TinkerPath, **values: bool | float | None) -> None:

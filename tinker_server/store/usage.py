@@ -47,13 +47,13 @@ class UsageStore:
             self._unwritten += counts
             raise
 
-    async def between(self, start: float, end: float) -> list[tuple[Usage, Session]]:
-        """What was used in hours that begin in [start, end), by hour, then the largest first; with its session."""
+    async def between(self, owner: str, start: float, end: float) -> list[tuple[Usage, Session]]:
+        """What an owner used in hours that begin in [start, end), by hour, then the largest first; with its session."""
         await self.save()
         query = (
             select(Usage, Session)
             .join(Session, Session.session_id == Usage.session_id)
-            .where(Usage.hour >= start, Usage.hour < end)
+            .where(Session.owner == owner, Usage.hour >= start, Usage.hour < end)
             .order_by(Usage.hour, Usage.amount.desc())
         )
         async with self._db.read() as session:
@@ -66,14 +66,15 @@ class AuditStore:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def note(self, event: str, **details: Any) -> None:
-        """Record something that was done."""
-        row = AuditEntry(entry_id=uuid.uuid4().hex, at=time.time(), event=event, details=details)
+    async def note(self, event: str, owner: str, **details: Any) -> None:
+        """Record something that an owner did."""
+        row = AuditEntry(entry_id=uuid.uuid4().hex, owner=owner, at=time.time(), event=event, details=details)
         async with self._db.write() as session:
             session.add(row)
 
-    async def of_day(self, start: float, prefixes: tuple[str, ...]) -> list[AuditEntry]:
-        """The entries of 24 hours whose event begins with one of `prefixes`, oldest first."""
-        query = select(AuditEntry).where(AuditEntry.at >= start, AuditEntry.at < start + DAY_S).order_by(AuditEntry.at)
+    async def of_day(self, owner: str, start: float, prefixes: tuple[str, ...]) -> list[AuditEntry]:
+        """An owner's entries of 24 hours whose event begins with one of `prefixes`, oldest first."""
+        within = (AuditEntry.at >= start) & (AuditEntry.at < start + DAY_S)
+        query = select(AuditEntry).where(AuditEntry.owner == owner, within).order_by(AuditEntry.at)
         async with self._db.read() as session:
             return [row for row in await session.scalars(query) if row.event.startswith(prefixes)]

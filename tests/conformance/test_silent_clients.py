@@ -1,0 +1,140 @@
+"""What becomes of a client's models when it ends, dies, or is silent for a while (items 8, 64).
+
+pytest tests/conformance/test_silent_clients.py
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.contract.test_http import Running, datum
+from tinker_server import reaping
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+TIMEOUT_S = 1.0
+CLIENT = """
+import sys, time, tinker
+client = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-test")
+print(client.create_lora_training_client("tiny", rank=8).result().model_id, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path, session_timeout_s=TIMEOUT_S)
+    yield running
+    running.stop()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_064_a_killed_clients_model_leaves_memory(server: Running) -> None:
+    trainer = server.backend.tiny.trainer
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, server.url], stdout=subprocess.PIPE, text=True)
+    model_id = client.stdout.readline().strip()
+    assert model_id in trainer.steps
+    client.kill()
+    client.wait()
+    client.stdout.close()
+    until(lambda: model_id not in trainer.steps)
+
+
+def test_064_a_silent_client_finds_its_model_as_it_was(server: Running) -> None:
+    """The SDK's heartbeat of every 10 s is rarer than this server's patience, so it is a silent client."""
+    trainer = server.backend.tiny.trainer
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
+    training = client.result()
+    training.forward_backward([datum(3)], "cross_entropy").result()
+    assert training.optim_step(types.AdamParams()).result().metrics["step"] == 1
+    for expected in (2, 3):
+        until(lambda: training.model_id not in trainer.steps)
+        assert list(server.settings.data_dir.glob("checkpoints/*/suspended/*")), "not on disk"
+        assert training.optim_step(types.AdamParams()).result().metrics["step"] == expected
+        assert not list(server.settings.data_dir.glob("checkpoints/*/suspended/*")), "still on disk"
+
+
+def test_064_a_suspended_model_outlives_a_restart(tmp_path: Path) -> None:
+    first = Running(tmp_path, session_timeout_s=TIMEOUT_S)
+    model_id = first.model()
+    first.result(first.post("/optim_step", model_id=model_id, seq_id=1))
+    until(lambda: model_id not in first.backend.tiny.trainer.steps)
+    first.stop()
+    second = Running(tmp_path, session_timeout_s=TIMEOUT_S)
+    try:
+        stepped = second.result(second.post("/optim_step", model_id=model_id, seq_id=2))
+        assert stepped.json()["metrics"]["step"] == 2
+    finally:
+        second.stop()
+
+
+def test_064_who_works_without_heartbeats_is_not_silent(server: Running) -> None:
+    model_id = server.model()
+    for number in range(1, 8):
+        server.result(server.post("/optim_step", model_id=model_id, seq_id=number))
+        time.sleep(TIMEOUT_S / 3)
+    assert [call for call in server.backend.tiny.trainer.calls if call[0] == "create_model"] == [
+        ("create_model", model_id)
+    ]
+
+
+def test_008_a_finished_session_takes_no_more_work_and_its_models_are_freed(server: Running) -> None:
+    model_id = server.model()
+    session_id = model_id.partition(":")[0]
+    finish = f"/sessions/{session_id}/finish"
+    assert server.post(finish, reason={"type": "success"}).status_code == 204
+    refused = [
+        server.post("/optim_step", model_id=model_id, seq_id=1),
+        server.post("/create_model", session_id=session_id, model_seq_id=1, base_model="tiny", lora_config={"rank": 8}),
+        server.post("/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="tiny"),
+    ]
+    assert [answer.status_code for answer in refused] == [403] * 3
+    assert all("finished" in answer.json()["detail"] for answer in refused)
+    until(lambda: model_id not in server.backend.tiny.trainer.steps)
+
+
+def test_085_unnamed_sampler_weights_go_when_nobody_uses_them(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaping, "UNNAMED_KEPT_S", 1.5)
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
+    training = client.result()
+    prompt, one = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+    used, unused = (training.save_weights_and_get_sampling_client().result() for _ in range(2))
+    named = training.save_weights_for_sampler("kept").result().path
+
+    def one_is_gone() -> bool:
+        used.sample(prompt, 1, one).result()
+        return len(list(server.settings.data_dir.glob("checkpoints/*/snapshot/*"))) < 2
+
+    until(one_is_gone)
+    used.sample(prompt, 1, one).result()
+    with pytest.raises(tinker.RequestFailedError, match="had no name"):
+        unused.sample(prompt, 1, one).result()
+    time.sleep(2.5)
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-test")
+    assert service.create_sampling_client(model_path=named).result().sample(prompt, 1, one).result().sequences
+
+
+def test_085_shared_inflight_weights_stay_while_one_session_uses_them(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaping, "UNNAMED_KEPT_S", 1.0)
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
+    training = client.result()
+    prompt, one = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+    samplers = [training.save_weights_and_get_sampling_client(kind="inflight").result() for _ in range(2)]
+    until_s = time.monotonic() + 3
+    while time.monotonic() < until_s:
+        samplers[0].sample(prompt, 1, one).result()
+        time.sleep(0.2)
+    assert samplers[1].sample(prompt, 1, one).result().sequences, "its weights are those of the other"

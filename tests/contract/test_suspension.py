@@ -1,0 +1,62 @@
+"""A model moved to disk and back goes on as if it had stayed.
+
+pytest tests/contract/test_suspension.py
+"""
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
+from backends.protocol import InvalidInput, ModelLost
+from backends.ranks import RankedTrainer
+from tests.contract.test_trainer import config
+from tests.factories import MIXED, cross_entropy, datum
+
+LORA = LoraConfig(rank=8, seed=1)
+ADAM = AdamParams(learning_rate=0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl, renderer, tmp_path, num_ranks):
+    batches = [[datum(item, renderer, seed)] for seed, item in enumerate(MIXED.values())][:3]
+    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=num_ranks, max_context_length=1024)
+    await ranked.start()
+    try:
+        for name, suspends in (("stayed", False), ("moved", True)):
+            await ranked.create_model(name, LORA)
+            await ranked.forward_backward(name, cross_entropy(batches[0]), backward=True)
+            await ranked.optim_step(name, ADAM)
+            await ranked.forward_backward(name, cross_entropy(batches[1]), backward=True)
+            if suspends:
+                await ranked.suspend(name, tmp_path / "snapshot")
+                with pytest.raises(ModelLost):
+                    await ranked.optim_step(name, ADAM)
+                await ranked.resume(name, LORA, tmp_path / "snapshot")
+            await ranked.forward_backward(name, cross_entropy(batches[2]), backward=True)
+            await ranked.optim_step(name, ADAM)
+            await ranked.save_state(name, tmp_path / name)
+    finally:
+        await ranked.stop()
+    for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+        stayed, moved = load_file(tmp_path / "stayed" / file), load_file(tmp_path / "moved" / file)
+        assert stayed.keys() == moved.keys()
+        for key, tensor in stayed.items():
+            np.testing.assert_allclose(moved[key], tensor, rtol=1e-6, atol=1e-9)
+
+
+async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl, renderer, tmp_path):
+    good = datum(MIXED["text"], renderer)
+    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=1, max_context_length=1024)
+    await ranked.start()
+    try:
+        await ranked.create_model("m", LORA)
+        with pytest.raises(InvalidInput):
+            await ranked.forward_backward("m", ForwardBackwardInput(data=[good], loss_fn="unknown"), backward=True)
+        await ranked.suspend("m", tmp_path / "snapshot")
+        await ranked.resume("m", LORA, tmp_path / "snapshot")
+        await ranked.forward_backward("m", cross_entropy([good]), backward=True)
+        with pytest.raises(InvalidInput, match="incomplete"):
+            await ranked.optim_step("m", ADAM)
+    finally:
+        await ranked.stop()

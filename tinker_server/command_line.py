@@ -1,0 +1,104 @@
+"""What the command line says: settings to serve with, or a change of the API keys."""
+
+import argparse
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from backends.config import BackendConfig
+from tinker_server import keys
+from tinker_server.errors import StartFailed
+from tinker_server.settings import Settings
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tinker-server", description="A self-hosted server for the tinker SDK.")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--data-dir", type=Path, help="database, checkpoints, scratch files (tinker-data)")
+    common.add_argument("--keys-file", type=Path, help="file of the API keys (keys in the data directory)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serving = commands.add_parser("serve", parents=[common], help="serve base models")
+    serving.add_argument("--host", help="address to listen on (127.0.0.1); any other needs API keys")
+    serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
+    serving.add_argument("--database-url", help="SQLAlchemy URL (SQLite in the data directory)")
+    serving.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=SOURCE",
+        help="serve a base model, a directory or a hub id, under a name; may be repeated",
+    )
+    serving.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to compute (auto)")
+    serving.add_argument("--ranks", type=int, help="trainer processes per base model (1)")
+    keys_help = "add, list and remove API keys; a running server takes note"
+    actions = commands.add_parser("keys", help=keys_help).add_subparsers(dest="action", required=True)
+    adding = actions.add_parser("add", parents=[common], help="make a key and print it: it is shown only now")
+    removing = actions.add_parser("remove", parents=[common], help="forget all keys of a name; what they own stays")
+    for action in (adding, removing):
+        action.add_argument("name", help="who the key speaks for, and who owns what is made with it")
+    actions.add_parser("list", parents=[common], help="the names, and how many keys each has")
+    return parser.parse_args(arguments)
+
+
+def change_keys(arguments: argparse.Namespace) -> None:
+    """What `tinker-server keys` does. Raises StartFailed."""
+    given = {name: value for name in ("data_dir", "keys_file") if (value := getattr(arguments, name)) is not None}
+    path = Settings(**given).resolved_keys_file()
+    try:
+        match arguments.action:
+            case "add":
+                print(keys.add(path, arguments.name))
+            case "remove":
+                count = keys.remove(path, arguments.name)
+                if count == 0:
+                    raise StartFailed(f"{path} has no key of the name {arguments.name!r}")
+                print(f"removed {count} of {arguments.name}")
+            case "list":
+                for name, count in Counter(keys.read(path).values()).items():
+                    print(f"{name} {count}")
+    except OSError as error:
+        raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
+
+
+def read_settings(arguments: argparse.Namespace) -> Settings:
+    """The environment's settings with the command line's in their place. Raises StartFailed."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    try:
+        settings = Settings()
+        names = ("host", "port", "data_dir", "keys_file", "database_url")
+        own = {name: given[name] for name in names if name in given}
+        backend = settings.backend.model_dump(exclude_unset=True)
+        backend |= {name: given[name] for name in ("device", "ranks") if name in given}
+        backend["models"] = checked_models(backend.get("models", {}) | dict(map(split_model, given["model"])))
+        return Settings(**own, backend=BackendConfig.model_validate(backend))
+    except ValidationError as error:
+        problem: Any = error.errors()[0]
+        raise StartFailed(f"setting {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+
+
+def split_model(text: str) -> tuple[str, str]:
+    name, separator, source = text.partition("=")
+    if not (name and separator and source):
+        raise StartFailed(f"--model {text}: write NAME=DIRECTORY or NAME=HUB_ID")
+    return name, source
+
+
+def checked_models(models: dict[str, str]) -> dict[str, str]:
+    """Name to absolute directory or hub id. Raises StartFailed where there is neither, or no model at all."""
+    if not models:
+        raise StartFailed("no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID")
+    checked = {}
+    for name, source in models.items():
+        directory = Path(source).expanduser()
+        if directory.is_dir():
+            checked[name] = str(directory.resolve())
+        elif _HUB_ID.fullmatch(source) and not source.startswith("."):
+            checked[name] = source
+        else:
+            raise StartFailed(f"model {name}: there is no directory {source}, and a hub id looks like org/name")
+    return checked
