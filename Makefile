@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test sdk-matrix check proto serve clean
+.PHONY: help setup demo test conformance sdk-matrix check proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
 	@echo "make test    lint, types, then all tests that need no GPU"
+	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
 	@echo "make sdk-matrix   nine versions of the SDK, 0.8 to 0.38, must see the same numbers"
 	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
@@ -29,6 +30,9 @@ demo: $(STAMP)
 
 test: check
 	$(BIN)/pytest -m "not gpu" --ignore tests/gpu tests
+
+conformance: $(STAMP)
+	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance
 
 sdk-matrix: $(STAMP)
 	$(BIN)/python -m tests.sdk_matrix.run $(ARGS)

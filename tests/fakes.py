@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from api_schemas.inputs import EncodedTextChunk
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse
 from api_schemas.training import (
     AdamParams,
@@ -119,7 +120,9 @@ class FakeSampler:
         sequence = SampledSequence(
             stop_reason="length", tokens=np.array([token], np.int32), logprobs=np.array([-0.5], np.float32)
         )
-        return SampleResponse(sequences=[sequence] * request.num_samples)
+        length = sum(len(chunk.tokens) for chunk in request.prompt.chunks if isinstance(chunk, EncodedTextChunk))
+        scores = np.append(np.nan, np.full(length - 1, -1)).astype(np.float32) if request.prompt_logprobs else None
+        return SampleResponse(sequences=[sequence] * request.num_samples, prompt_logprobs=scores)
 
 
 class FakeBaseModel:

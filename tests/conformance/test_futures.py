@@ -5,7 +5,6 @@ pytest tests/conformance/test_futures.py
 
 import asyncio
 import concurrent.futures
-import gc
 import json
 import threading
 import time
@@ -24,98 +23,84 @@ PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("futures"))
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
-        yield client
-    gc.collect()
-
-
 @pytest.fixture
-def gate(server: Running) -> Iterator[asyncio.Event]:
+def gate(fake: Running) -> Iterator[asyncio.Event]:
     """Holds all samples while it is shut; shut at first, and open again after the test."""
-    gate = server.backend.tiny.sampler.gate
-    server.set_gate(gate, is_open=False)
+    gate = fake.backend.tiny.sampler.gate
+    fake.set_gate(gate, is_open=False)
     yield gate
-    server.set_gate(gate, is_open=True)
+    fake.set_gate(gate, is_open=True)
 
 
-def log(server: Running, sampler_id: str, cursor: int = 0, clone: int = 0, **fields: object) -> dict:
+def log(fake: Running, sampler_id: str, cursor: int = 0, clone: int = 0, **fields: object) -> dict:
     target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone}
-    answer = server.post("/retrieve_futures", target=target, prev_cursor=cursor, **fields)
+    answer = fake.post("/retrieve_futures", target=target, prev_cursor=cursor, **fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def test_079_load_beyond_the_bound_is_429_and_the_client_recovers(
-    server: Running, client: tinker.ServiceClient, gate: asyncio.Event
+    fake: Running, client: tinker.ServiceClient, gate: asyncio.Event
 ) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
     big = types.ModelInput.from_ints([999] * 200_000)  # 0.8 MB of a bound of 2 MiB
-    begun = server.backend.tiny.sampler.num_begun
+    begun = fake.backend.tiny.sampler.num_begun
     futures = [sampler.sample(big, 1, ONE_TOKEN) for _ in range(4)]
-    raw = server.sampler()
+    raw = fake.sampler()
     deadline = time.monotonic() + 10
     fields = {"prompt": {"chunks": [{"tokens": [999] * 200_000}]}}
     number = 0
-    while (refused := server.sample(raw, number, **fields)).status_code != 429 and time.monotonic() < deadline:
+    while (refused := fake.sample(raw, number, **fields)).status_code != 429 and time.monotonic() < deadline:
         number += 1
     assert refused.status_code == 429 and "are in flight" in refused.json()["detail"]
-    assert server.backend.tiny.sampler.running < 4
-    server.set_gate(gate, is_open=True)
+    assert fake.backend.tiny.sampler.running < 4
+    fake.set_gate(gate, is_open=True)
     assert [future.result().sequences[0].tokens for future in futures] == [[100]] * 4
-    assert server.backend.tiny.sampler.num_begun - begun == 4 + number
+    assert fake.backend.tiny.sampler.num_begun - begun == 4 + number
 
 
-def test_080_two_thousand_samples_at_once_all_finish(server: Running, client: tinker.ServiceClient) -> None:
+def test_080_two_thousand_samples_at_once_all_finish(fake: Running, client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
     futures = [sampler.sample(PROMPT, 1, ONE_TOKEN) for _ in range(2000)]
     assert sum(future.result().sequences[0].tokens == [100] for future in futures) == 2000
 
 
 def test_082_an_abandoned_sample_is_cancelled_and_a_later_poll_says_so(
-    server: Running, client: tinker.ServiceClient, gate: asyncio.Event
+    fake: Running, client: tinker.ServiceClient, gate: asyncio.Event
 ) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
-    running = server.backend.tiny.sampler.running
+    running = fake.backend.tiny.sampler.running
     future = sampler.sample(PROMPT, 1, ONE_TOKEN)
     deadline = time.monotonic() + 10
-    while server.backend.tiny.sampler.running == running and time.monotonic() < deadline:
+    while fake.backend.tiny.sampler.running == running and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises((TimeoutError, asyncio.TimeoutError)):
         asyncio.run(future.result_async(timeout=0.2))
-    while server.backend.tiny.sampler.running > running and time.monotonic() < deadline:
+    while fake.backend.tiny.sampler.running > running and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert server.backend.tiny.sampler.running == running
+    assert fake.backend.tiny.sampler.running == running
 
-    submitted = server.sample(server.sampler())
+    submitted = fake.sample(fake.sampler())
     for _ in range(2):
-        assert server.post("/cancel_future", request_id=submitted.json()["request_id"]).status_code == 204
-    answer = server.result(submitted).json()
+        assert fake.post("/cancel_future", request_id=submitted.json()["request_id"]).status_code == 204
+    answer = fake.result(submitted).json()
     assert answer["category"] == "user" and "cancelled by its client" in answer["error"]
-    assert server.post("/cancel_future", request_id="f" * 32).status_code == 404
-    assert server.post("/cancel_future", request_id="../x").status_code == 404
+    assert fake.post("/cancel_future", request_id="f" * 32).status_code == 404
+    assert fake.post("/cancel_future", request_id="../x").status_code == 404
 
 
-def test_082_only_samples_can_be_cancelled(server: Running) -> None:
-    model_id = server.model()
-    loss = server.backend.tiny.trainer.gates["cross_entropy"]
-    server.set_gate(loss, is_open=False)
-    submitted = server.http.post("/forward_backward", content=forward_backward_body(model_id, 1), headers=PROTOBUF)
-    refused = server.post("/cancel_future", request_id=submitted.json()["request_id"])
-    server.set_gate(loss, is_open=True)
+def test_082_only_samples_can_be_cancelled(fake: Running) -> None:
+    model_id = fake.model()
+    loss = fake.backend.tiny.trainer.gates["cross_entropy"]
+    fake.set_gate(loss, is_open=False)
+    submitted = fake.http.post("/forward_backward", content=forward_backward_body(model_id, 1), headers=PROTOBUF)
+    refused = fake.post("/cancel_future", request_id=submitted.json()["request_id"])
+    fake.set_gate(loss, is_open=True)
     assert refused.status_code == 400 and "only samples" in refused.json()["detail"]
-    assert server.result(submitted).status_code == 200
+    assert fake.result(submitted).status_code == 200
 
 
-def test_083_the_sdk_polls_one_log_for_all_its_samples(server: Running, client: tinker.ServiceClient) -> None:
+def test_083_the_sdk_polls_one_log_for_all_its_samples(fake: Running, client: tinker.ServiceClient) -> None:
     config = client.holder.get_client_config()
     client.holder._client_config = config.model_copy(update={"sample_use_retrieve_futures": True})
     try:
@@ -126,55 +111,55 @@ def test_083_the_sdk_polls_one_log_for_all_its_samples(server: Running, client: 
         client.holder._client_config = config
 
 
-def test_083_the_log_has_what_finished_since_the_cursor_failures_included(server: Running, gate: asyncio.Event) -> None:
-    sampler_id = server.sampler()
-    ids = [server.sample(sampler_id, seq_id).json()["request_id"] for seq_id in (0, 1, 10**9 + 5)]
+def test_083_the_log_has_what_finished_since_the_cursor_failures_included(fake: Running, gate: asyncio.Event) -> None:
+    sampler_id = fake.sampler()
+    ids = [fake.sample(sampler_id, seq_id).json()["request_id"] for seq_id in (0, 1, 10**9 + 5)]
     started = time.monotonic()
-    assert log(server, sampler_id, timeout=0) == {"completions": [], "cursor": 0}
+    assert log(fake, sampler_id, timeout=0) == {"completions": [], "cursor": 0}
     assert time.monotonic() - started < HOLD_S
-    assert log(server, sampler_id)["completions"] == [] and time.monotonic() - started >= HOLD_S
-    server.post("/cancel_future", request_id=ids[1])
-    first = log(server, sampler_id)
+    assert log(fake, sampler_id)["completions"] == [] and time.monotonic() - started >= HOLD_S
+    fake.post("/cancel_future", request_id=ids[1])
+    first = log(fake, sampler_id)
     assert first["completions"] == [{"state": "failed", "request_id": ids[1]}]
-    threading.Timer(HOLD_S / 3, lambda: server.set_gate(gate, is_open=True)).start()
-    second = log(server, sampler_id, first["cursor"])
+    threading.Timer(HOLD_S / 3, lambda: fake.set_gate(gate, is_open=True)).start()
+    second = log(fake, sampler_id, first["cursor"])
     (done,) = second["completions"]
-    size = len(server.post("/retrieve_future", request_id=ids[0]).content)
+    size = len(fake.post("/retrieve_future", request_id=ids[0]).content)
     assert done == {"state": "finished", "request_id": ids[0], "response_payload_uncompressed_size": size}
-    assert log(server, sampler_id, second["cursor"], timeout=0) == {"completions": [], "cursor": second["cursor"]}
-    assert [one["request_id"] for one in log(server, sampler_id, clone=1)["completions"]] == [ids[2]]
-    whole = log(server, sampler_id)["completions"]
+    assert log(fake, sampler_id, second["cursor"], timeout=0) == {"completions": [], "cursor": second["cursor"]}
+    assert [one["request_id"] for one in log(fake, sampler_id, clone=1)["completions"]] == [ids[2]]
+    whole = log(fake, sampler_id)["completions"]
     assert [one["request_id"] for one in whole] == [ids[1], ids[0]]  # cursor 0 begins again
 
 
-def test_083_acknowledged_results_are_deleted_and_foreign_ones_are_not(server: Running) -> None:
-    mine, foreign = server.sampler(), server.sampler()
-    submitted = [server.sample(mine), server.sample(foreign)]
+def test_083_acknowledged_results_are_deleted_and_foreign_ones_are_not(fake: Running) -> None:
+    mine, foreign = fake.sampler(), fake.sampler()
+    submitted = [fake.sample(mine), fake.sample(foreign)]
     ids = [one.json()["request_id"] for one in submitted]
     for one in submitted:
-        assert server.result(one).status_code == 200
-    cursor = log(server, mine)["cursor"]
-    log(server, mine, cursor, retrieved_request_ids=[*ids, "nonsense"], timeout=0)
+        assert fake.result(one).status_code == 200
+    cursor = log(fake, mine)["cursor"]
+    log(fake, mine, cursor, retrieved_request_ids=[*ids, "nonsense"], timeout=0)
     deadline = time.monotonic() + 5
-    while server.post("/retrieve_future", request_id=ids[0]).status_code != 410 and time.monotonic() < deadline:
+    while fake.post("/retrieve_future", request_id=ids[0]).status_code != 410 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert server.post("/retrieve_future", request_id=ids[0]).status_code == 410
-    assert server.post("/retrieve_future", request_id=ids[1]).status_code == 200
-    again = server.sample(mine).json()
+    assert fake.post("/retrieve_future", request_id=ids[0]).status_code == 410
+    assert fake.post("/retrieve_future", request_id=ids[1]).status_code == 200
+    again = fake.sample(mine).json()
     assert again["request_id"] == ids[0]  # a repeat of the submit does not run again
     unknown = {"type": "sampling_session", "sampling_session_id": "nothing"}
-    assert server.post("/retrieve_futures", target=unknown).status_code == 404
+    assert fake.post("/retrieve_futures", target=unknown).status_code == 404
 
 
-def test_086_an_unfinished_poll_is_held_then_408_and_a_result_wakes_it(server: Running, gate: asyncio.Event) -> None:
-    submitted = server.sample(server.sampler())
+def test_086_an_unfinished_poll_is_held_then_408_and_a_result_wakes_it(fake: Running, gate: asyncio.Event) -> None:
+    submitted = fake.sample(fake.sampler())
     started = time.monotonic()
-    pending = server.post("/retrieve_future", request_id=submitted.json()["request_id"], allow_metadata_only=True)
+    pending = fake.post("/retrieve_future", request_id=submitted.json()["request_id"], allow_metadata_only=True)
     assert pending.status_code == 408 and time.monotonic() - started >= HOLD_S
     assert pending.json()["queue_state"] == "active" and pending.json()["type"] == "try_again"
-    threading.Timer(HOLD_S / 3, lambda: server.set_gate(gate, is_open=True)).start()
+    threading.Timer(HOLD_S / 3, lambda: fake.set_gate(gate, is_open=True)).start()
     started = time.monotonic()
-    assert server.post("/retrieve_future", request_id=submitted.json()["request_id"]).status_code == 200
+    assert fake.post("/retrieve_future", request_id=submitted.json()["request_id"]).status_code == 200
     assert time.monotonic() - started < HOLD_S
 
 
@@ -200,60 +185,60 @@ def test_088_a_failed_operation_names_its_category(client: tinker.ServiceClient,
 
 
 @pytest.mark.parametrize("request_id", ["nothing", "", "0", "f" * 32, "a\0b", "../../etc", "x" * 10_000])
-def test_089_unknown_and_malformed_ids_are_404(server: Running, request_id: str) -> None:
-    refused = server.post("/retrieve_future", request_id=request_id)
+def test_089_unknown_and_malformed_ids_are_404(fake: Running, request_id: str) -> None:
+    refused = fake.post("/retrieve_future", request_id=request_id)
     assert refused.status_code == 404 and refused.json()["detail"]
 
 
-def test_089_an_expired_result_is_410(server: Running) -> None:
-    submitted = server.sample(server.sampler())
-    server.result(submitted)
-    futures = server.app.state.services.futures
-    asyncio.run_coroutine_threadsafe(futures.expire(time.time() + 1), server.loop).result(5)
-    assert server.post("/retrieve_future", request_id=submitted.json()["request_id"]).status_code == 410
+def test_089_an_expired_result_is_410(fake: Running) -> None:
+    submitted = fake.sample(fake.sampler())
+    fake.result(submitted)
+    futures = fake.app.state.services.futures
+    asyncio.run_coroutine_threadsafe(futures.expire(time.time() + 1), fake.loop).result(5)
+    assert fake.post("/retrieve_future", request_id=submitted.json()["request_id"]).status_code == 410
 
 
-def test_090_the_same_id_again_gives_the_same_bytes(server: Running) -> None:
-    submitted = server.sample(server.sampler())
-    assert server.result(submitted).content == server.result(submitted).content
+def test_090_the_same_id_again_gives_the_same_bytes(fake: Running) -> None:
+    submitted = fake.sample(fake.sampler())
+    assert fake.result(submitted).content == fake.result(submitted).content
 
 
-def test_090_a_result_lost_on_the_wire_is_delivered_at_the_next_poll(server: Running, gate: asyncio.Event) -> None:
-    request_id = server.sample(server.sampler()).json()["request_id"]
+def test_090_a_result_lost_on_the_wire_is_delivered_at_the_next_poll(fake: Running, gate: asyncio.Event) -> None:
+    request_id = fake.sample(fake.sampler()).json()["request_id"]
     with pytest.raises(httpx.ReadTimeout):
-        server.http.post("/retrieve_future", json={"request_id": request_id}, timeout=HOLD_S / 10)
-    server.set_gate(gate, is_open=True)
-    assert server.post("/retrieve_future", request_id=request_id).status_code == 200
+        fake.http.post("/retrieve_future", json={"request_id": request_id}, timeout=HOLD_S / 10)
+    fake.set_gate(gate, is_open=True)
+    assert fake.post("/retrieve_future", request_id=request_id).status_code == 200
 
 
 def test_091_a_large_result_tells_its_size_once_where_that_is_allowed(
-    server: Running, client: tinker.ServiceClient
+    fake: Running, client: tinker.ServiceClient
 ) -> None:
-    submitted = server.sample(server.sampler(), num_samples=100_000)
-    plain = server.result(submitted).content
+    submitted = fake.sample(fake.sampler(), num_samples=100_000)
+    plain = fake.result(submitted).content
     body = {"request_id": submitted.json()["request_id"], "allow_metadata_only": True}
-    assert server.post("/retrieve_future", **body).json() == {
+    assert fake.post("/retrieve_future", **body).json() == {
         "status": "complete_metadata",
         "response_payload_size": len(plain),
     }
-    assert server.post("/retrieve_future", **body).content == plain
-    small = server.sample(server.sampler()).json()
-    assert server.post("/retrieve_future", request_id=small["request_id"], allow_metadata_only=True).content != b""
+    assert fake.post("/retrieve_future", **body).content == plain
+    small = fake.sample(fake.sampler()).json()
+    assert fake.post("/retrieve_future", request_id=small["request_id"], allow_metadata_only=True).content != b""
     sampler = client.create_sampling_client(base_model="tiny").result()
     assert len(sampler.sample(PROMPT, 100_000, ONE_TOKEN).result().sequences) == 100_000
 
 
-def test_092_results_are_protobuf_where_accepted_and_else_json(server: Running) -> None:
-    submitted = server.sample(server.sampler())
+def test_092_results_are_protobuf_where_accepted_and_else_json(fake: Running) -> None:
+    submitted = fake.sample(fake.sampler())
     body = {"request_id": submitted.json()["request_id"]}
-    server.result(submitted)
+    fake.result(submitted)
     for accept, kind in (
         ("application/x-protobuf", "application/x-protobuf"),
         ("application/x-protobuf, application/json", "application/x-protobuf"),
         ("application/json", "application/json"),
         ("*/*", "application/json"),
     ):
-        answer = server.http.post("/retrieve_future", json=body, headers={"accept": accept})
+        answer = fake.http.post("/retrieve_future", json=body, headers={"accept": accept})
         assert answer.headers["content-type"] == kind
     assert answer.json() == {
         "type": "sample",
@@ -261,40 +246,40 @@ def test_092_results_are_protobuf_where_accepted_and_else_json(server: Running) 
     }
 
 
-def test_093_nan_metrics_are_not_in_json(server: Running) -> None:
-    model_id = server.model()
+def test_093_nan_metrics_are_not_in_json(fake: Running) -> None:
+    model_id = fake.model()
     content = forward_backward_body(model_id, 1, loss_fn="nan")
-    submitted = server.http.post("/forward_backward", content=content, headers=PROTOBUF)
-    metrics = pb.ForwardBackwardOutput.FromString(server.result(submitted).content).metrics
+    submitted = fake.http.post("/forward_backward", content=content, headers=PROTOBUF)
+    metrics = pb.ForwardBackwardOutput.FromString(fake.result(submitted).content).metrics
     assert set(metrics) == {"loss:sum", "nan:mean"}
-    as_json = server.http.post(
+    as_json = fake.http.post(
         "/retrieve_future", json={"request_id": submitted.json()["request_id"]}, headers={"accept": "application/json"}
     )
     assert json.loads(as_json.content, parse_constant=pytest.fail)["metrics"] == {"loss:sum": 1}
 
 
-def test_094_every_400_has_a_body_and_its_length(server: Running) -> None:
-    sampler_id = server.sampler()
+def test_094_every_400_has_a_body_and_its_length(fake: Running) -> None:
+    sampler_id = fake.sampler()
     deep = b'{"a":' * 100_000
     refused = [
-        server.http.post("/forward_backward", content=b"\xff\xff", headers=PROTOBUF),
-        server.http.post("/forward_backward", content=b"", headers={"content-type": "text/plain"}),
-        server.sample(sampler_id, prompt={"chunks": []}),
-        server.sample(sampler_id, seq_id=-1),
-        server.http.post("/asample", content=deep),
-        server.http.post("/create_session", content=deep),
-        server.http.post("/retrieve_future", content=b"\x80"),
+        fake.http.post("/forward_backward", content=b"\xff\xff", headers=PROTOBUF),
+        fake.http.post("/forward_backward", content=b"", headers={"content-type": "text/plain"}),
+        fake.sample(sampler_id, prompt={"chunks": []}),
+        fake.sample(sampler_id, seq_id=-1),
+        fake.http.post("/asample", content=deep),
+        fake.http.post("/create_session", content=deep),
+        fake.http.post("/retrieve_future", content=b"\x80"),
     ]
     assert [answer.status_code for answer in refused] == [400, 400, 400, 400, 422, 422, 422]
     assert all(int(answer.headers["content-length"]) > 0 and answer.json()["detail"] for answer in refused)
 
 
-def test_094_a_body_of_a_gibibyte_is_413_before_it_is_read(server: Running) -> None:
+def test_094_a_body_of_a_gibibyte_is_413_before_it_is_read(fake: Running) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(1024):
             yield b"x" * (1 << 20)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(lambda: server.http.post("/optim_step", content=endless()))
+        refused = pool.submit(lambda: fake.http.post("/optim_step", content=endless()))
         assert refused.result(20).status_code == 413
-    assert server.http.get("/healthz").status_code == 200
+    assert fake.http.get("/healthz").status_code == 200

@@ -3,35 +3,20 @@
 pytest tests/conformance/test_sampling.py
 """
 
-import gc
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import tinker
 from tinker import types
 
+from tests.conformance.wire import Wire, paths
 from tests.contract.test_http import Running
 from tests.servers import MODEL, Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
 LONG = types.ModelInput.from_ints([5, 6, 7, 8])
-
-
-@pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("sampling"))
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
-def client(fake: Running) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=fake.url, api_key="tml-test") as client:
-        yield client
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +41,36 @@ def test_060_inflight_sessions_follow_later_saves_and_snapshots_do_not(client: t
 
 
 @pytest.mark.parametrize("kind", ["sampler_weights", "weights"])
-def test_066_both_kinds_of_saved_weights_can_be_sampled_from(client: tinker.ServiceClient, kind: str) -> None:
+def test_063_and_066_both_kinds_of_saved_weights_can_be_sampled_from(
+    wire: Wire, client: tinker.ServiceClient, kind: str
+) -> None:
     training = client.create_lora_training_client("tiny", rank=8).result()
     training.optim_step(types.AdamParams()).result()
     save = training.save_state if kind == "weights" else training.save_weights_for_sampler
     path = save("a").result().path
-    sampler = client.create_sampling_client(model_path=path).result()
-    assert sampler.get_base_model() == "tiny" and first_token(sampler) == 1
+    for create in (client.create_sampling_client, training.create_sampling_client):
+        with wire.recording() as requests:
+            sampler = create(model_path=path).result()
+        sent = [(one.method, one.path.split("/")[1]) for one in requests()]
+        assert sent == [("POST", "create_sampling_session"), ("GET", "samplers")]
+        assert sampler.get_base_model() == "tiny" and first_token(sampler) == 1
+
+
+def test_067_and_084_a_base_model_costs_one_request_and_what_is_known_none(
+    wire: Wire, client: tinker.ServiceClient
+) -> None:
+    with wire.recording() as requests:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+    assert paths(requests()) == ["/create_sampling_session"]
+    with wire.recording() as requests:
+        assert sampler.get_base_model() == "tiny" and sampler.get_sampler_handle()
+    assert requests() == [] and first_token(sampler) == 100
+
+
+def test_084_a_clone_by_handle_samples_too(client: tinker.ServiceClient) -> None:
+    handle = client.create_sampling_client(base_model="tiny").result().get_sampler_handle()
+    clone = tinker.SamplingClient.from_sampler_handle(handle, api_key="tml-test")
+    assert clone.get_base_model() == "tiny" and first_token(clone) == 100
 
 
 def test_068_what_cannot_be_sampled_from_is_refused(client: tinker.ServiceClient) -> None:
@@ -81,16 +89,6 @@ def test_069_asample_takes_weights_without_a_session(fake: Running) -> None:
     both = fake.sample(fake.sampler(), 0, base_model="tiny")
     neither = fake.sample(None, None)  # type: ignore[arg-type]
     assert (both.status_code, neither.status_code) == (400, 400)
-
-
-def test_081_clients_that_join_get_numbers_of_their_own(fake: Running) -> None:
-    sampler_id = fake.sampler()
-    numbers = {
-        fake.post("/join_sampling_session", sampling_session_id=sampler_id).json()["client_counter"] for _ in range(20)
-    }
-    assert len(numbers) == 20 and min(numbers) >= 1
-    assert fake.sample(sampler_id, max(numbers) * 10**9).status_code == 200
-    assert fake.post("/join_sampling_session", sampling_session_id="nothing").status_code == 404
 
 
 def test_085_weights_deleted_under_a_session_fail_its_samples_with_a_text(

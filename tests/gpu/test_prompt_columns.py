@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tinker.types as types
 
-from tests.e2e.test_training import batch, step
 from tests.factories import prompt, words
 from tests.servers import MODEL, sdk_input
+from tests.training import batch, step
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tinker.types as types
 
-from tests.e2e.test_training import batch, logprobs_of, step
 from tests.factories import MIXED, datum, image, prompt, words
 from tests.servers import MODEL, sdk_input
+from tests.training import batch, logprobs_of, step
 
 pytestmark = pytest.mark.gpu
 MEAN, LARGEST = 0.03, 0.2

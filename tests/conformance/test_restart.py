@@ -1,16 +1,24 @@
-"""What survives when the server stops, and when it is killed."""
+"""What survives when the server stops, and when it is killed; numbers are the checklist's.
 
+A client that is killed (64) is in test_silent_clients.py.
+
+pytest tests/conformance/test_restart.py
+"""
+
+import time
+
+import httpx
 import numpy as np
 import pytest
 import tinker
 import tinker.types as types
 
-from tests.e2e.test_training import batch, logprobs_of, step
 from tests.factories import MIXED
-from tests.servers import MODEL, Server, sdk_input
+from tests.servers import KEY, MODEL, Server, sdk_datum, sdk_input
+from tests.training import batch, logprobs_of, step
 
 
-def test_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path):
+def test_065_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path):
     server = Server(tmp_path / "data", {MODEL: tiny_vl}).start()
     service = server.client()
     client = service.create_lora_training_client(MODEL, rank=8, seed=1, user_metadata={"renderer_name": "x"}).result()
@@ -22,10 +30,25 @@ def test_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_vl, 
     scores = service.create_sampling_client(model_path=weights).result().compute_logprobs(model_input).result()
     step(client, batch(renderer, 2))
     uninterrupted = logprobs_of(client, batch(renderer))
+    model_id, long = client.model_id, types.SamplingParams(max_tokens=300, stop=[])
+    running = [
+        client.forward_backward([sdk_datum(item) for item in batch(renderer, 3)] * 10, "cross_entropy")
+        for _ in range(3)
+    ]
+    sample = service.create_sampling_client(model_path=weights).result().sample(model_input, 1, long)
+    time.sleep(0.5)  # they are accepted by now, and far from done
     server.kill()
 
     server.start()
     try:
+        assert len(sample.result(timeout=120).sequences[0].tokens) == 300
+        failures = [future.future().exception(timeout=120) for future in running]
+        assert failures[-1] is not None, "it was done before the server was killed"
+        for failure in filter(None, failures):
+            assert isinstance(failure, tinker.RequestFailedError) and failure.category == "server"
+            assert "again from a checkpoint" in str(failure)
+        info = httpx.post(f"{server.base_url}/api/v1/get_info", json={"model_id": model_id}, headers={"X-API-Key": KEY})
+        assert info.status_code == 200
         with pytest.raises(tinker.RequestFailedError, match="from a checkpoint") as caught:
             client.optim_step(types.AdamParams()).result(timeout=120)
         assert caught.value.category == "server"

@@ -1,4 +1,8 @@
-"""Numbers on the wire, against the real trainer: order, repeats, and numbers that never come."""
+"""Numbers on the wire, against the real trainer: order, repeats, and numbers that never come; numbers of tests are
+the checklist's.
+
+pytest tests/conformance/test_numbers_on_the_wire.py
+"""
 
 import sqlite3
 import time
@@ -9,9 +13,9 @@ import pytest
 import tinker
 
 from api_schemas import tinker_wire_pb2 as pb
-from tests.e2e.test_training import ADAM, logprobs_of, step
 from tests.factories import MIXED, datum
 from tests.servers import KEY, MODEL, Server, sdk_datum
+from tests.training import ADAM, logprobs_of, step
 
 PROTOBUF = {"Content-Type": "application/x-protobuf", "X-API-Key": KEY}
 
@@ -73,7 +77,7 @@ def finished_order(server: Server, model_id: str, count: int) -> list[int]:
     return numbers
 
 
-def test_chunks_posted_3_2_1_run_1_2_3_and_add_up(server, http, client, renderer):
+def test_031_chunks_posted_3_2_1_run_1_2_3_and_add_up(server, http, client, renderer):
     items = [datum(MIXED["text"], renderer, seed) for seed in range(3)]
     model_id = client.get_info().model_id
     ids = {number: submit(http, request(model_id, number, items[number - 1])) for number in (3, 2, 1)}
@@ -96,7 +100,7 @@ def test_chunks_posted_3_2_1_run_1_2_3_and_add_up(server, http, client, renderer
     assert np.abs(expected[0] - logprobs_of(third, items)[0]).max() > 1e-3
 
 
-def test_a_repeated_submit_runs_once(http, server, client, renderer):
+def test_053_a_repeated_submit_runs_once(http, server, client, renderer):
     item = datum(MIXED["text"], renderer)
     model_id = client.get_info().model_id
     body = request(model_id, 1, item)
@@ -116,7 +120,7 @@ def test_a_repeated_submit_runs_once(http, server, client, renderer):
     assert "forward_backward" in conflict.json()["detail"]
 
 
-def test_a_rejected_number_does_not_block_the_next(http, client, renderer):
+def test_054_a_rejected_number_does_not_block_the_next(http, client, renderer):
     item = datum(MIXED["text"], renderer)
     model_id = client.get_info().model_id
     wait(http, submit(http, request(model_id, 1, item)))
@@ -130,7 +134,7 @@ def test_a_rejected_number_does_not_block_the_next(http, client, renderer):
     assert time.monotonic() - began < 4, "waited for a number that the server had refused itself"
 
 
-def test_a_number_that_never_comes_is_passed_over(http, client, renderer):
+def test_046_a_number_that_never_comes_is_passed_over(http, client, renderer):
     item = datum(MIXED["text"], renderer)
     model_id = client.get_info().model_id
     wait(http, submit(http, request(model_id, 1, item)))

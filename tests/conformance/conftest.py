@@ -1,0 +1,80 @@
+"""Fixtures of the conformance tests: a server of fakes with a record of its requests, and clients of either server."""
+
+import gc
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+
+from backends.rendering import Renderer
+from tests.conformance.reference import Reference, Trained
+from tests.conformance.wire import Wire
+from tests.contract.test_http import Running
+from tests.servers import Server
+
+
+@pytest.fixture(scope="module")
+def wire() -> Wire:
+    """What `fake` is asked."""
+    return Wire()
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory, wire: Wire) -> Iterator[Running]:
+    """A server that computes next to nothing."""
+    running = Running(tmp_path_factory.mktemp("fake"), around=wire.around)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(fake: Running) -> Iterator[tinker.ServiceClient]:
+    """A client of `fake`, in a session of its own that is open already."""
+    client = tinker.ServiceClient(
+        base_url=fake.url, api_key="tml-test", user_metadata={"team": "red"}, project_id="first"
+    )
+    with client:
+        client.holder.get_session_id()
+        yield client
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def rest(fake: Running) -> tinker.RestClient:
+    return tinker.RestClient(base_url=fake.url, api_key="tml-test")
+
+
+@pytest.fixture
+def training(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    """A model of `fake`."""
+    return client.create_lora_training_client("tiny", rank=8, user_metadata={"renderer_name": "plain"}).result()
+
+
+@pytest.fixture
+def service(server: Server) -> tinker.ServiceClient:
+    """A client of the real server, in a session of its own."""
+    return server.client()
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_vl: Path, renderer: Renderer) -> Reference:
+    return Reference(tiny_vl, renderer)
+
+
+@pytest.fixture
+def trained(server: Server, service: tinker.ServiceClient, renderer: Renderer) -> Trained:
+    """A model of the real server that is not at its start any more."""
+    return Trained(server, service, renderer)
+
+
+def session_of(training: tinker.TrainingClient) -> str:
+    return training.model_id.partition(":train:")[0]
+
+
+def fetch(url: str) -> bytes:
+    """Without any header of the SDK."""
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        body: bytes = answer.read()
+        return body

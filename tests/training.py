@@ -1,0 +1,45 @@
+"""Steps of training through the SDK, and what a server then holds."""
+
+from pathlib import Path
+
+import numpy as np
+import tinker
+import torch
+from safetensors.torch import load_file
+from tinker import types
+
+from api_schemas.inputs import Datum
+from backends.rendering import Renderer
+from tests.factories import MIXED, datum
+from tests.servers import Server, sdk_datum
+
+ADAM = types.AdamParams(learning_rate=3e-3)
+PLACEHOLDER = 320
+"""The tiny model's <|image_pad|>."""
+
+
+def batch(renderer: Renderer, seed: int = 0) -> list[Datum]:
+    return [datum(model_input, renderer, seed * 100 + i) for i, model_input in enumerate(MIXED.values())]
+
+
+def step(
+    client: tinker.TrainingClient, data: list[Datum], adam: types.AdamParams = ADAM
+) -> types.ForwardBackwardOutput:
+    """One training step; submits both before it awaits either, as recipes do."""
+    forward_backward = client.forward_backward([sdk_datum(item) for item in data], "cross_entropy")
+    optim_step = client.optim_step(adam)
+    result = forward_backward.result()
+    optim_step.result()
+    return result
+
+
+def logprobs_of(client: tinker.TrainingClient, data: list[Datum]) -> list[np.ndarray]:
+    output = client.forward([sdk_datum(item) for item in data], "cross_entropy").result()
+    return [np.array(row["logprobs"].tolist()) for row in output.loss_fn_outputs]
+
+
+def saved_adapter(server: Server, path: str) -> dict[str, torch.Tensor]:
+    """What a tinker:// path holds on the server's disk."""
+    run_id, kind, name = path.removeprefix("tinker://").split("/")
+    (found,) = Path(server.log.with_suffix("")).glob(f"checkpoints/{run_id}/{kind}/{name}*/adapter_model.safetensors")
+    return load_file(found)
