@@ -17,7 +17,7 @@ from api_schemas.training import (
     LoraConfig,
     OptimStepResponse,
 )
-from backends.children import Child
+from backends.children import SHARING_CORES, Child
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from backends.rendering import Renderer
 from backends.trainer import TrainerConfig
@@ -43,6 +43,8 @@ class RankedTrainer:
     async def start(self) -> None:
         """Load the base on every rank. Raises BackendFailed."""
         env = {"WORLD_SIZE": str(self._num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        if self._config.device == "cpu":
+            env |= SHARING_CORES
         self._ranks = [
             await Child.start(
                 f"trainer {self._config.name} rank {rank}",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from api_schemas.sampling import SampleRequest, SampleResponse
-from backends.children import Child, ChildDied
+from backends.children import SHARING_CORES, Child, ChildDied
 from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def environment(config: SamplerConfig) -> dict[str, str]:
     if config.device == "cpu":
         # The engine without a further worker process, and no inductor builds of half a minute for a
         # function that counts ranks.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", **SHARING_CORES}
     else:
         # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
