@@ -1,36 +1,68 @@
 """Attention over packed rows: each sample attends to itself alone.
 
 In bfloat16 on CUDA `varlen_attn` does it from the samples' bounds, with no mask at all, through
-transformers' attention interface. Elsewhere transformers' SDPA does it, with a block mask built from
-restarting position ids.
+transformers' attention interface. Elsewhere transformers' SDPA does it, one sample after the other: over the
+whole row it would compute all pairs of tokens to throw most of them away.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 VARLEN = "tinker_varlen"
+PER_SAMPLE = "tinker_per_sample"
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> str:
     """The name of transformers' attention implementation for the decoder."""
     if device.type != "cuda" or dtype == torch.float32:  # which the kernel does not take
-        return "sdpa"
+        AttentionInterface.register(PER_SAMPLE, _per_sample_attention)
+        AttentionMaskInterface.register(PER_SAMPLE, sdpa_mask)
+        return PER_SAMPLE
     AttentionInterface.register(VARLEN, _varlen_attention)
     AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)
     return VARLEN
 
 
-def bounds(name: str, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """The extra arguments that the implementation of this name needs in the model's forward.
+def bounds(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """The extra arguments that our implementations need in the model's forward.
 
     Named as nothing in transformers is: the vision tower gets them too, and must not take them for its own.
     """
-    return {"packed_bounds": cu_seqlens, "packed_longest": max_seqlen} if name == VARLEN else {}
+    return {"packed_bounds": cu_seqlens, "packed_longest": max_seqlen}
+
+
+def _per_sample_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_bounds: Tensor,
+    packed_longest: int,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
+
+    The mask is transformers' own [1, 1, T, T], of which a sample needs the block on the diagonal.
+    """
+    parts = [
+        sdpa_attention_forward(
+            module,
+            *(tensor[:, :, begin:end] for tensor in (query, key, value)),
+            attention_mask if attention_mask is None else attention_mask[:, :, begin:end, begin:end],
+            **kwargs,
+        )[0]
+        for begin, end in pairwise(packed_bounds.tolist())
+    ]
+    return torch.cat(parts, dim=1), None
 
 
 def _varlen_attention(

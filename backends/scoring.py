@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from backends import attention
+from backends.batching import Microbatch
 from backends.rendering import RenderedImage
 from backends.vision import FrozenVision
 
@@ -35,6 +37,13 @@ class Scorer(nn.Module):
             output = self.model.base_model(**model_inputs, **image_inputs, use_cache=False)
         hidden_TH = output.last_hidden_state[0]
         return target_logprobs(hidden_TH, self.model.get_output_embeddings(), targets_TK)
+
+
+def score(scorer: Scorer, batch: Microbatch) -> Tensor:
+    """[T, K] float32, nats: log probabilities of a packed row's targets."""
+    extra = attention.bounds(batch.cu_seqlens, batch.max_seqlen)
+    result: Tensor = scorer({**batch.model_inputs, **extra}, batch.images, batch.targets_TK)
+    return result
 
 
 def target_logprobs(hidden_TH: Tensor, head: nn.Module, targets_TK: Tensor) -> Tensor:

@@ -26,13 +26,14 @@ from api_schemas.training import (
     OptimStepResponse,
 )
 from backends import attention, checkpoint
-from backends.batching import Microbatch, loss_inputs, pack, plan_microbatches
+from backends.batching import loss_inputs, pack, plan_microbatches
 from backends.lora import Adapter, Adapters, copy_tensors
 from backends.losses import LOSSES, Loss
+from backends.model_checks import packing_is_exact
 from backends.parallel import World, barrier, gather_objects, shard, sum_gradients
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from backends.rendering import Rendered, Renderer
-from backends.scoring import Scorer
+from backends.scoring import Scorer, score
 from backends.training_checks import loss_config
 from backends.vision import FrozenVision
 
@@ -75,12 +76,11 @@ class RankTrainer:
         self._world = world
         # Pixels are not kept: what the vision tower makes of them is.
         self._renderer = Renderer(config.source, image_cache_bytes=0, max_image_pixels=config.max_image_pixels)
-        self._attention = attention.implementation(world.device, getattr(torch, config.dtype))
-        model = load_base(config, self._renderer.takes_images, self._attention, world)
+        model = load_base(config, self._renderer.takes_images, world)
         takes_images = self._renderer.takes_images
         self._vision = FrozenVision(model.base_model, config.image_cache_bytes) if takes_images else None
         self._scorer = Scorer(model, self._vision).eval()
-        self._packs = packing_is_exact(self._scorer, self._renderer, self._attention, world.device)
+        self._packs = packing_is_exact(self._scorer, self._renderer, world.device)
         if not self._packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
         if world.size > 1:
@@ -193,7 +193,7 @@ class RankTrainer:
             self._world.device,
             mrope=self._renderer.takes_images,
         )
-        logprobs_TK = score(self._scorer, batch, self._attention)
+        logprobs_TK = score(self._scorer, batch)
         if not datums:  # the others have one more microbatch: run along, add nothing
             if backward:
                 (logprobs_TK.sum() * 0).backward()
@@ -301,66 +301,19 @@ class RankTrainer:
         restore_optimizer(model, state)
 
 
-def load_base(config: TrainerConfig, takes_images: bool, decoder_attention: str, world: World) -> PreTrainedModel:
+def load_base(config: TrainerConfig, takes_images: bool, world: World) -> PreTrainedModel:
     """The frozen base, on this rank's device (FSDP moves it there itself when there are several ranks)."""
     auto = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     # Images are few long sequences without a mask: SDPA is right for the vision tower everywhere.
-    implementation = {"text_config": decoder_attention, "vision_config": "sdpa"} if takes_images else decoder_attention
+    dtype = getattr(torch, config.dtype)
+    decoder = attention.implementation(world.device, dtype)
     model: PreTrainedModel = auto.from_pretrained(
-        config.source, dtype=getattr(torch, config.dtype), attn_implementation=implementation
+        config.source,
+        dtype=dtype,
+        attn_implementation={"text_config": decoder, "vision_config": "sdpa"} if takes_images else decoder,
     )
     model.requires_grad_(False)
     return model.to(world.device)
-
-
-def score(scorer: Scorer, batch: Microbatch, implementation: str) -> Tensor:
-    """[T, K] float32, nats: log probabilities of a packed row's targets, with the named attention."""
-    extra = attention.bounds(implementation, batch.cu_seqlens, batch.max_seqlen)
-    result: Tensor = scorer({**batch.model_inputs, **extra}, batch.images, batch.targets_TK)
-    return result
-
-
-def packing_is_exact(scorer: Scorer, renderer: Renderer, implementation: str, device: torch.device) -> bool:
-    """Compare our way of scoring with the model's own forward, on two short random texts.
-
-    Raises BackendFailed where one text alone already differs: then the model does something after its
-    decoder that we would leave out. Returns whether packing the two changes nothing.
-    """
-    # A tenth of what mixing samples or a missing step does to log probabilities, at either precision.
-    tolerance = 1e-3 if scorer.model.dtype == torch.float32 else 0.3
-    generator = np.random.default_rng(0)
-    texts = [generator.integers(0, renderer.vocab_size, length) for length in (12, 9)]
-    # Random ids may hit a placeholder, which a text must not hold.
-    samples = [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
-
-    def scored(*packed: tuple[Rendered, np.ndarray]) -> Tensor:
-        with torch.no_grad():
-            return score(scorer, pack(packed, device, mrope=renderer.takes_images), implementation)
-
-    alone = torch.cat([scored(sample) for sample in samples])
-    own = torch.cat([_own_logprobs(scorer.model, *sample, implementation, device) for sample in samples])
-    worst = (alone - own).abs().max().item()
-    if worst > tolerance:
-        raise BackendFailed(
-            f"{type(scorer.model).__name__} is not supported: its own log probabilities and those of its last"
-            f" hidden state through its head differ by {worst:.3g} nats"
-        )
-    return (scored(*samples) - alone).abs().max().item() <= tolerance
-
-
-def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
-    return np.where(np.isin(text, list(renderer.placeholders)), 0, text)
-
-
-def _own_logprobs(
-    model: PreTrainedModel, sample: Rendered, targets: np.ndarray, implementation: str, device: torch.device
-) -> Tensor:
-    input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
-    length = input_ids.shape[1]
-    extra = attention.bounds(implementation, torch.tensor([0, length], dtype=torch.int32, device=device), length)
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=input_ids, use_cache=False, **extra).logits[0].float()
-    return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None].to(device))
 
 
 def optimizer_state(model: Model) -> dict[str, Tensor]:

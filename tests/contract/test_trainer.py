@@ -3,10 +3,13 @@
 pytest tests/contract/test_trainer.py
 """
 
+import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -431,6 +434,23 @@ def test_text_models_train_as_transformers_scores_them(tiny_text):
     rank.optim_step("m", SMOOTH)
 
 
+def test_a_sliding_window_stays_the_models_own_in_packed_rows(tiny_text, tmp_path):
+    source = shutil.copytree(tiny_text, tmp_path / "windowed")
+    path = source / "config.json"
+    window = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **window}))
+    rank, renderer = trainer(source), make_renderer(source)
+    assert rank._packs
+    rank.create_model("m", LORA)
+    data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
+    output = rank.forward_backward("m", cross_entropy(data), False)
+    model, everywhere = (AutoModelForCausalLM.from_pretrained(one).eval() for one in (source, tiny_text))
+    with torch.no_grad():
+        for item, got in zip(data, output.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(got["logprobs"], reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
+        assert np.abs(got["logprobs"] - reference_logprobs(renderer, item, everywhere)[:, 0].numpy()).max() > 0.01
+
+
 def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_text, monkeypatch):
     from transformers import Qwen3ForCausalLM
 
@@ -530,3 +550,13 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
         await ranked.optim_step("m", SMOOTH)
     finally:
         await ranked.stop()
+
+
+async def test_threads_of_a_rank_on_the_cpu_sleep_while_they_wait(tiny_text):
+    ranked = RankedTrainer(config(tiny_text), make_renderer(tiny_text), num_ranks=1, max_context_length=64)
+    await ranked.start()
+    try:
+        environment = psutil.Process(ranked._ranks[0]._process.pid).environ()
+    finally:
+        await ranked.stop()
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
