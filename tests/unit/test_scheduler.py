@@ -28,7 +28,8 @@ from tinker_server.db.tables import SamplingSession
 from tinker_server.deps import Services
 from tinker_server.errors import SequenceConflict, ShuttingDown
 from tinker_server.settings import Settings
-from tinker_server.store.futures import Result, Work
+from tinker_server.store.futures import Work
+from tinker_server.store.results import Result
 
 GRACE_S = 0.3
 

@@ -27,7 +27,8 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.storage import Storage, hold
-from tinker_server.store.futures import FutureStore, RecentResults, Result, Work
+from tinker_server.store.futures import FutureStore, Work
+from tinker_server.store.results import RecentResults, Result
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
 
