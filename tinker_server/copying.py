@@ -28,7 +28,7 @@ class Copying:
     async def copy(self, request: CopyWeightsRequest, idempotency_key: str | None) -> TinkerPath:
         """The copy's path; a repeat, which has the same key, gets the first one's.
 
-        Raises BadRequest, UnknownCheckpoint, UnknownSession, SessionFinished.
+        Raises BadRequest, PlaceTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
         """
         check_ttl(request.ttl_seconds)
         try:
@@ -93,7 +93,11 @@ class Copying:
             copied_from=source.tinker_path,
             **_shape(source),
         )
-        await self._runs.add_copy(run, copy)
+        try:
+            await self._runs.add(run, copy)
+        except BaseException:
+            await self._storage.delete(directory)
+            raise
 
 
 def _shape(source: Checkpoint) -> dict[str, object]:

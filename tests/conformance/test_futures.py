@@ -25,8 +25,8 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("futures"))
+def server(module_database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("futures"), database_url=module_database_url)
     yield running
     running.stop()
 

@@ -38,8 +38,8 @@ PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("rest"))
+def server(module_database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("rest"), database_url=module_database_url)
     yield running
     running.stop()
 
@@ -311,9 +311,11 @@ def test_100_a_ttl_is_set_cleared_and_real(
         rest.set_checkpoint_ttl_from_tinker_path(path + "b", None).result()
 
 
-def test_100_what_has_expired_is_removed_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_100_what_has_expired_is_removed_from_the_disk(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tinker_server.app.HOUSEKEEPING_S", 0.05)
-    running = Running(tmp_path)
+    running = Running(tmp_path, database_url=database_url)
     try:
         model_id = running.model()
         for seq_id, fields in enumerate(({"path": "short", "ttl_seconds": 3600}, {"path": "long"}), start=1):
@@ -438,6 +440,18 @@ def test_103_a_retried_copy_is_the_first_one(model: tinker.TrainingClient, serve
     assert server.http.post("/copy_weights", json=unknown).status_code == 404
 
 
+def test_103_no_model_is_made_in_the_place_of_a_copy(model: tinker.TrainingClient, server: Running) -> None:
+    source = model.save_state("a").result().path
+    place = {"session_id": server.session(), "model_seq_id": 0}
+    assert server.post("/copy_weights", source_path=source, **place).status_code == 200
+    submitted = server.post("/create_model", **place, base_model="tiny", lora_config={"rank": 8})
+    failed = server.result(submitted).json()
+    assert failed["category"] == "user" and "take another model_seq_id" in failed["error"]
+    model_id = f"{place['session_id']}:train:0"
+    assert model_id not in server.backend.tiny.trainer.steps
+    assert server.post("/weights_info", tinker_path=f"tinker://{model_id}/weights/a").status_code == 200
+
+
 def test_104_sessions_and_samplers_are_found(
     client: tinker.ServiceClient, rest: tinker.RestClient, model: tinker.TrainingClient
 ) -> None:
@@ -560,6 +574,7 @@ def admin(server: Running) -> tinker.AdminClient:
     return tinker.AdminClient(base_url=server.url, api_key="tml-test")
 
 
+@pytest.mark.parametrize("module_database_url", ["sqlite"], indirect=True)  # slow, and the others have shown the SQL
 def test_108_the_command_line_works(
     rest: tinker.RestClient, model: tinker.TrainingClient, server: Running, tmp_path: Path
 ) -> None:

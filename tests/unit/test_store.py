@@ -1,7 +1,6 @@
-"""The store on a migrated database: SQLite in a file, or where TEST_DATABASE_URL points."""
+"""The store on a migrated database: SQLite in a file, and PostgreSQL where TEST_DATABASE_URL points."""
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from tinker_server.db.tables import Checkpoint, SamplingSession, Table, Training
 from tinker_server.errors import (
     BadRequest,
     HeartbeatEnded,
+    PlaceTaken,
     ResultExpired,
     SequenceConflict,
     SessionFinished,
@@ -34,12 +34,9 @@ from tinker_server.store.sessions import SamplerStore, SessionStore
 
 
 @pytest.fixture
-async def db(tmp_path: Path) -> AsyncIterator[Database]:
-    db = Database(os.environ.get("TEST_DATABASE_URL") or f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+async def db(database_url: str) -> AsyncIterator[Database]:
+    db = Database(database_url)
     await db.migrate()
-    async with db.write() as session:
-        for table in reversed(Table.metadata.sorted_tables):
-            await session.execute(table.delete())
     yield db
     await db.close()
 
@@ -262,6 +259,39 @@ async def test_a_sampling_session_is_made_once(db: Database) -> None:
     with pytest.raises(BadRequest):
         await store.create(sampler("other"))
     assert (await SamplerStore(db).require(f"{session_id}:sample:0")).base_model == "tiny"
+
+
+async def test_a_sampling_session_never_stands_for_other_weights(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None)
+
+    def sampler(number: int, directory: str | None, model_path: str | None = None) -> SamplingSession:
+        return SamplingSession(
+            sampling_session_id=f"{session_id}:sample:{number}",
+            session_id=session_id,
+            base_model="tiny",
+            model_path=model_path,
+            directory=directory,
+            created_at=1,
+        )
+
+    store = SamplerStore(db)
+    await store.create(sampler(0, None))
+    await store.create(sampler(1, "checkpoints/a"))
+    for number, directory in ((0, "checkpoints/a"), (1, "checkpoints/b"), (1, None)):
+        with pytest.raises(BadRequest, match="for other weights"):
+            await store.create(sampler(number, directory))
+    path = "tinker://run/sampler_weights/a"
+    await store.create(sampler(2, "checkpoints/first", path))
+    await store.create(sampler(2, "checkpoints/saved-again", path))  # the same name
+
+
+async def test_a_place_has_one_model_or_copy(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None)
+    store = RunStore(db)
+    await store.add(run(session_id))
+    with pytest.raises(PlaceTaken, match="take another model_seq_id"):
+        await store.add(run(session_id), checkpoint("copy"))
+    assert await CheckpointStore(db).find(TinkerPath("run", "weights", "a")) is None
 
 
 def test_directories_are_never_used_twice_and_stay_inside(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from sqlalchemy import delete, select, update
 from api_schemas.weights import TinkerPath
 from tinker_server.db.database import Database
 from tinker_server.db.tables import Checkpoint, TrainingRun
-from tinker_server.errors import UnknownCheckpoint, UnknownModel
+from tinker_server.errors import PlaceTaken, UnknownCheckpoint, UnknownModel
 
 
 class RunStore:
@@ -15,9 +15,19 @@ class RunStore:
         self._db = db
         self._known: dict[str, TrainingRun] = {}
 
-    async def add(self, run: TrainingRun) -> None:
+    async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
+        """Store a run, with the weights that were copied to it if it is a copy's, which is never in memory.
+
+        Raises PlaceTaken.
+        """
         async with self._db.write() as session:
+            if await session.get(TrainingRun, run.model_id) is not None:
+                raise PlaceTaken(
+                    f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
+                )
             session.add(run)
+            if checkpoint is not None:
+                session.add(checkpoint)
         self._known[run.model_id] = run
 
     async def require(self, model_id: str) -> TrainingRun:
@@ -35,12 +45,6 @@ class RunStore:
             return await self.require(model_id)
         except UnknownModel:
             return None
-
-    async def add_copy(self, run: TrainingRun, checkpoint: Checkpoint) -> None:
-        """Store a run that was never in memory, with the weights that were copied to it."""
-        async with self._db.write() as session:
-            session.add_all([run, checkpoint])
-        self._known[run.model_id] = run
 
     async def mark_lost(self, model_id: str | None = None) -> None:
         """Record that a model, or every one, is no longer in memory."""

@@ -116,7 +116,7 @@ class SamplerStore:
             first = await session.get(SamplingSession, row.sampling_session_id)
             if first is None:
                 session.add(row)
-            elif (first.base_model, first.model_path) != (row.base_model, row.model_path):
+            elif _weights_of(first) != _weights_of(row):
                 raise BadRequest(f"{row.sampling_session_id} was created before, for other weights")
         self._known[row.sampling_session_id] = first or row
         return row.sampling_session_id
@@ -143,3 +143,8 @@ class SamplerStore:
                 raise UnknownSampler(f"no sampling session has the id {sampling_session_id!r}")
             self._known[sampling_session_id] = row
         return row
+
+
+def _weights_of(row: SamplingSession) -> tuple[str, str | None]:
+    """Named weights are the same by their name, although they may have been saved again since."""
+    return row.base_model, row.model_path or row.directory
