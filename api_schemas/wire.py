@@ -13,6 +13,7 @@ import zstandard
 from google.protobuf.message import DecodeError
 
 from api_schemas import tinker_wire_pb2 as pb
+from api_schemas.base import unstorable
 from api_schemas.inputs import (
     Datum,
     DmelChunk,
@@ -73,6 +74,9 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
     } or dict(message.loss_fn_config)
+    for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn)):
+        if (problem := unstorable(text)) is not None:
+            raise MalformedBody(f"{name}: {problem}")
     return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,

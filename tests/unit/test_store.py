@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
+from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
 from api_schemas.weights import TinkerPath
 from tinker_server.db.database import Database
 from tinker_server.db.tables import Checkpoint, SamplingSession, Table, TrainingRun
@@ -27,6 +28,7 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.storage import Storage, hold
+from tinker_server.store.catalog import Catalog
 from tinker_server.store.futures import FutureStore, Work
 from tinker_server.store.results import RecentResults, Result
 from tinker_server.store.runs import CheckpointStore, RunStore
@@ -184,6 +186,33 @@ async def test_a_session_lives_until_it_is_finished(db: Database) -> None:
         await again.require_open(session_id)
     with pytest.raises(UnknownSession):
         await again.heartbeat("other")
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ({"display_name": "ÉLAN"}, ["Élan Vital"]),
+        ({"display_name": "vital élan"}, ["Élan Vital"]),
+        ({"display_name": "100%"}, ["100% of_it"]),
+        ({"display_name": "1_0"}, []),
+        ({"user_metadata": {"größe": "fünf"}}, ["Élan Vital"]),
+        ({"user_metadata": {"n": "5"}}, ["100% of_it"]),
+        ({"user_metadata": {"n": "5", "on": "True"}}, ["100% of_it"]),
+        ({"user_metadata": {"n": "six"}}, []),
+        ({"project_ids": ["default"]}, ["100% of_it"]),
+        ({"statuses": [{"type": "client_finished", "reasons": ["success"]}]}, ["Élan Vital"]),
+    ],
+)
+async def test_a_search_finds_the_same_on_every_database(
+    db: Database, search: dict[str, Any], found: list[str]
+) -> None:
+    store = SessionStore(db)
+    first = CreateSessionRequest(display_name="Élan Vital", project_id="p", user_metadata={"größe": "fünf"})
+    finished = await store.create(first, None)
+    await store.create(CreateSessionRequest(display_name="100% of_it", user_metadata={"n": 5, "on": True}), None)
+    await store.finish(finished, FinishSessionRequest(reason=FinishReason(type="success")))
+    records = await Catalog(db).search(SearchSessionsRequest.model_validate(search), time.time())
+    assert [record.session.display_name for record in records] == found
 
 
 def run(session_id: str, number: int = 0) -> TrainingRun:

@@ -5,6 +5,7 @@ import uuid
 
 from sqlalchemy import select, update
 
+from api_schemas.checkpoints import as_texts
 from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
 from tinker_server.db.database import Database
 from tinker_server.db.tables import SamplingSession, Session
@@ -37,7 +38,7 @@ class SessionStore:
                 session_id=str(uuid.uuid4()),
                 idempotency_key=idempotency_key,
                 tags=request.tags,
-                user_metadata=request.user_metadata,
+                user_metadata=as_texts(request.user_metadata),  # what is shown can be searched for
                 project_id=request.project_id,
                 display_name=request.display_name,
                 sdk_version=request.sdk_version,
