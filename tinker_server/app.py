@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend
+from tinker_server import openapi
 from tinker_server.admission import Admission
 from tinker_server.copying import Copying
 from tinker_server.db.database import Database
@@ -59,6 +60,7 @@ def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
     for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, files, admin):
         api.include_router(room.router)
     app.include_router(api)
+    openapi.install(app)
     return app
 
 
