@@ -56,6 +56,8 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
             if len(content) > max_bytes:
                 raise MalformedBody(f"the zstd body grows past {max_bytes} bytes")
             if decompressor.eof:
+                if decompressor.unused_data or start + _ZSTD_PIECE_BYTES < len(body):
+                    raise MalformedBody("the zstd body goes on behind its frame")
                 break
     except zstandard.ZstdError as error:
         raise MalformedBody(f"the zstd body is corrupt: {error}") from None
