@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import Connection, Engine, event
 
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
 from api_schemas.weights import TinkerPath
@@ -149,15 +150,20 @@ async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -
     await second.stop()
 
 
-async def test_a_thousand_futures_pass_in_seconds(futures: FutureStore) -> None:
+async def test_a_thousand_futures_at_once_cost_a_few_commits(futures: FutureStore) -> None:
     async def one(seq_id: int) -> None:
         request_id = await futures.enqueue(step(seq_id))
         futures.complete(request_id, done())
         assert await futures.wait(request_id, 30) is not None
 
-    started = time.perf_counter()
-    await asyncio.gather(*map(one, range(1000)))
-    assert time.perf_counter() - started < 2.5  # 400 a second; far more on an idle machine
+    commits: list[Connection] = []
+    note = commits.append
+    event.listen(Engine, "commit", note)
+    try:
+        await asyncio.gather(*map(one, range(1000)))
+    finally:
+        event.remove(Engine, "commit", note)
+    assert 0 < len(commits) < 50  # so that they pass in less than a second on an idle machine
 
 
 def test_recent_results_stay_within_their_bytes() -> None:
