@@ -202,7 +202,7 @@ def test_088_a_failed_operation_names_its_category(client: tinker.ServiceClient,
 @pytest.mark.parametrize("request_id", ["nothing", "", "0", "f" * 32, "a\0b", "../../etc", "x" * 10_000])
 def test_089_unknown_and_malformed_ids_are_404(server: Running, request_id: str) -> None:
     refused = server.post("/retrieve_future", request_id=request_id)
-    assert refused.status_code == 404 and refused.json()["detail"]
+    assert refused.status_code == (422 if "\0" in request_id else 404) and refused.json()["detail"]
 
 
 def test_089_an_expired_result_is_410(server: Running) -> None:
