@@ -22,14 +22,15 @@ def from_unix(at: float) -> datetime:
     return datetime.fromtimestamp(at, UTC)
 
 
-def _texts(value: Any) -> Any:
+def as_texts(value: Any) -> Any:
+    """What a client noted, as it is answered: the SDK reads texts only."""
     if not isinstance(value, dict):
         return value
     return {key: item if isinstance(item, str) else str(item) for key, item in value.items() if item is not None}
 
 
-Metadata = Annotated[dict[str, str], BeforeValidator(_texts)]
-"""What a client noted. The SDK reads texts only, so other values are answered as their text."""
+Metadata = Annotated[dict[str, str], BeforeValidator(as_texts)]
+"""What a client noted; values that are no texts are answered as their text."""
 
 
 class Cursor(Response):

@@ -43,7 +43,7 @@ class SamplingSessionTarget(Request):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
-    cloned_sampler_id: int = Field(default=0, ge=0)
+    cloned_sampler_id: int = Field(default=0, ge=0, le=10**9)
     """Those whose seq_id is from this number times 10^9."""
 
 
@@ -53,7 +53,7 @@ class RetrieveFuturesRequest(Request):
     target: SamplingSessionTarget
     prev_cursor: int = Field(default=0, ge=0)
     """Of the previous answer; 0 starts from the beginning."""
-    timeout: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    timeout: float | None = Field(default=None, ge=0)
     """Seconds to wait for something; absent: as long as the server holds polls. 0 only acknowledges."""
     retrieved_request_ids: list[str] = []
     """Results that the client has; the server deletes them."""

@@ -152,9 +152,13 @@ class TensorData(Request):
 
 def _numbers(values: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
     try:
-        return np.array(values, dtype=dtype)
-    except OverflowError:
+        with np.errstate(over="raise", invalid="raise"):
+            array = np.array(values, dtype=dtype)
+    except (OverflowError, FloatingPointError):
         raise ValueError(f"a value does not fit {dtype.name}") from None
+    if dtype.kind == "i" and array.tolist() != values:
+        raise ValueError(f"a value is no integer, although the dtype is {dtype.name}")
+    return array
 
 
 def shaped(values: np.ndarray, shape: list[int] | None) -> np.ndarray:

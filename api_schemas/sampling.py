@@ -17,7 +17,7 @@ class SamplingParams(Request):
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
     """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
     top_k: int = Field(default=-1, ge=-1)
     """-1 (or 0) is off."""
@@ -36,7 +36,7 @@ class SampleRequest(Request):
     """Without a sampling session: what to sample from. Such a request has no identity, so a repeat runs again."""
     prompt: ModelInput
     sampling_params: SamplingParams
-    num_samples: int = Field(default=1, ge=1)
+    num_samples: int = Field(default=1, ge=1, le=100_000)
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = Field(default=0, ge=0)
     topk_sample_logprobs: int = Field(default=0, ge=0)

@@ -130,12 +130,12 @@ class SearchSessionsRequest(Request):
     """All conditions must hold; of `session_id` and `display_name`, either."""
 
     session_id: str | None = None
-    display_name: str | None = Field(default=None, min_length=1)
+    display_name: str | None = Field(default=None, min_length=1, max_length=256)
     """Its words must all be in the session's, in whatever case."""
-    project_ids: list[str] | None = None
-    user_metadata: dict[str, str] = {}
+    project_ids: list[str] | None = Field(default=None, max_length=100)
+    user_metadata: dict[str, str] = Field(default={}, max_length=50)
     owner: SearchOwner = SearchOwner()
-    statuses: list[StatusQuery] | None = Field(default=None, min_length=1)
+    statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=20)
     limit: int = Field(default=50, ge=1, le=200)
     cursor: SearchCursor | None = None
 

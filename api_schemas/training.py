@@ -1,14 +1,12 @@
 """Creating, training and stepping a model (protocol sections 4.1 to 4.3, 8 and 9)."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from api_schemas.base import Request, Response
 from api_schemas.inputs import Datum
-
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class LoraConfig(Request):
@@ -132,12 +130,12 @@ class ForwardBackwardOutput(Response):
 class AdamParams(Request):
     """Sent with every optim_step: the server keeps no schedule. Meanings as in torch.optim.AdamW."""
 
-    learning_rate: FiniteFloat = Field(default=1e-4, ge=0)
-    beta1: FiniteFloat = Field(default=0.9, ge=0, lt=1)
-    beta2: FiniteFloat = Field(default=0.95, ge=0, lt=1)
-    eps: FiniteFloat = Field(default=1e-12, ge=0)
-    weight_decay: FiniteFloat = Field(default=0.0, ge=0)
-    grad_clip_norm: FiniteFloat = Field(default=0.0, ge=0)
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
     """Largest global L2 norm of the gradient; 0 leaves it alone."""
 
 

@@ -13,6 +13,7 @@ import zstandard
 from google.protobuf.message import DecodeError
 
 from api_schemas import tinker_wire_pb2 as pb
+from api_schemas.base import unstorable
 from api_schemas.inputs import (
     Datum,
     DmelChunk,
@@ -55,6 +56,8 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
             if len(content) > max_bytes:
                 raise MalformedBody(f"the zstd body grows past {max_bytes} bytes")
             if decompressor.eof:
+                if decompressor.unused_data or start + _ZSTD_PIECE_BYTES < len(body):
+                    raise MalformedBody("the zstd body goes on behind its frame")
                 break
     except zstandard.ZstdError as error:
         raise MalformedBody(f"the zstd body is corrupt: {error}") from None
@@ -73,6 +76,9 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
     } or dict(message.loss_fn_config)
+    for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn)):
+        if (problem := unstorable(text)) is not None:
+            raise MalformedBody(f"{name}: {problem}")
     return ForwardBackwardRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,

@@ -6,8 +6,23 @@ from pathlib import Path
 import pytest
 
 from backends.rendering import Renderer
+from tests.databases import KINDS, fresh_database
 from tests.models import make_tiny_text, make_tiny_vl
 from tests.servers import MODEL, Server
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database for one test, which so runs once on each kind."""
+    with fresh_database(request.param, tmp_path) as url:
+        yield url
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def module_database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An empty database for the tests of a file, which so run once on each kind."""
+    with fresh_database(request.param, tmp_path_factory.mktemp("database")) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend
+from tinker_server import openapi
 from tinker_server.admission import Admission
 from tinker_server.callers import caller
 from tinker_server.copying import Copying
 from tinker_server.db.database import Database
 from tinker_server.deps import Services
-from tinker_server.handlers import BodyLimit, install
+from tinker_server.handlers import BodyLimit, install, storable_parameters
 from tinker_server.keys import Keys
 from tinker_server.models import Models
 from tinker_server.operations import ModelOperations
@@ -61,12 +62,13 @@ def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
     app = FastAPI(title="tinker-server", lifespan=lifespan)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     install(app)
-    api = APIRouter(prefix="/api/v1")
+    api = APIRouter(prefix="/api/v1", dependencies=[Depends(storable_parameters)])
     for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
         api.include_router(room.router, dependencies=[Depends(caller)])
     for open_to_all in (health, files):
         api.include_router(open_to_all.router)
     app.include_router(api)
+    openapi.install(app)
     return app
 
 

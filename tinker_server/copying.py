@@ -33,7 +33,7 @@ class Copying:
 
         The copy is the owner's; its source is public or one of the readers'.
 
-        Raises BadRequest, UnknownCheckpoint, UnknownSession, SessionFinished.
+        Raises BadRequest, PlaceTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
         """
         check_ttl(request.ttl_seconds)
         try:
@@ -107,7 +107,11 @@ class Copying:
             copied_from=source.tinker_path,
             **_shape(source),
         )
-        await self._runs.add_copy(run, copy)
+        try:
+            await self._runs.add(run, copy)
+        except BaseException:
+            await self._storage.delete(directory)
+            raise
 
 
 def _shape(source: Checkpoint) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Every refusal, with its HTTP status and its category in a failed future.
 
 TinkerServerError
-├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, BodyTooLarge 413
+├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, PlaceTaken 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
 ├── KeysFixed 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
@@ -47,6 +47,10 @@ class BadRequest(TinkerServerError):
 
 class SequenceConflict(BadRequest):
     """Another operation was sent under this number before."""
+
+
+class PlaceTaken(BadRequest):
+    """The place (session_id, model_seq_id) has a model or a copy of weights already."""
 
 
 class Unsupported(BadRequest):

@@ -1,19 +1,24 @@
 """From errors to HTTP answers, and the limit on request bodies; every answer has a body and its length."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api_schemas.base import unstorable
 from api_schemas.wire import MalformedBody
 from backends.protocol import InvalidInput
 from tinker_server.errors import BadRequest, BodyTooLarge, TinkerServerError
 
 
-def answer(status: int, error: Exception, detail: str) -> JSONResponse:
-    return JSONResponse({"detail": detail, "error": type(error).__name__}, status)
+def answer(status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """What every refusal looks like. The text may quote a client, also halves of surrogate pairs."""
+    sendable = detail.encode(errors="backslashreplace").decode()
+    return JSONResponse({"detail": sendable, "error": type(error).__name__}, status, headers)
 
 
 def describe(error: RequestValidationError) -> str:
@@ -39,9 +44,22 @@ def install(app: FastAPI) -> None:
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
         return answer(422, error, describe(error))
 
+    @app.exception_handler(HTTPException)
+    async def not_routed(_: Request, error: HTTPException) -> JSONResponse:
+        kind = BodyTooLarge() if error.status_code == BodyTooLarge.status else error
+        return answer(error.status_code, kind, error.detail, error.headers)
+
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> JSONResponse:
         return answer(500, error, "internal error; the server's log has the details")  # uvicorn logs it
+
+
+async def storable_parameters(request: Request) -> None:
+    """Refuses what a database cannot hold in the URL or in a header that is stored, as request bodies do."""
+    for place, values in (("path", request.path_params), ("query", request.query_params), ("header", request.headers)):
+        for name, value in values.items():
+            if isinstance(value, str) and (problem := unstorable(value)) is not None:
+                raise RequestValidationError([{"loc": (place, name), "msg": problem}])
 
 
 class BodyLimit:
@@ -62,7 +80,7 @@ class BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self.max_bytes:
-                raise BodyTooLarge(self._text())
+                raise HTTPException(BodyTooLarge.status, self._text())  # FastAPI makes a 400 of any other error
             return message
 
         if int(declared) <= self.max_bytes:

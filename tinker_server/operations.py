@@ -40,7 +40,8 @@ from tinker_server.offload import off_loop
 from tinker_server.sampled_weights import find_weights
 from tinker_server.saving import Saving
 from tinker_server.storage import Storage
-from tinker_server.store.futures import Result, Work
+from tinker_server.store.futures import Work
+from tinker_server.store.results import Result
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore
 from tinker_server.store.usage import AuditStore, UsageStore

@@ -78,19 +78,26 @@ class Saving:
             if request.ttl_seconds is not None or request.user_metadata is not None:
                 raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
             directory = self._storage.fresh(run.model_id, request.kind, f"{request.seq_id}")
-            await save(run.model_id, self._storage.path(directory))
+            try:
+                await save(run.model_id, self._storage.path(directory))
+                sampling_session_id = await self._sampling_session(run, request.sampling_session_seq_id, directory)
+            except BaseException:
+                await self._storage.delete(directory)
+                raise
+        if inflight:
+            await self._supersede(run.model_id, directory)
+        return SaveWeightsForSamplerResponse(sampling_session_id=sampling_session_id)
+
+    async def _sampling_session(self, run: TrainingRun, number: int | None, directory: str) -> str:
         sampler = SamplingSession(
-            sampling_session_id=f"{run.session_id}:sample:{request.sampling_session_seq_id}",
+            sampling_session_id=f"{run.session_id}:sample:{number}",
             owner=run.owner,
             session_id=run.session_id,
             base_model=run.base_model,
             directory=directory,
             created_at=time.time(),
         )
-        sampling_session_id = await self._samplers.create(sampler)
-        if inflight:
-            await self._supersede(run.model_id, directory)
-        return SaveWeightsForSamplerResponse(sampling_session_id=sampling_session_id)
+        return await self._samplers.create(sampler)
 
     async def _supersede(self, model_id: str, directory: str) -> None:
         """All inflight sampling sessions of a model sample from its newest weights from now on."""

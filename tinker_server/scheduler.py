@@ -16,7 +16,8 @@ from api_schemas.base import Request
 from api_schemas.sampling import SampleRequest
 from tinker_server.admission import Admission
 from tinker_server.errors import Cancelled, LostModel, ShuttingDown, failure
-from tinker_server.store.futures import FutureStore, Result, Work
+from tinker_server.store.futures import FutureStore, Work
+from tinker_server.store.results import Result
 
 log = logging.getLogger(__name__)
 UNLOAD_SUFFIX = ":unload"

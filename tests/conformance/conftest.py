@@ -22,9 +22,15 @@ def wire() -> Wire:
 
 
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory, wire: Wire) -> Iterator[Running]:
+def fake_database_url() -> str:
+    """SQLite in the server's data directory; files about what is stored take `module_database_url` in its place."""
+    return ""
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory, wire: Wire, fake_database_url: str) -> Iterator[Running]:
     """A server that computes next to nothing."""
-    running = Running(tmp_path_factory.mktemp("fake"), around=wire.around)
+    running = Running(tmp_path_factory.mktemp("fake"), database_url=fake_database_url, around=wire.around)
     yield running
     running.stop()
 

@@ -28,6 +28,11 @@ pytestmark = [
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
 
 
+@pytest.fixture(scope="module")
+def fake_database_url(module_database_url: str) -> str:
+    return module_database_url
+
+
 def test_097_checkpoints_are_listed_newest_first_with_their_kind(
     rest: tinker.RestClient, training: tinker.TrainingClient, fake: Running
 ) -> None:
@@ -243,3 +248,15 @@ def test_103_a_retried_copy_is_the_first_one(training: tinker.TrainingClient, fa
     assert [fake.http.post("/copy_weights", json=body).status_code for body in wrong] == [400] * 5
     unknown = {"source_path": source, "session_id": "nothing", "model_seq_id": 0}
     assert fake.http.post("/copy_weights", json=unknown).status_code == 404
+
+
+def test_103_no_model_is_made_in_the_place_of_a_copy(training: tinker.TrainingClient, fake: Running) -> None:
+    source = training.save_state("a").result().path
+    place = {"session_id": fake.session(), "model_seq_id": 0}
+    assert fake.post("/copy_weights", source_path=source, **place).status_code == 200
+    submitted = fake.post("/create_model", **place, base_model="tiny", lora_config={"rank": 8})
+    failed = fake.result(submitted).json()
+    assert failed["category"] == "user" and "take another model_seq_id" in failed["error"]
+    model_id = f"{place['session_id']}:train:0"
+    assert model_id not in fake.backend.tiny.trainer.steps
+    assert fake.post("/weights_info", tinker_path=f"tinker://{model_id}/weights/a").status_code == 200

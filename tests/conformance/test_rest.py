@@ -26,6 +26,11 @@ pytestmark = [
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
 
 
+@pytest.fixture(scope="module")
+def fake_database_url(module_database_url: str) -> str:
+    return module_database_url
+
+
 def tinker_cli(fake: Running, home: Path, *arguments: str) -> str:
     environment = {"TINKER_BASE_URL": fake.url, "TINKER_API_KEY": "tml-test", "HOME": str(home)}
     done = subprocess.run(
@@ -205,6 +210,7 @@ def admin(fake: Running) -> tinker.AdminClient:
     return tinker.AdminClient(base_url=fake.url, api_key="tml-test")
 
 
+@pytest.mark.parametrize("module_database_url", ["sqlite"], indirect=True)  # slow, and the others have shown the SQL
 def test_108_the_command_line_works(
     rest: tinker.RestClient, training: tinker.TrainingClient, fake: Running, tmp_path: Path
 ) -> None:

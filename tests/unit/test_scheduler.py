@@ -29,7 +29,8 @@ from tinker_server.deps import Services
 from tinker_server.errors import SequenceConflict, ShuttingDown
 from tinker_server.keys import LOCAL
 from tinker_server.settings import Settings
-from tinker_server.store.futures import Result, Work
+from tinker_server.store.futures import Work
+from tinker_server.store.results import Result
 
 GRACE_S = 0.3
 
@@ -107,9 +108,9 @@ class Client:
 
 
 @asynccontextmanager
-async def server(data_dir: Path) -> AsyncIterator[Client]:
+async def server(data_dir: Path, database_url: str = "") -> AsyncIterator[Client]:
     backend = FakeBackend()
-    settings = Settings(data_dir=data_dir, gap_grace_s=GRACE_S, drain_s=0.1)
+    settings = Settings(data_dir=data_dir, database_url=database_url, gap_grace_s=GRACE_S, drain_s=0.1)
     async with serving(settings, backend) as services:
         yield Client(services, backend, await services.sessions.create(CreateSessionRequest(), None, LOCAL))
     assert not backend.running
@@ -303,8 +304,10 @@ async def test_a_model_that_its_trainer_lost_says_so_from_then_on(client: Client
         assert "create it again from a checkpoint" in error["error"] and error["category"] == "server"
 
 
-async def test_after_a_restart_samples_run_again_and_training_says_what_to_do(tmp_path: Path) -> None:
-    async with server(tmp_path) as before:
+async def test_after_a_restart_samples_run_again_and_training_says_what_to_do(
+    tmp_path: Path, database_url: str
+) -> None:
+    async with server(tmp_path, database_url) as before:
         await before.result(await before.create_model())
         before.trainer.gates["hold"].clear()
         before.sampler.gate.clear()
@@ -314,7 +317,7 @@ async def test_after_a_restart_samples_run_again_and_training_says_what_to_do(tm
         await before.services.drain()
         with pytest.raises(ShuttingDown):
             await before.optim_step(3)
-    async with server(tmp_path) as after:
+    async with server(tmp_path, database_url) as after:
         assert not (await after.result(sample)).failed
         for request_id in (running, queued):
             error = await after.error(request_id)
@@ -324,14 +327,14 @@ async def test_after_a_restart_samples_run_again_and_training_says_what_to_do(tm
         assert "no longer in memory" in error["error"]
 
 
-async def test_work_that_is_running_may_end_when_the_server_stops(tmp_path: Path) -> None:
-    async with server(tmp_path) as before:
+async def test_work_that_is_running_may_end_when_the_server_stops(tmp_path: Path, database_url: str) -> None:
+    async with server(tmp_path, database_url) as before:
         await before.result(await before.create_model())
         before.trainer.gates["hold"].clear()
         running = await before.forward_backward(1, "hold")
         await asyncio.sleep(0.02)
         asyncio.get_running_loop().call_later(0.03, before.trainer.gates["hold"].set)
-    async with server(tmp_path) as after:
+    async with server(tmp_path, database_url) as after:
         assert not (await after.result(running)).failed
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import importlib.resources
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from alembic import command
@@ -25,7 +27,8 @@ class Database:
 
     def __init__(self, url: str) -> None:
         try:
-            self._engine = create_async_engine(url)
+            # SQLite finds a key in JSON only as it is written there, so it is written without escapes.
+            self._engine = create_async_engine(url, json_serializer=partial(json.dumps, ensure_ascii=False))
         except (ArgumentError, ImportError) as error:
             raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
         self.insert = sqlite.insert
@@ -90,6 +93,8 @@ def _set_up_sqlite(connection: Any, _: object) -> None:
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+    # SQLite's own changes ASCII alone, so that searching would depend on the database.
+    connection.create_function("lower", 1, lambda text: None if text is None else text.lower(), deterministic=True)
 
 
 def _begin_sqlite(connection: Connection) -> None:

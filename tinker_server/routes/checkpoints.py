@@ -55,7 +55,7 @@ async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
 
 async def _kinds(x_stainless_package_version: Annotated[str | None, Header()] = None) -> list[Kind]:
     numbers = (x_stainless_package_version or "").split(".")[:2]
-    version = tuple(int(number) for number in numbers if number.isdecimal())
+    version = tuple(int(number) for number in numbers if number.isdecimal() and len(number) < 10)
     known = len(version) == 2
     return [kind for kind in TYPES if not (known and version < FIRST_WITH_EXTERNAL and kind == "external_weights")]
 

@@ -20,7 +20,7 @@ from tinker_server.deps import AppSettings, Futures, Samplers, Work
 from tinker_server.errors import UnknownFuture
 from tinker_server.offload import off_loop
 from tinker_server.store.completions import Target
-from tinker_server.store.futures import Result
+from tinker_server.store.results import Result
 
 router = APIRouter()
 JSON_FORMS = {"forward_backward": wire.forward_backward_json, "sample": wire.sample_json}

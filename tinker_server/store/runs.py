@@ -7,7 +7,7 @@ from sqlalchemy import delete, or_, select, update
 from api_schemas.weights import TinkerPath
 from tinker_server.db.database import Database
 from tinker_server.db.tables import Checkpoint, Session, TrainingRun
-from tinker_server.errors import UnknownCheckpoint, UnknownModel
+from tinker_server.errors import PlaceTaken, UnknownCheckpoint, UnknownModel
 
 
 class RunStore:
@@ -17,9 +17,19 @@ class RunStore:
         self._db = db
         self._known: dict[str, TrainingRun] = {}
 
-    async def add(self, run: TrainingRun) -> None:
+    async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
+        """Store a run, with the weights that were copied to it if it is a copy's, which is never in memory.
+
+        Raises PlaceTaken.
+        """
         async with self._db.write() as session:
+            if await session.get(TrainingRun, run.model_id) is not None:
+                raise PlaceTaken(
+                    f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
+                )
             session.add(run)
+            if checkpoint is not None:
+                session.add(checkpoint)
         self._known[run.model_id] = run
 
     async def require(self, model_id: str, owner: str) -> TrainingRun:
@@ -44,12 +54,6 @@ class RunStore:
             return await self.get(model_id)
         except UnknownModel:
             return None
-
-    async def add_copy(self, run: TrainingRun, checkpoint: Checkpoint) -> None:
-        """Store a run that was never in memory, with the weights that were copied to it."""
-        async with self._db.write() as session:
-            session.add_all([run, checkpoint])
-        self._known[run.model_id] = run
 
     async def mark_all_lost(self) -> None:
         """Record that no model is in memory: a server has just started."""

@@ -8,6 +8,7 @@ import uuid
 
 from sqlalchemy import and_, or_, select, update
 
+from api_schemas.checkpoints import as_texts
 from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
 from tinker_server.db.database import Database
 from tinker_server.db.tables import SamplingSession, Session
@@ -42,7 +43,7 @@ class SessionStore:
                 owner=owner,
                 idempotency_key=idempotency_key,
                 tags=request.tags,
-                user_metadata=request.user_metadata,
+                user_metadata=as_texts(request.user_metadata),  # what is shown can be searched for
                 project_id=request.project_id,
                 display_name=request.display_name,
                 sdk_version=request.sdk_version,
@@ -141,7 +142,7 @@ class SamplerStore:
             first = await session.get(SamplingSession, row.sampling_session_id)
             if first is None:
                 session.add(row)
-            elif (first.base_model, first.model_path) != (row.base_model, row.model_path):
+            elif _weights_of(first) != _weights_of(row):
                 raise BadRequest(f"{row.sampling_session_id} was created before, for other weights")
         self._known[row.sampling_session_id] = first or row
         return row.sampling_session_id
@@ -210,3 +211,8 @@ class SamplerStore:
                 raise UnknownSampler(f"no sampling session has the id {sampling_session_id!r}")
             self._known[sampling_session_id] = row
         return row
+
+
+def _weights_of(row: SamplingSession) -> tuple[str, str | None]:
+    """Named weights are the same by their name, although they may have been saved again since."""
+    return row.base_model, row.model_path or row.directory

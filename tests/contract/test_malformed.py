@@ -1,0 +1,208 @@
+"""Bodies that are cut, changed, blown up or nested without end: always a refusal, and the server lives.
+
+pytest tests/contract/test_malformed.py
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api_schemas import tinker_wire_pb2 as pb
+from api_schemas import wire
+from tests.contract.test_http import Running, forward_backward_body
+from tests.factories import photo
+
+PROTOBUF = {"content-type": wire.PROTOBUF}
+MANY = settings(max_examples=500, derandomize=True, deadline=None, database=None)
+FEW = settings(max_examples=60, derandomize=True, deadline=None, database=None)
+
+SMALL = st.integers(-3, 6) | st.sampled_from([2**31, 2**62, 2**63 - 1, -(2**63)])
+PACKED = st.binary(max_size=24) | st.lists(st.integers(0, 5), max_size=5).map(
+    lambda numbers: b"".join(number.to_bytes(8, "little") for number in numbers)
+)
+TENSOR = st.builds(
+    lambda dtype, shape, dense, csr: pb.Tensor(
+        dtype=dtype, shape=shape, **({"dense": dense} if csr is None else {"sparse_csr": csr})
+    ),
+    st.sampled_from(pb.DType.values()),
+    st.lists(SMALL, max_size=3),
+    PACKED,
+    st.none() | st.builds(pb.SparseCsr, values=PACKED, crow_indices=PACKED, col_indices=PACKED),
+)
+CHUNK = st.one_of(
+    st.builds(lambda tokens: pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=tokens)), st.binary(max_size=12)),
+    st.builds(
+        lambda data, format: pb.Chunk(image=pb.ImageChunk(data=data, format=format)),
+        st.binary(max_size=12),
+        st.sampled_from(["png", "jpeg", "gif", ""]),
+    ),
+    st.just(pb.Chunk()),
+)
+DATUM = st.builds(
+    lambda chunks, tensors: pb.Datum(model_input=chunks, loss_fn_inputs=tensors),
+    st.lists(CHUNK, max_size=3),
+    st.dictionaries(st.sampled_from(["target_tokens", "weights", ""]), TENSOR, max_size=2),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("malformed"), gap_grace_s=0.02)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def alive(server: Running) -> Iterator[None]:
+    yield
+    assert server.http.get("/healthz").status_code == 200
+
+
+def valid_body() -> bytes:
+    """One of everything."""
+    message = pb.ForwardBackwardRequest.FromString(forward_backward_body("model", 1))
+    message.data[0].model_input.append(pb.Chunk(image=pb.ImageChunk(data=photo(8, 8), format="png")))
+    sparse = pb.SparseCsr(values=b"\0" * 4, crow_indices=b"\0" * 8 + b"\1" + b"\0" * 7, col_indices=b"\0" * 8)
+    message.data[0].loss_fn_inputs["weights"].CopyFrom(
+        pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[1, 2], sparse_csr=sparse)
+    )
+    message.loss_fn_config["clip"] = 0.2
+    return message.SerializeToString()
+
+
+BODY = valid_body()
+CHANGES = st.lists(st.tuples(st.integers(0, len(BODY) - 1), st.integers(0, 255)), max_size=4)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, body: bytes = BODY) -> bytes:
+    """Some bytes are others, and the end may be missing or come twice."""
+    changed = bytearray(body)
+    for place, value in draw(CHANGES):
+        changed[place % len(body)] = value
+    cut = draw(st.integers(0, len(body)))
+    return bytes(changed[:cut]) + draw(st.sampled_from([b"", b"\xff", bytes(changed[cut:]), bytes(changed)]))
+
+
+def decodes(body: bytes) -> bool:
+    try:
+        wire.decode_forward_backward(body)
+    except wire.MalformedBody as error:
+        assert str(error)
+        return False
+    return True
+
+
+def test_the_undamaged_body_is_read() -> None:
+    assert decodes(BODY) and not decodes(BODY[:-1])
+
+
+@MANY
+@given(damaged())
+def test_a_damaged_protobuf_is_read_or_refused(body: bytes) -> None:
+    decodes(body)
+    wire.number_of(body)
+
+
+@MANY
+@given(st.lists(DATUM, max_size=2))
+def test_tensors_whose_sizes_disagree_are_refused(data: list[pb.Datum]) -> None:
+    decodes(pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=data, loss_fn="ppo").SerializeToString())
+
+
+@MANY
+@given(damaged(zstandard.compress(BODY)))
+def test_a_damaged_zstd_frame_is_read_or_refused(body: bytes) -> None:
+    try:
+        assert len(wire.decompress(body, 1 << 20)) <= 1 << 20
+    except wire.MalformedBody as error:
+        assert "zstd" in str(error)
+
+
+def test_every_cut_of_a_zstd_frame_is_refused_and_so_is_what_follows_it() -> None:
+    frame = zstandard.compress(BODY)
+    assert wire.decompress(frame, 1 << 20) == BODY
+    for body in [frame[:length] for length in range(len(frame))] + [frame + b"\0", frame + frame]:
+        with pytest.raises(wire.MalformedBody, match="zstd"):
+            wire.decompress(body, 1 << 20)
+
+
+@FEW
+@given(damaged())
+def test_the_server_refuses_what_is_damaged(server: Running, body: bytes) -> None:
+    for content, headers in (
+        (body, PROTOBUF),
+        (zstandard.compress(body), PROTOBUF | {"content-encoding": "zstd"}),
+        (body, PROTOBUF | {"content-encoding": "zstd"}),
+        (body, {"content-type": "application/json"}),
+    ):
+        answer = server.http.post("/forward_backward", content=content, headers=headers)
+        assert answer.status_code in (400, 404, 422) and answer.json()["detail"]
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_bomb_is_refused_before_it_fills_the_memory(server: Running) -> None:
+    compressor = zstandard.ZstdCompressor().compressobj()
+    bomb = b"".join([*(compressor.compress(bytes(1 << 24)) for _ in range(64)), compressor.flush()])
+    assert len(bomb) < 200_000  # of a gibibyte
+    started = time.monotonic()
+    refused = server.http.post("/forward_backward", content=bomb, headers=PROTOBUF | {"content-encoding": "zstd"})
+    assert refused.status_code == 400 and "grows past" in refused.json()["detail"]
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.usefixtures("alive")
+@pytest.mark.parametrize("opening", ["[", '{"a":', '{"user_metadata":{"a":[', '{"prompt":{"chunks":['])
+def test_brackets_without_end_are_refused_by_every_route(server: Running, opening: str) -> None:
+    paths = server.http.get(f"{server.url}/openapi.json").json()["paths"]
+    posts = [path for path, operations in paths.items() if "requestBody" in operations.get("post", {})]
+    assert len(posts) > 20
+    for path in posts:
+        for closing in ("", "]" * 100_000):
+            content = opening + "[" * 100_000 + closing
+            headers = {"content-type": "application/json"}
+            refused = server.http.post(f"{server.url}{path}", content=content, headers=headers)
+            assert refused.status_code in (400, 422) and refused.json()["detail"], (path, refused.text)
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_client_that_declares_a_gibibyte_and_leaves_costs_nothing(server: Running) -> None:
+    address = httpx.URL(server.url)
+    for sent in (b"", b"x" * 1000):
+        with socket.create_connection((address.host, address.port or 0), timeout=10) as connection:
+            head = "POST /api/v1/optim_step HTTP/1.1\r\nHost: test\r\nContent-Length: 1073741824\r\n\r\n"
+            connection.sendall(head.encode() + sent)
+        assert server.http.get("/healthz").status_code == 200
+
+
+@pytest.mark.usefixtures("alive")
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sessions/a%00",
+        "/samplers/%00",
+        "/training_runs/a%00b",
+        "/checkpoints?project_id=%00",
+        "/training_runs?project_id=a%00",
+        "/billing/usage/checkpoints/current?project_id=%00",
+        "/files/%00?expires=1&signature=a",
+        "/sessions/%ed%a0%80",
+        "/sessions?offset=" + "9" * 30,
+        "/files/a?expires=" + "9" * 5000 + "&signature=a",
+    ],
+)
+def test_what_a_database_cannot_hold_is_refused_in_urls_too(server: Running, path: str) -> None:
+    refused = server.http.get(path)
+    assert refused.status_code in (404, 422) and refused.json()["detail"]
+    assert "%00" not in path or ("NUL" in refused.json()["detail"] and refused.status_code == 422)
+
+
+def test_an_odd_version_of_the_sdk_is_no_version(server: Running) -> None:
+    headers = {"x-stainless-package-version": "9" * 5000 + ".1"}
+    assert server.http.get("/checkpoints", headers=headers).status_code == 200

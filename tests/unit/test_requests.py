@@ -1,0 +1,61 @@
+"""What no request may hold, since a database could not: told by the field's name, whatever the route."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from api_schemas import wire
+from api_schemas.base import MAX_DEPTH, Request
+from api_schemas.sampling import SamplingParams
+from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest, TelemetryRequest
+from api_schemas.training import AdamParams, CreateModelRequest, OptimStepRequest
+from api_schemas.weights import SaveWeightsRequest
+from tests.contract.test_http import forward_backward_body
+
+
+def nested(depth: int) -> Any:
+    return json.loads("[" * depth + "]" * depth)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "place"),
+    [
+        (CreateSessionRequest, {"display_name": "a\0"}, "display_name"),
+        (CreateSessionRequest, {"tags": ["a", "\0"]}, "tags"),
+        (CreateSessionRequest, {"project_id": "\0"}, "project_id"),
+        (CreateSessionRequest, {"user_metadata": {"k": {"deeper": ["\0"]}}}, "user_metadata"),
+        (CreateSessionRequest, {"user_metadata": {"\0": 1}}, "user_metadata"),
+        (CreateSessionRequest, {"user_metadata": {"k": "\ud800"}}, "user_metadata"),
+        (CreateSessionRequest, {"user_metadata": {"k": float("nan")}}, "user_metadata"),
+        (CreateSessionRequest, {"user_metadata": {"k": 2**63}}, "user_metadata"),
+        (CreateSessionRequest, {"user_metadata": {"k": nested(MAX_DEPTH)}}, "user_metadata"),
+        (CreateSessionRequest, {"sdk_version": "\udfff"}, "sdk_version"),
+        (SearchSessionsRequest, {"user_metadata": {"k": "\0"}}, "user_metadata"),
+        (SaveWeightsRequest, {"model_id": "m", "seq_id": 1, "path": "\0"}, "path"),
+        (OptimStepRequest, {"model_id": "m", "seq_id": 2**63}, "seq_id"),
+        (OptimStepRequest, {"model_id": "m", "seq_id": 1, "optimizer_params": {"x": float("inf")}}, "optimizer_params"),
+        (CreateModelRequest, {"session_id": "s", "model_seq_id": 10**30, "base_model": "tiny"}, "model_seq_id"),
+        (AdamParams, {"learning_rate": float("inf")}, "learning_rate"),
+        (SamplingParams, {"temperature": float("nan")}, "temperature"),
+        (TelemetryRequest, {"session_id": "s", "events": [{"a": float("-inf")}]}, "events"),
+    ],
+)
+def test_what_a_database_cannot_hold_is_refused_by_field(
+    model: type[Request], fields: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(fields)
+    assert {error["loc"][0] for error in caught.value.errors()} == {place}
+
+
+def test_everything_else_is_kept_as_it_is() -> None:
+    metadata = {"ä\u2028🙂\\u0000": [1.5, -(2**63), 2**63 - 1, True, None, {"": nested(MAX_DEPTH - 4)}]}
+    assert CreateSessionRequest(user_metadata=metadata).user_metadata == metadata
+
+
+@pytest.mark.parametrize(("model_id", "loss_fn", "place"), [("a\0", "ppo", "model_id"), ("a", "\0", "loss_fn")])
+def test_nor_does_protobuf_bring_nul(model_id: str, loss_fn: str, place: str) -> None:
+    with pytest.raises(wire.MalformedBody, match=f"{place}: holds the character NUL"):
+        wire.decode_forward_backward(forward_backward_body(model_id, 1, loss_fn=loss_fn))
