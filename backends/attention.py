@@ -15,8 +15,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from backends.protocol import BackendFailed
+
 VARLEN = "tinker_varlen"
 PER_SAMPLE = "tinker_per_sample"
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+"""What some decoders ask of attention, as transformers names it, and the kernel would leave out."""
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> str:
@@ -75,9 +79,12 @@ def _varlen_attention(
     scaling: float,
     packed_bounds: Tensor,
     packed_longest: int,
-    **_: Any,
+    **other: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
+    for name in _UNSUPPORTED:
+        if other.get(name) is not None:
+            raise BackendFailed(f"{name} in {type(module).__name__} is not supported in bfloat16 on CUDA; float32 is")
     groups = query.shape[1] // key.shape[1]
     query, key, value = (
         tensor[0].repeat_interleave(repeats, dim=0).transpose(0, 1).contiguous()

@@ -2,7 +2,7 @@
 
 GLOSSARY = {
     "accept": "`application/x-protobuf` for results as protobuf where there is such a form; else they are JSON.",
-    "access_scope": "Changes nothing: what is public is the one owner's too.",
+    "access_scope": "`owned`: one's own; `accessible`: also what others have published.",
     "adam_params": "Parameters of this step; absent: their defaults.",
     "age_encryption_recipients": "Public keys that every file is encrypted to.",
     "arch": "Architecture of the base model, as its config names it.",
@@ -156,7 +156,8 @@ GLOSSARY = {
     "user_id": "Who used it.",
     "user_metadata": "What the client noted.",
     "weight_decay": "Part of the weights that a step takes away, times learning_rate.",
-    "weights_access_token": "Not needed: every client may read all weights.",
+    "weights_access_token": "An API key of the weights' owner, to read what is not published.",
+    "x-tinker-weights-access-token": "An API key of the weights' owner, to read what is not published.",
     "x-idempotency-key": "A retry has the same one, and gets the first answer.",
     "x-stainless-package-version": "Version of the SDK: before 0.28 it takes no weights of type `external`.",
 }

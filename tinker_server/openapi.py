@@ -27,6 +27,7 @@ from tinker_server.errors import (
     BodyTooLarge,
     Busy,
     HeartbeatEnded,
+    KeysFixed,
     LinkRefused,
     PlaceTaken,
     ResultExpired,
@@ -80,6 +81,7 @@ RESULTS: list[type[Response]] = [
 """What retrieve_future may answer in JSON."""
 
 _SUBMIT = (SequenceConflict, ShuttingDown)
+_OF_MODEL = (UnknownModel, SessionFinished)
 _OF_SESSION = (UnknownSession, SessionFinished)
 _OF_WEIGHTS = (BadRequest, UnknownCheckpoint)
 _NAMED = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -92,13 +94,13 @@ REFUSALS: dict[str, tuple[type[TinkerServerError], ...]] = {
     "/sessions/{session_id}/trace_export": (UnknownSession,),
     "/create_model": (*_OF_SESSION, *_SUBMIT),
     "/get_info": (UnknownModel, UnknownBaseModel),
-    "/forward_backward": (UnknownModel, *_SUBMIT),
-    "/forward": (UnknownModel, *_SUBMIT),
-    "/unload_model": (UnknownModel, *_SUBMIT),
-    "/optim_step": (UnknownModel, *_SUBMIT),
-    "/save_weights": (UnknownModel, *_SUBMIT),
-    "/save_weights_for_sampler": (UnknownModel, *_SUBMIT),
-    "/save_weights_external": (UnknownModel, *_SUBMIT),
+    "/forward_backward": (*_OF_MODEL, *_SUBMIT),
+    "/forward": (*_OF_MODEL, *_SUBMIT),
+    "/unload_model": (*_OF_MODEL, *_SUBMIT),
+    "/optim_step": (*_OF_MODEL, *_SUBMIT),
+    "/save_weights": (*_OF_MODEL, *_SUBMIT),
+    "/save_weights_for_sampler": (*_OF_MODEL, *_SUBMIT),
+    "/save_weights_external": (*_OF_MODEL, *_SUBMIT),
     "/load_weights": (*_OF_SESSION, UnknownModel, *_SUBMIT),
     "/create_sampling_session": (*_OF_SESSION, *_OF_WEIGHTS, UnknownBaseModel),
     "/samplers/{sampler_id}": (UnknownSampler,),
@@ -120,6 +122,7 @@ REFUSALS: dict[str, tuple[type[TinkerServerError], ...]] = {
     "/archives/{directory}": (LinkRefused, UnknownCheckpoint),
     "/traces/{session_id}": (LinkRefused, UnknownSession),
     "/billing/usage/events": (BadRequest,),
+    "/auth/apikey/me": (KeysFixed,),
 }
 """By path: what may be answered beside that the request itself is malformed."""
 
