@@ -1,6 +1,9 @@
 # `make demo` and `make test` do all set-up themselves; the stamp lets the next call start at once.
 # On a machine with CUDA: make EXTRA=gpu demo
 
+# OpenMP threads that spin while they wait take the cores from the other processes of a test or a demo.
+export OMP_WAIT_POLICY := PASSIVE
+
 EXTRA := cpu
 VENV := .venv
 BIN := $(VENV)/bin

@@ -23,18 +23,18 @@ from caltech10_report import Evaluation, Report, Step, evaluation_of, print_comp
 from local_server import ROOT, ServerDied, local_server, while_alive
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from stand_in import make_stand_in
 from tinker import types
 
-STAND_IN_NAME = "tinker-server/stand-in-vl"
-STAND_IN_DIR = ROOT / ".data" / "stand-in-vl"
+from tinker_server.embedded import DIRECTORIES, TINY_VL
+
 SERVER_DATA_DIR = ROOT / ".data" / "demo"
 RANK = 32
 WARM_UP_STEPS = 5
 ANSWER_TOKENS = 12  # more than the longest class name takes
-STAND_IN_NOTICE = (
-    "[bold]The base model is a randomly initialised stand-in.[/bold] Its weights are noise from a fixed seed: "
-    "it was never trained and knows nothing. What it can do after this run, the LoRA adapter has learned here."
+NOTICE = (
+    f"[bold]The base model is {TINY_VL}[/bold], 12 million parameters, made by this project (examples/tiny_vl). "
+    "It has seen photographs like these without their names, and learned the names of 91 other things: "
+    "what these ten are called, the LoRA adapter learns here."
 )
 
 
@@ -88,11 +88,15 @@ async def evaluate(
 
 
 async def train(
-    client: tinker.TrainingClient, conversation: Conversation, plan: Plan, report: Report, progress: Progress
+    client: tinker.TrainingClient,
+    conversation: Conversation,
+    plan: Plan,
+    photos: list[Photo],
+    held_out: list[Photo],
+    report: Report,
+    progress: Progress,
 ) -> None:
     """Every step is submitted before the one ahead of it is awaited, so the server never waits for us."""
-    photos = load_photos("train")
-    held_out = load_photos("test")
     curve_steps = {plan.steps * quarter // 4 for quarter in (1, 2, 3)}
     started = time.monotonic()
     bar = progress.add_task("training", total=plan.steps)
@@ -125,7 +129,7 @@ async def train(
 
 async def teach(base_url: str, plan: Plan, conversation: Conversation, report: Report, console: Console) -> None:
     """The whole client side; it would be the same against any server of this API."""
-    held_out = load_photos("test")
+    photos, held_out = load_photos("train"), load_photos("test")
     service = tinker.ServiceClient(base_url=base_url, api_key="tml-demo")
     client = await service.create_lora_training_client(base_model=plan.model_name, rank=RANK, seed=plan.seed)
     with progress_bar(console) as progress:
@@ -134,7 +138,7 @@ async def teach(base_url: str, plan: Plan, conversation: Conversation, report: R
         report.add_evaluation(before)
         progress.print(f"before training: {before.accuracy:.2f} of {before.count} photographs named correctly")
         training_started = time.monotonic()
-        await train(client, conversation, plan, report, progress)
+        await train(client, conversation, plan, photos, held_out, report, progress)
         training_s = time.monotonic() - training_started
         trained = await client.save_weights_and_get_sampling_client()
         after = await evaluate(trained, conversation, held_out, plan.steps, progress)
@@ -156,8 +160,8 @@ async def teach(base_url: str, plan: Plan, conversation: Conversation, report: R
 
 async def run(options: argparse.Namespace, console: Console) -> None:
     if options.model_dir is None:
-        console.print(STAND_IN_NOTICE)
-    model_dir: Path = make_stand_in(STAND_IN_DIR) if options.model_dir is None else options.model_dir.resolve()
+        console.print(NOTICE)
+    model_dir: Path = (options.model_dir or DIRECTORIES[TINY_VL]).resolve()
     plan = Plan(options.model_name, options.steps, options.batch_size, options.learning_rate, options.seed)
     work = (plan, Conversation(model_dir), Report(options.output), console)
     if options.base_url:
@@ -171,14 +175,14 @@ async def run(options: argparse.Namespace, console: Console) -> None:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=30)
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the peak; a pretrained model wants less")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the peak; a larger model wants less")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output", help="directory for curves and metrics")
     parser.add_argument("--base-url", help="a running server; without it one is started here")
-    parser.add_argument("--model-name", default=STAND_IN_NAME, help="the base model's name on the server")
-    parser.add_argument("--model-dir", type=Path, help="its directory; without it the stand-in is made")
+    parser.add_argument("--model-name", default=TINY_VL, help="the base model's name on the server")
+    parser.add_argument("--model-dir", type=Path, help="its directory; without it, that of the embedded model")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="for a server started here")
     return parser.parse_args()
 

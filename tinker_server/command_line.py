@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from backends.config import BackendConfig
 from tinker_server import keys
+from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 
@@ -31,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME=SOURCE",
-        help="serve a base model, a directory or a hub id, under a name; may be repeated",
+        help=f"serve a base model, a directory or a hub id, under a name; may be repeated; {TINY_VL} needs no source",
     )
     serving.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to compute (auto)")
     serving.add_argument("--ranks", type=int, help="trainer processes per base model (1)")
@@ -82,6 +83,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def split_model(text: str) -> tuple[str, str]:
+    if text in DIRECTORIES:
+        return text, str(DIRECTORIES[text])
     name, separator, source = text.partition("=")
     if not (name and separator and source):
         raise StartFailed(f"--model {text}: write NAME=DIRECTORY or NAME=HUB_ID")
@@ -91,7 +94,10 @@ def split_model(text: str) -> tuple[str, str]:
 def checked_models(models: dict[str, str]) -> dict[str, str]:
     """Name to absolute directory or hub id. Raises StartFailed where there is neither, or no model at all."""
     if not models:
-        raise StartFailed("no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID")
+        raise StartFailed(
+            f"no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID, or --model {TINY_VL} for the small one"
+            " that comes with the server"
+        )
     checked = {}
     for name, source in models.items():
         directory = Path(source).expanduser()

@@ -32,7 +32,7 @@ CLASSES = [
     "watch",
 ]
 PER_CLASS = {"train": 30, "test": 20}
-SHORT_SIDE, QUALITY, SEED = 128, 80, 10
+SHORT_SIDE, QUALITY, SEED = 160, 85, 10
 ZIP_DATE = (2020, 1, 1, 0, 0, 0)  # fixed, so that the archive is reproducible
 
 

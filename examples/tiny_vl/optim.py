@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 WARM_UP = 0.02
-DECAY_FROM = 0.4  # of the time; then linear decay to zero
 MATRIX_DECAY, OTHER_DECAY = 0.03, 0.01
 MOMENTUM = 0.95
 ORTHOGONAL = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic (Jordan et al. 2024, Muon)
@@ -27,9 +26,9 @@ class Clock:
         return min(1.0, self.elapsed() / self._seconds) if self._seconds else 1.0
 
 
-def rate(progress: float) -> float:
-    """Warm-up, a plateau, and linear decay to zero."""
-    return min(1.0, progress / WARM_UP, (1 - progress) / (1 - DECAY_FROM))
+def rate(progress: float, decay_from: float) -> float:
+    """Warm-up, a plateau, and linear decay to zero from `decay_from` of the time on."""
+    return min(1.0, progress / WARM_UP, (1 - progress) / (1 - decay_from))
 
 
 def orthogonal(matrices_LMN: torch.Tensor) -> torch.Tensor:
@@ -66,7 +65,7 @@ class EqualMatrices:
 class Optimizer:
     """Over modules, by one learning rate (that of AdamW; Muon's is scaled to match)."""
 
-    def __init__(self, modules: list[nn.Module], learning_rate: float) -> None:
+    def __init__(self, modules: list[nn.Module], learning_rate: float, decay_from: float) -> None:
         named = [item for module in modules for item in module.named_parameters()]
         # A module given by itself (an embedding, a head) is no inner matrix: its weight has a bare name.
         inner = [p for n, p in named if p.ndim == 2 and "." in n and not n.endswith("embed_tokens.weight")]
@@ -82,13 +81,15 @@ class Optimizer:
             betas=(0.9, 0.98),
             fused=True,
         )
-        self._learning_rate, self._parameters = learning_rate, [p for _, p in named]
+        self._learning_rate, self._decay_from = learning_rate, decay_from
+        self._parameters = [p for _, p in named]
 
     def step(self, progress: float) -> None:
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0, foreach=True)
+        share = rate(progress, self._decay_from)
         for matrices in self._matrices:
-            matrices.step(rate(progress))
-        self._others.param_groups[0]["lr"] = self._learning_rate * rate(progress)
+            matrices.step(share)
+        self._others.param_groups[0]["lr"] = self._learning_rate * share
         self._others.step()
         for parameter in self._parameters:
             parameter.grad = None

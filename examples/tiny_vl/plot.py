@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 CURVES = (
     ("token", "loss on the teacher's tokens"),
     ("caption", "caption loss"),
+    ("answer", "loss on the teacher's features, at a name"),
     ("probe", "linear probe, 101 classes"),
 )
 
@@ -22,7 +23,7 @@ CURVES = (
 def main(source: Path, target: Path) -> None:
     rows = list(csv.DictReader(source.open()))
     start = max((float(row["seconds"]) for row in rows if row["stage"] == "distil"), default=0.0)
-    figure, axes = plt.subplots(1, len(CURVES), figsize=(13, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, len(CURVES), figsize=(16, 3.6), layout="constrained")
     for axis, (column, title) in zip(axes, CURVES, strict=True):
         for stage, offset in (("distil", 0.0), ("caption", start)):
             points = [

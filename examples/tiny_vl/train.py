@@ -1,4 +1,4 @@
-"""Train the small vision-language model: distil its vision tower, then tune the whole on captions.
+"""Train the small vision-language model: distil its vision tower, then teach its language model captions.
 
     python train.py --data .tiny --out OUT --distil-minutes 15 --caption-minutes 2.5
 
@@ -43,6 +43,7 @@ LABEL_SMOOTHING = 0.05
 REPEAT_SHARE = 0.1
 ANSWER_WEIGHT = 1.0  # of telling the teacher's features where the name of the subject begins
 PROBE_BATCH = 512
+LEAST_MINUTES_TO_TRY = 5
 CONVOLUTIONS_TRIED = 3  # algorithms for each shape of the teacher's; trying more takes longer than it saves
 HEAD_FILE = "distillation_head.safetensors"
 Losses = dict[str, torch.Tensor]
@@ -116,15 +117,15 @@ class Run:
     distillation: Distillation
     photos: Photos
     canvases: Canvases
-    probes: ProbeSet
+    probes: ProbeSet | None
     log: Log
 
     def vision(self, compiled: bool) -> BatchedVision:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         return BatchedVision(self.model.model.visual, dtype, compiled and self.device.type == "cuda")
 
-    def probe(self, teacher: Teacher | None = None) -> float:
-        return self.probes.accuracy(self.vision(compiled=False), teacher, PROBE_BATCH)
+    def probe(self, teacher: Teacher | None = None) -> float | None:
+        return self.probes and self.probes.accuracy(self.vision(compiled=False), teacher, PROBE_BATCH)
 
     def view_maker(self, batch: int, strengths: list[Strength], shares: list[float]) -> Callable[[], View]:
         """Makes views of random photographs, all of one random grid and strength."""
@@ -177,7 +178,7 @@ def distil(run: Run) -> None:
         seen = pool.draw()
         return run.distillation(vision(seen.pixels_B3HW), seen)
 
-    train(run, "distil", args.distil_minutes, args.batch, Optimizer(trained, args.distil_rate), losses)
+    train(run, "distil", args.distil_minutes, args.batch, Optimizer(trained, args.distil_rate, args.decay_from), losses)
 
 
 def tune_captions(run: Run, tokens: Tokens) -> None:
@@ -216,7 +217,14 @@ def tune_captions(run: Run, tokens: Tokens) -> None:
         loss = caption + REPEAT_SHARE * repeat + ANSWER_WEIGHT * answer
         return {"loss": loss, "caption": caption, "repeat": repeat, "answer": answer}
 
-    train(run, "caption", args.caption_minutes, args.caption_batch, Optimizer(trained, args.caption_rate), losses)
+    train(
+        run,
+        "caption",
+        args.caption_minutes,
+        args.caption_batch,
+        Optimizer(trained, args.caption_rate, args.decay_from),
+        losses,
+    )
 
 
 def load_run(args: argparse.Namespace) -> Run:
@@ -233,9 +241,10 @@ def load_run(args: argparse.Namespace) -> Run:
         distillation.load_state_dict(load_file(args.resume / HEAD_FILE))
     model.to(device)
     photos = load_photos(args.data / "train.zip", args.train_images)
-    probed = load_photos(args.data / "test.zip", args.probe_images)
-    canvases, test = load_canvases(photos, device), load_canvases(probed, device)
-    probes = ProbeSet(canvases, photos.label_tensor(), test, probed.label_tensor())
+    canvases, probes = load_canvases(photos, device), None
+    if args.probe_images:
+        probed = load_photos(args.data / "test.zip", args.probe_images)
+        probes = ProbeSet(canvases, photos.label_tensor(), load_canvases(probed, device), probed.label_tensor())
     return Run(args, device, model, teacher, distillation, photos, canvases, probes, Log(args.out / "train.csv"))
 
 
@@ -251,9 +260,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=128, help="batches of views that are kept to be drawn from")
     parser.add_argument("--uses", type=int, default=4, help="how often a view is drawn, on average")
     parser.add_argument("--distil-rate", type=float, default=1.5e-3)
+    parser.add_argument("--decay-from", type=float, default=0.4, help="share of a stage after which its rates fall")
     parser.add_argument("--caption-rate", type=float, default=1e-3)
     parser.add_argument("--probe-every", type=float, default=150, help="seconds between probes; each also saves")
-    parser.add_argument("--probe-images", type=int, default=2000, help="test photographs counted in the log")
+    parser.add_argument("--probe-images", type=int, default=2000, help="test photographs counted in the log, or 0")
     parser.add_argument("--log-every", type=int, default=250, help="steps")
     parser.add_argument("--train-images", type=int, help="only so many, for a quick look")
     parser.add_argument("--statistics-batches", type=int, default=STATISTICS_BATCHES)
@@ -266,8 +276,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     run = load_run(args)
     count = sum(parameter.numel() for parameter in run.model.parameters())
-    print(f"parameters {count:,}, teacher probe {run.probe(run.teacher):.4f}", flush=True)
-    torch.backends.cudnn.benchmark = True  # only now: the probe above meets too many shapes to try them all
+    print(f"parameters {count:,}, teacher probe {run.probe(run.teacher)}", flush=True)
+    # Only now: the probe above meets too many shapes to try them all. A short run would not get the time back.
+    torch.backends.cudnn.benchmark = args.distil_minutes > LEAST_MINUTES_TO_TRY
     torch.backends.cudnn.benchmark_limit = CONVOLUTIONS_TRIED
     distil(run)
     tune_captions(run, Tokens(AutoTokenizer.from_pretrained(args.data / "tokenizer")))
