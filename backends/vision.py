@@ -89,9 +89,10 @@ class FrozenVision:
             kept = features.to("cpu")
             self._kept[name] = kept
             self._size_bytes += kept.size_bytes
+        taps = [list(tap) for tap in zip(*(part.deepstack_NH for part in parts), strict=True)]
         return self._output(
             pooler_output=tuple(part.tokens_NH for part in parts),
-            deepstack_features=[tuple(tap) for tap in zip(*(part.deepstack_NH for part in parts), strict=True)],
+            deepstack_features=taps if self._splits_taps else [torch.cat(tap) for tap in taps],
         )
 
     def _compute(self, images: list[RenderedImage], device: torch.device) -> dict[str, ImageFeatures]:
@@ -100,7 +101,11 @@ class FrozenVision:
         with torch.no_grad():
             output = self._tower(pixels_PD, grids, return_dict=True)
         self._output = type(output)
-        taps = list(zip(*output.deepstack_features, strict=True)) or [()] * len(images)
+        # transformers splits the taps by image since 5.18; before, it leaves them in one.
+        counts = [len(tokens) for tokens in output.pooler_output]
+        self._splits_taps = not any(isinstance(tap, Tensor) for tap in output.deepstack_features)
+        parts = [tap.split(counts) if isinstance(tap, Tensor) else tap for tap in output.deepstack_features]
+        taps = list(zip(*parts, strict=True)) or [()] * len(images)
         # Clones: slices would keep the whole batch's memory alive.
         return {
             image.hash: ImageFeatures(tokens.clone(), [tap.clone() for tap in of_image])
