@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_DEPTH = 64
@@ -35,12 +35,10 @@ class Request(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _can_be_stored(cls, value: Any) -> Any:
+    def _can_be_stored(cls, value: Any, _: ValidationInfo) -> Any:
         if isinstance(value, list) and set(map(type, value)) <= {int, float}:
             return value  # perhaps a million of them; they go into an array, which has bounds of its own
-        if (problem := unstorable(value)) is not None:
-            raise PydanticCustomError("unstorable", "{problem}", {"problem": problem})
-        return value
+        return require_storable(value)
 
 
 class Response(BaseModel):
@@ -49,6 +47,13 @@ class Response(BaseModel):
     model_config = ConfigDict(
         frozen=True, use_attribute_docstrings=True, protected_namespaces=(), arbitrary_types_allowed=True
     )
+
+
+def require_storable(value: Any) -> Any:
+    """The value, in a validator of a field. Raises for what a database would not hold."""
+    if (problem := unstorable(value)) is not None:
+        raise PydanticCustomError("unstorable", "{problem}", {"problem": problem})
+    return value
 
 
 def unstorable(value: Any, depth: int = 0) -> str | None:

@@ -1,11 +1,11 @@
 """Sampling (protocol sections 4.4, 7.5 and 10)."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from api_schemas.base import Request, Response
+from api_schemas.base import Request, Response, require_storable
 from api_schemas.inputs import ModelInput, TensorData
 
 
@@ -14,7 +14,8 @@ class SamplingParams(Request):
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Absent: up to the context limit."""
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    """Any 64 bits, signed or not. The same seed and request give the same tokens."""
     stop: str | list[str] | list[int] | None = None
     """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
     temperature: float = Field(default=1.0, ge=0)
@@ -22,6 +23,11 @@ class SamplingParams(Request):
     top_k: int = Field(default=-1, ge=-1)
     """-1 (or 0) is off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_stored(cls, value: Any, field: ValidationInfo) -> Any:
+        return value if field.field_name == "seed" else require_storable(value)  # a seed is no number of the database's
 
 
 class SampleRequest(Request):

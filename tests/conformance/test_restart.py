@@ -32,8 +32,8 @@ def test_065_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_
     uninterrupted = logprobs_of(client, batch(renderer))
     model_id, long = client.model_id, types.SamplingParams(max_tokens=300, stop=[])
     running = [
-        client.forward_backward([sdk_datum(item) for item in batch(renderer, 3)] * 10, "cross_entropy")
-        for _ in range(3)
+        client.forward_backward([sdk_datum(item) for item in batch(renderer, 3)] * 100, "cross_entropy")
+        for _ in range(8)
     ]
     sample = service.create_sampling_client(model_path=weights).result().sample(model_input, 1, long)
     time.sleep(0.5)  # they are accepted by now, and far from done

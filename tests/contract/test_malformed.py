@@ -18,6 +18,8 @@ from api_schemas import wire
 from tests.contract.test_http import Running, forward_backward_body
 from tests.factories import photo
 
+# Threads of other tests' SDK clients draw random numbers at any time, which hypothesis takes for its strategies'.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the .random. module inside strategies")
 PROTOBUF = {"content-type": wire.PROTOBUF}
 MANY = settings(max_examples=500, derandomize=True, deadline=None, database=None)
 FEW = settings(max_examples=60, derandomize=True, deadline=None, database=None)

@@ -38,6 +38,8 @@ def nested(depth: int) -> Any:
         (OptimStepRequest, {"model_id": "m", "seq_id": 1, "optimizer_params": {"x": float("inf")}}, "optimizer_params"),
         (CreateModelRequest, {"session_id": "s", "model_seq_id": 10**30, "base_model": "tiny"}, "model_seq_id"),
         (AdamParams, {"learning_rate": float("inf")}, "learning_rate"),
+        (SamplingParams, {"seed": 2**64}, "seed"),
+        (SamplingParams, {"stop": ["\0"]}, "stop"),
         (SamplingParams, {"temperature": float("nan")}, "temperature"),
         (TelemetryRequest, {"session_id": "s", "events": [{"a": float("-inf")}]}, "events"),
     ],
@@ -59,3 +61,8 @@ def test_everything_else_is_kept_as_it_is() -> None:
 def test_nor_does_protobuf_bring_nul(model_id: str, loss_fn: str, place: str) -> None:
     with pytest.raises(wire.MalformedBody, match=f"{place}: holds the character NUL"):
         wire.decode_forward_backward(forward_backward_body(model_id, 1, loss_fn=loss_fn))
+
+
+@pytest.mark.parametrize("seed", [0, -(2**63), 2**63, 2**64 - 1])
+def test_a_seed_has_any_64_bits(seed: int) -> None:
+    assert SamplingParams(seed=seed).seed == seed
