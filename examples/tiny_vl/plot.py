@@ -1,4 +1,4 @@
-"""Draw train.csv: losses and probe accuracy over time.
+"""Draw train.csv: losses, probe accuracy and images a second over time.
 
 python plot.py train.csv train.png
 """
@@ -17,13 +17,14 @@ CURVES = (
     ("caption", "caption loss"),
     ("answer", "loss on the teacher's features, at a name"),
     ("probe", "linear probe, 101 classes"),
+    ("images_per_s", "images a second"),
 )
 
 
 def main(source: Path, target: Path) -> None:
     rows = list(csv.DictReader(source.open()))
     start = max((float(row["seconds"]) for row in rows if row["stage"] == "distil"), default=0.0)
-    figure, axes = plt.subplots(1, len(CURVES), figsize=(16, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, len(CURVES), figsize=(18, 3.6), layout="constrained")
     for axis, (column, title) in zip(axes, CURVES, strict=True):
         for stage, offset in (("distil", 0.0), ("caption", start)):
             points = [
@@ -34,7 +35,7 @@ def main(source: Path, target: Path) -> None:
         axis.set(title=title, xlabel="seconds")
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.savefig(target, dpi=130)
+    figure.savefig(target, dpi=100)
 
 
 if __name__ == "__main__":
