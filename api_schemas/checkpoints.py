@@ -92,7 +92,7 @@ class CopyWeightsRequest(Request):
     ttl_seconds: int | None = None
     """Until the copy expires; that the source does makes no difference."""
     weights_access_token: str | None = None
-    """Not needed: every client may read all weights."""
+    """An API key of the weights' owner, to read what is not published; also as header X-Tinker-Weights-Access-Token."""
 
 
 class CopyWeightsResponse(Response):

@@ -242,11 +242,7 @@ class RankTrainer:
     def save_state(self, model_id: str, directory: Path) -> None:
         model = self._model(model_id)
 
-        def write(aside: Path) -> None:
-            self._write_adapter(model, aside)
-            checkpoint.write_optimizer(aside, optimizer_state(model))
-
-        self._write(directory, write)
+        self._write(directory, lambda aside: self._write_state(model, aside))
 
     def save_sampler_weights(self, model_id: str, directory: Path) -> None:
         model = self._model(model_id)
@@ -262,8 +258,7 @@ class RankTrainer:
         gradient = {name: p.grad for name, p in tensors.items() if p.grad is not None}
 
         def write(aside: Path) -> None:
-            self._write_adapter(model, aside)
-            checkpoint.write_optimizer(aside, optimizer_state(model))
+            self._write_state(model, aside)
             checkpoint.write_gradient(aside, gradient, model.gradient)
 
         self._write(directory, write)
@@ -283,6 +278,10 @@ class RankTrainer:
             for name, tensor in gradient.items():
                 parameter = model.adapter.tensors[name]
                 parameter.grad = tensor.to(parameter.device)
+
+    def _write_state(self, model: Model, directory: Path) -> None:
+        self._write_adapter(model, directory)
+        checkpoint.write_optimizer(directory, optimizer_state(model))
 
     def _write_adapter(self, model: Model, directory: Path) -> None:
         checkpoint.write_adapter(directory, model.adapter.tensors, model.adapter.config, self._config.name)

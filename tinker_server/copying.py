@@ -12,7 +12,7 @@ from tinker_server.db.tables import Checkpoint, TrainingRun
 from tinker_server.errors import BadRequest, UnknownCheckpoint
 from tinker_server.saving import check_ttl
 from tinker_server.storage import Storage
-from tinker_server.store.runs import CheckpointStore, RunStore
+from tinker_server.store.runs import CheckpointStore, RunStore, parse_path
 from tinker_server.store.sessions import SessionStore
 
 
@@ -36,10 +36,7 @@ class Copying:
         Raises BadRequest, PlaceTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
         """
         check_ttl(request.ttl_seconds)
-        try:
-            source = TinkerPath.parse(request.source_path)
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
+        source = parse_path(request.source_path)
         now = time.time()
         async with self._turn:
             checkpoint = await self._checkpoints.require_readable(source, readers, now)

@@ -7,13 +7,13 @@ and random, so a plain SHA-256 tells nothing of them.
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import time
 from pathlib import Path
 
 from tinker_server.errors import BadRequest, StartFailed
+from tinker_server.private_file import write_private
 
 log = logging.getLogger(__name__)
 LOCAL = "local"
@@ -128,10 +128,7 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 def _write(path: Path, lines: list[tuple[str, str]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(_HEADER + "".join(f"{name} {hashed}\n" for name, hashed in lines))
-    aside.rename(path)
+    write_private(path, (_HEADER + "".join(f"{name} {hashed}\n" for name, hashed in lines)).encode())
 
 
 def _hash(key: str) -> str:

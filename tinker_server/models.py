@@ -72,7 +72,6 @@ class Models:
         snapshot = run.snapshot
         assert snapshot is not None, "a suspended model has a snapshot"
         if not self._storage.holds(snapshot):
-            await self._runs.mark_lost(run.model_id)
             raise ModelLost("its snapshot was deleted")
         await trainer.resume(run.model_id, lora_of(run), self._storage.path(snapshot))
         await self._runs.mark_active(run.model_id)

@@ -29,7 +29,6 @@ from api_schemas.weights import (
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
-    TinkerPath,
 )
 from tinker_server.counting import count_sample, count_training
 from tinker_server.db.tables import Checkpoint, TrainingRun
@@ -42,7 +41,7 @@ from tinker_server.saving import Saving
 from tinker_server.storage import Storage
 from tinker_server.store.futures import Work
 from tinker_server.store.results import Result
-from tinker_server.store.runs import CheckpointStore, RunStore
+from tinker_server.store.runs import CheckpointStore, RunStore, parse_path
 from tinker_server.store.sessions import SamplerStore
 from tinker_server.store.usage import AuditStore, UsageStore
 
@@ -169,10 +168,7 @@ class ModelOperations:
         return LoadWeightsResponse(path=request.path, model_id=model_id)
 
     async def _checkpoint(self, path: str, readers: Set[str]) -> Checkpoint:
-        try:
-            parsed = TinkerPath.parse(path)
-        except ValueError as error:
-            raise Unsupported(str(error)) from None
+        parsed = parse_path(path)
         if parsed.kind != "weights":
             raise Unsupported(f"{path} cannot be trained on; take a tinker://<run>/weights/<name> (save_state)")
         return await self._checkpoints.require_readable(parsed, readers, time.time())

@@ -52,8 +52,7 @@ class Reaper:
             session = await self._sessions.get(run.session_id)
             if session.finished_at is not None:
                 if self._scheduler.is_idle(run.model_id, 0):
-                    await self._try("dropped, for its session is finished", run, self._models.drop(run))
-                    self._scheduler.forget(run.model_id)
+                    await self._drop(run, "its session is finished")
                 continue
             silent = await self._sessions.last_heartbeat(run.session_id) < now - self._timeout_s
             # Who sends no heartbeats but works, by curl for example, is not silent.
@@ -61,11 +60,13 @@ class Reaper:
                 await self._try("suspended, for its client is silent", run, self._models.suspend(run))
         await self._sessions.save_heartbeats()
         for run in await self._runs.suspended_since_before(now - SNAPSHOT_KEPT_S):
-            known = await self._runs.get(run.model_id)
-            await self._try("dropped, for its client did not come back", known, self._models.drop(known))
-            self._scheduler.forget(run.model_id)
+            await self._drop(await self._runs.get(run.model_id), "its client did not come back")
         for directory in await self._samplers.take_unused(now - UNNAMED_KEPT_S, now - SILENT_S):
             await self._storage.delete(directory)
+
+    async def _drop(self, run: TrainingRun, why: str) -> None:
+        await self._try(f"dropped, for {why}", run, self._models.drop(run))
+        self._scheduler.forget(run.model_id)
 
     async def _try(self, what: str, run: TrainingRun, change: Awaitable[None]) -> None:
         try:

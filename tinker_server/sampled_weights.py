@@ -5,7 +5,7 @@ import time
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest
 from tinker_server.models import Models
-from tinker_server.store.runs import CheckpointStore
+from tinker_server.store.runs import CheckpointStore, parse_path
 
 
 async def find_weights(
@@ -28,10 +28,7 @@ async def find_weights(
 
 
 def _path(text: str) -> TinkerPath:
-    try:
-        path = TinkerPath.parse(text)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    path = parse_path(text)
     if path.kind == "external_weights":
         raise BadRequest(
             f"{text} cannot be sampled from; take a .../sampler_weights/<name> (save_weights_for_sampler)"

@@ -2,13 +2,13 @@
 
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from tinker_server.errors import LinkRefused
+from tinker_server.private_file import write_private
 
 VALID_S = 3600
 """Long enough to download: the SDK asks again 5 minutes before the end."""
@@ -20,13 +20,7 @@ class Links:
     def __init__(self, data_dir: Path) -> None:
         path = data_dir / "link-secret"
         if not path.exists():
-            aside = data_dir / ".link-secret"
-            aside.unlink(missing_ok=True)
-            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(32))
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(path)
+            write_private(path, secrets.token_bytes(32))
         self._secret = path.read_bytes()
 
     def sign(self, path: str, expires: int) -> str:

@@ -4,7 +4,7 @@ import time
 from email.utils import formatdate
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Response
+from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import RedirectResponse
 
 from api_schemas.checkpoints import (
@@ -21,28 +21,19 @@ from api_schemas.checkpoints import (
     from_unix,
 )
 from api_schemas.weights import Kind, TinkerPath, check_name
-from tinker_server.callers import AskedScope, Caller
+from tinker_server.callers import Caller
 from tinker_server.db.tables import Checkpoint
 from tinker_server.deps import Audit, Checkpoints, Copies, Listed, Server, ServerUrl, SignedLinks, Stored
 from tinker_server.errors import BadRequest
+from tinker_server.routes.paging import LongPage
 from tinker_server.saving import check_ttl
 from tinker_server.signing import VALID_S
 from tinker_server.store.catalog import Page
+from tinker_server.store.runs import parse_path
 
 router = APIRouter()
-MAX_LIMIT = 1000
 FIRST_WITH_EXTERNAL = (0, 28)
 """Older SDKs refuse a whole list for one checkpoint of type `external`."""
-Offset = Annotated[int, Query(ge=0, lt=2**62)]
-
-
-async def _page(
-    scope: AskedScope,
-    limit: Annotated[int, Query(ge=0)] = 100,
-    offset: Offset = 0,
-    project_id: str | None = None,
-) -> Page:
-    return Page(scope, min(limit, MAX_LIMIT), offset, project_id)
 
 
 async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
@@ -60,20 +51,21 @@ async def _kinds(x_stainless_package_version: Annotated[str | None, Header()] = 
     return [kind for kind in TYPES if not (known and version < FIRST_WITH_EXTERNAL and kind == "external_weights")]
 
 
-Paged = Annotated[Page, Depends(_page)]
 Named = Annotated[TinkerPath, Depends(_path)]
 ShownKinds = Annotated[list[Kind], Depends(_kinds)]
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
-async def list_checkpoints(page: Paged, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
+async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
     """Saved weights of all runs, newest first."""
     rows, total = await catalog.checkpoints(page, kinds, time.time())
     return _listed(rows, page, total)
 
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
-async def list_checkpoints_of_run(run_id: str, page: Paged, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
+async def list_checkpoints_of_run(
+    run_id: str, page: LongPage, kinds: ShownKinds, catalog: Listed
+) -> CheckpointsResponse:
     """A training run's saved weights, newest first."""
     await catalog.run(run_id, page.scope, time.time())
     rows, total = await catalog.checkpoints(page, kinds, time.time(), run_id)
@@ -154,11 +146,7 @@ async def delete(path: Named, checkpoints: Checkpoints, storage: Stored, audit: 
 @router.post("/weights_info", response_model_exclude_none=True)
 async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, caller: Caller) -> WeightsInfoResponse:
     """What the weights are of."""
-    try:
-        path = TinkerPath.parse(request.tinker_path)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    row = await checkpoints.require_readable(path, {caller}, time.time())
+    row = await checkpoints.require_readable(parse_path(request.tinker_path), {caller}, time.time())
     return WeightsInfoResponse(
         base_model=row.base_model,
         lora_rank=row.lora_rank,

@@ -1,30 +1,23 @@
 """Training runs: every model that was created, in memory or not."""
 
 import time
-from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 
 from api_schemas.checkpoints import Cursor, from_unix
 from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
 from tinker_server.callers import AskedScope
 from tinker_server.deps import Listed
-from tinker_server.routes.checkpoints import MAX_LIMIT, Offset, checkpoint_info
-from tinker_server.store.catalog import Page, RunRecord
+from tinker_server.routes.checkpoints import checkpoint_info
+from tinker_server.routes.paging import ShortPage
+from tinker_server.store.catalog import RunRecord
 
 router = APIRouter()
 
 
 @router.get("/training_runs", response_model_exclude_none=True)
-async def list_training_runs(
-    catalog: Listed,
-    scope: AskedScope,
-    limit: Annotated[int, Query(ge=0)] = 20,
-    offset: Offset = 0,
-    project_id: str | None = None,
-) -> TrainingRunsResponse:
+async def list_training_runs(catalog: Listed, page: ShortPage) -> TrainingRunsResponse:
     """Runs, newest first."""
-    page = Page(scope, min(limit, MAX_LIMIT), offset, project_id)
     records, total = await catalog.runs(page, time.time())
     return TrainingRunsResponse(
         training_runs=[_info(record) for record in records],

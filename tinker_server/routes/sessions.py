@@ -3,7 +3,7 @@
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Response
 
 from api_schemas.checkpoints import from_unix
 from api_schemas.sessions import (
@@ -25,8 +25,8 @@ from api_schemas.sessions import (
 from tinker_server.callers import AskedScope, Caller
 from tinker_server.db.tables import Session
 from tinker_server.deps import Audit, Listed, Sessions
-from tinker_server.routes.checkpoints import MAX_LIMIT, Offset
-from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, Page, SessionRecord
+from tinker_server.routes.paging import ShortPage
+from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
 
 router = APIRouter()
 
@@ -61,15 +61,8 @@ async def finish_session(
 
 
 @router.get("/sessions")
-async def list_sessions(
-    catalog: Listed,
-    scope: AskedScope,
-    limit: Annotated[int, Query(ge=0)] = 20,
-    offset: Offset = 0,
-    project_id: str | None = None,
-) -> ListSessionsResponse:
+async def list_sessions(catalog: Listed, page: ShortPage) -> ListSessionsResponse:
     """Ids of one's sessions, newest first."""
-    page = Page(scope, min(limit, MAX_LIMIT), offset, project_id)
     return ListSessionsResponse(sessions=await catalog.sessions(page))
 
 

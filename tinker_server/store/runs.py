@@ -7,7 +7,15 @@ from sqlalchemy import delete, or_, select, update
 from api_schemas.weights import TinkerPath
 from tinker_server.db.database import Database
 from tinker_server.db.tables import Checkpoint, Session, TrainingRun
-from tinker_server.errors import PlaceTaken, UnknownCheckpoint, UnknownModel
+from tinker_server.errors import BadRequest, PlaceTaken, UnknownCheckpoint, UnknownModel
+
+
+def parse_path(text: str) -> TinkerPath:
+    """A client's tinker:// path. Raises BadRequest."""
+    try:
+        return TinkerPath.parse(text)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
 
 
 class RunStore:
