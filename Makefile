@@ -24,7 +24,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml .ci/install.sh backends/torchvision_shim.py
+$(STAMP): pyproject.toml .ci/install.sh .ci/torchvision_shim.py
 	@.ci/install.sh $(VENV) $(EXTRA),dev
 	@touch $@
 

@@ -49,7 +49,7 @@ case ",$extras," in
     say "vLLM and all the rest (a few minutes the first time)"
     pip_install --editable ".[$extras]"
     "$venv/bin/python" -m pip uninstall --quiet --quiet --yes torchaudio torchcodec
-    "$venv/bin/python" -m backends.torchvision_shim
+    "$venv/bin/python" .ci/torchvision_shim.py
     say "checking"
     "$venv/bin/python" -c 'import torch, torchvision, transformers; assert torch.version.cuda is None, torch.__version__'
     ;;

@@ -12,12 +12,12 @@ import torch
 from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
 from backends.protocol import Backend, BackendFailed, BaseModelInfo
-from backends.ranks import RankedTrainer
 from backends.rendering import Renderer
-from backends.sampling_checks import check_sample
+from backends.sampler.checks import check_sample
+from backends.sampler.client import SamplerConfig, VllmSampler
 from backends.sources import check_memory, check_tokenizer, count_parameters, kv_bytes_per_token, local_directory
-from backends.trainer import TrainerConfig
-from backends.vllm_sampler import SamplerConfig, VllmSampler
+from backends.trainer.client import RankedTrainer
+from backends.trainer.rank import TrainerConfig
 
 log = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}

@@ -18,6 +18,9 @@ from api_schemas.training import (
     OptimStepResponse,
 )
 
+ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+"""The two files of a saved adapter, as PEFT and vLLM name them."""
+
 
 class InvalidInput(ValueError):
     """The request cannot be done as it is. The text names the datum and field, and what is allowed."""

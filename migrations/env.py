@@ -1,8 +1,8 @@
-"""Runs the migrations on the connection that `tinker_server.db.database.Database.migrate` gives."""
+"""Runs the migrations on the connection that `tinker_server.store.database.Database.migrate` gives."""
 
 from alembic import context
 
-from tinker_server.db.tables import Table
+from tinker_server.store.tables import Table
 
 context.configure(
     connection=context.config.attributes["connection"], target_metadata=Table.metadata, render_as_batch=True

@@ -17,7 +17,7 @@ from api_schemas.training import (
     OptimStepResponse,
 )
 from backends.protocol import BaseModelInfo, InvalidInput, ModelLost
-from backends.sampling_checks import check_support
+from backends.sampler.checks import check_support
 
 ADAPTER = {
     f"base_model.model.{module}.lora_{half}.weight": np.full(shape, 0.5, np.float32)

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.protocol import BackendFailed
-from tinker_server import keys
 from tinker_server.app import create_app
+from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.errors import StartFailed
-from tinker_server.server import Server
 from tinker_server.settings import Settings
+from tinker_server.web.server import Server
 
 log = logging.getLogger(__name__)
 

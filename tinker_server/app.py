@@ -9,17 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend
-from tinker_server import openapi
-from tinker_server.admission import Admission
-from tinker_server.callers import caller
-from tinker_server.copying import Copying
-from tinker_server.db.database import Database
-from tinker_server.deps import Services
-from tinker_server.handlers import BodyLimit, install, storable_parameters
-from tinker_server.keys import Keys
+from tinker_server.auth.keys import Keys
+from tinker_server.auth.links import Links
 from tinker_server.models import Models
-from tinker_server.operations import ModelOperations
-from tinker_server.reaping import Reaper
 from tinker_server.routes import (
     admin,
     checkpoints,
@@ -33,15 +25,23 @@ from tinker_server.routes import (
     training,
     weights,
 )
-from tinker_server.scheduler import Scheduler
+from tinker_server.scheduling.admission import Admission
+from tinker_server.scheduling.housekeeping import Reaper
+from tinker_server.scheduling.operations import ModelOperations
+from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.settings import Settings
-from tinker_server.signing import Links
-from tinker_server.storage import Storage, hold
 from tinker_server.store.catalog import Catalog
+from tinker_server.store.database import Database
+from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
 from tinker_server.store.usage import AuditStore, UsageStore
+from tinker_server.web import openapi
+from tinker_server.web.callers import caller
+from tinker_server.web.deps import Services
+from tinker_server.web.handlers import BodyLimit, install, storable_parameters
+from tinker_server.weights.copying import Copying
 
 log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from backends.config import BackendConfig
-from tinker_server import keys
+from tinker_server.auth import keys
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings

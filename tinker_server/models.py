@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 from api_schemas.training import LoraConfig
 from backends.protocol import BaseModel, ModelLost, Trainer
-from tinker_server.db.tables import Checkpoint, TrainingRun
 from tinker_server.errors import LostModel, UnknownBaseModel
-from tinker_server.storage import Storage
+from tinker_server.store.directories import Storage
 from tinker_server.store.runs import RunStore
+from tinker_server.store.tables import Checkpoint, TrainingRun
 
 
 def lora_of(row: TrainingRun | Checkpoint) -> LoraConfig:

@@ -18,8 +18,8 @@ from PIL import Image
 from tinker import types
 from transformers import AutoImageProcessor
 
-from backends.ranks import RankedTrainer
 from backends.rendering import Renderer
+from backends.trainer.client import RankedTrainer
 from tests.conformance.reference import Reference, Trained, assert_gradients
 from tests.conformance.test_bad_data import assert_each_fails_alone
 from tests.conftest import make_renderer

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from tinker import types
 
 from tests.contract.test_http import Running, datum
-from tinker_server import keys
+from tinker_server.auth import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 OPEN_TO_ALL = {"/healthz", "/files/{path}", "/archives/{directory}", "/traces/{session_id}"}

@@ -14,7 +14,7 @@ import tinker
 from tinker import types
 
 from tests.contract.test_http import Running, datum
-from tinker_server import reaping
+from tinker_server.scheduling import housekeeping
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 TIMEOUT_S = 1.0
@@ -105,7 +105,7 @@ def test_008_a_finished_session_takes_no_more_work_and_its_models_are_freed(serv
 
 
 def test_085_unnamed_sampler_weights_go_when_nobody_uses_them(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaping, "UNNAMED_KEPT_S", 1.5)
+    monkeypatch.setattr(housekeeping, "UNNAMED_KEPT_S", 1.5)
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
     training = client.result()
     prompt, one = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
@@ -128,7 +128,7 @@ def test_085_unnamed_sampler_weights_go_when_nobody_uses_them(server: Running, m
 def test_085_shared_inflight_weights_stay_while_one_session_uses_them(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reaping, "UNNAMED_KEPT_S", 1.0)
+    monkeypatch.setattr(housekeeping, "UNNAMED_KEPT_S", 1.0)
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
     training = client.result()
     prompt, one = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)

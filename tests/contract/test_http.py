@@ -21,8 +21,8 @@ from api_schemas import tinker_wire_pb2 as pb
 from tests.fakes import FakeBackend
 from tinker_server.__main__ import listen
 from tinker_server.app import create_app
-from tinker_server.server import Server
 from tinker_server.settings import Settings
+from tinker_server.web.server import Server
 
 HOLD_S = 0.3
 

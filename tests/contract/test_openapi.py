@@ -26,8 +26,8 @@ from tests.contract.test_http import Running, forward_backward_body
 from tests.fakes import FakeBackend
 from tinker_server.app import create_app
 from tinker_server.errors import SequenceConflict
-from tinker_server.openapi import REFUSALS
 from tinker_server.settings import Settings
+from tinker_server.web.openapi import REFUSALS
 
 # Threads of other tests' SDK clients draw random numbers at any time, which hypothesis takes for its strategies'.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the .random. module inside strategies")

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import LoraConfig
-from backends.checkpoint import ADAPTER_FILE, write_adapter, write_directory
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer, mrope_positions
-from backends.vllm_sampler import SamplerConfig, VllmSampler
+from backends.sampler.client import SamplerConfig, VllmSampler
+from backends.trainer.checkpoint import ADAPTER_FILE, write_adapter, write_directory
 from tests.conftest import make_renderer
 from tests.factories import MIXED, image, prompt, words
 from tests.models import make_tiny_text, make_tiny_vl

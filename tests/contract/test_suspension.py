@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
 from backends.protocol import InvalidInput, ModelLost
-from backends.ranks import RankedTrainer
+from backends.trainer.client import RankedTrainer
 from tests.contract.test_trainer import config
 from tests.factories import MIXED, cross_entropy, datum
 

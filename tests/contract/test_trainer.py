@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
-from backends import scoring
-from backends.parallel import World
 from backends.protocol import BackendFailed, InvalidInput
-from backends.ranks import RankedTrainer
 from backends.rendering import Renderer, mrope_positions
-from backends.trainer import RankTrainer, TrainerConfig
+from backends.trainer import scoring
+from backends.trainer.client import RankedTrainer
+from backends.trainer.parallel import World
+from backends.trainer.rank import RankTrainer, TrainerConfig
 from tests.conftest import make_renderer
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
 from tests.models import make_tiny_vl

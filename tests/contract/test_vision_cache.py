@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from api_schemas.inputs import Datum
 from api_schemas.training import LoraConfig
-from backends.parallel import World
 from backends.protocol import BackendFailed, InvalidInput
-from backends.ranks import RankedTrainer
-from backends.trainer import RankTrainer
+from backends.trainer.client import RankedTrainer
+from backends.trainer.parallel import World
+from backends.trainer.rank import RankTrainer
 from tests.contract.test_trainer import SMOOTH, assert_same, config, gradients, perturb
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backends.parallel import World
-from backends.ranks import RankedTrainer
-from backends.trainer import RankTrainer
+from backends.trainer.client import RankedTrainer
+from backends.trainer.parallel import World
+from backends.trainer.rank import RankTrainer
 from tests.contract.test_trainer import LORA, SMOOTH, assert_same, config, gradients, perturb
 from tests.factories import MIXED, cross_entropy, datum
 

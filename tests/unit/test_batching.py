@@ -2,7 +2,7 @@
 
 import itertools
 
-from backends.batching import plan_microbatches
+from backends.trainer.batching import plan_microbatches
 
 
 def test_every_datum_is_planned_once_and_rows_keep_the_budget():

@@ -11,8 +11,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.training import LoraConfig
-from backends import checkpoint, export
-from backends.lora import Adapters
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from backends.trainer import checkpoint
+from backends.trainer.lora import Adapters
+from tinker_server.weights import export
 
 RANK = 4
 
@@ -58,7 +60,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     exported.mkdir()
     export.write_tinker_form(peft, exported)
 
-    trained, renamed = load_file(peft / export.ADAPTER_FILE), load_file(exported / export.ADAPTER_FILE)
+    trained, renamed = load_file(peft / ADAPTER_FILE), load_file(exported / ADAPTER_FILE)
     assert trained.keys() == adapter.tensors.keys()
     for name, tensor in adapter.tensors.items():
         assert np.array_equal(trained[name], tensor.detach().numpy())
@@ -82,7 +84,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
         expected[f"base_model.model.model.{module}.lora_B.weight"] = (outputs, RANK)
     assert {name: tensor.shape for name, tensor in renamed.items()} == expected
 
-    config = json.loads((exported / export.ADAPTER_CONFIG_FILE).read_text())
+    config = json.loads((exported / ADAPTER_CONFIG_FILE).read_text())
     assert (config["r"], config["lora_alpha"]) == (RANK, 32)
     assert config["target_modules"] == sorted({module.split(".")[-1] for module in modules})
 

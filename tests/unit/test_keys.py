@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tinker_server import keys
 from tinker_server.__main__ import require_keys_beyond_loopback
+from tinker_server.auth import keys
+from tinker_server.auth.keys import Keys
 from tinker_server.command_line import change_keys, parse
 from tinker_server.errors import BadRequest, StartFailed
-from tinker_server.keys import Keys
 from tinker_server.settings import Settings
 
 

@@ -6,10 +6,10 @@ import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from api_schemas.training import ForwardBackwardInput
-from backends.batching import loss_inputs
-from backends.losses import LOSSES, gspo
 from backends.protocol import InvalidInput
-from backends.training_checks import loss_config
+from backends.trainer.batching import loss_inputs
+from backends.trainer.checks import loss_config
+from backends.trainer.losses import LOSSES, gspo
 
 LOGPROBS, OLD, ADVANTAGES, WEIGHTS = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [1.0, -1.0, 2.0], [1.0, 0.0, -0.5]
 

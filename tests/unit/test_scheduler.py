@@ -24,13 +24,13 @@ from api_schemas.training import (
 from api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tests.fakes import FakeBackend
 from tinker_server.app import serving
-from tinker_server.db.tables import SamplingSession
-from tinker_server.deps import Services
+from tinker_server.auth.keys import LOCAL
 from tinker_server.errors import SequenceConflict, ShuttingDown
-from tinker_server.keys import LOCAL
 from tinker_server.settings import Settings
 from tinker_server.store.futures import Work
 from tinker_server.store.results import Result
+from tinker_server.store.tables import SamplingSession
+from tinker_server.web.deps import Services
 
 GRACE_S = 0.3
 

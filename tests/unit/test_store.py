@@ -13,8 +13,6 @@ from sqlalchemy import Connection, Engine, event
 
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
 from api_schemas.weights import TinkerPath
-from tinker_server.db.database import Database
-from tinker_server.db.tables import Checkpoint, SamplingSession, Table, TrainingRun
 from tinker_server.errors import (
     BadRequest,
     HeartbeatEnded,
@@ -28,12 +26,14 @@ from tinker_server.errors import (
     UnknownModel,
     UnknownSession,
 )
-from tinker_server.storage import Storage, hold
 from tinker_server.store.catalog import Catalog
+from tinker_server.store.database import Database
+from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore, Work
 from tinker_server.store.results import RecentResults, Result
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
+from tinker_server.store.tables import Checkpoint, SamplingSession, Table, TrainingRun
 
 OWNER = "alice"
 

@@ -24,12 +24,12 @@ from api_schemas.admin import (
     User,
 )
 from api_schemas.checkpoints import from_unix
-from tinker_server.callers import ApiKey, Caller
-from tinker_server.deps import Audit, Listed, Server, ServerUrl, Sessions, SignedLinks, Used
+from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, KeysFixed
-from tinker_server.signing import VALID_S
 from tinker_server.store.catalog import DEFAULT_PROJECT
 from tinker_server.store.usage import HOUR_S
+from tinker_server.web.callers import ApiKey, Caller
+from tinker_server.web.deps import Audit, Listed, Server, ServerUrl, Sessions, SignedLinks, Used
 
 router = APIRouter()
 GIGABYTE = 10**9

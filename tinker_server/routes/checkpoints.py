@@ -21,15 +21,15 @@ from api_schemas.checkpoints import (
     from_unix,
 )
 from api_schemas.weights import Kind, TinkerPath, check_name
-from tinker_server.callers import Caller
-from tinker_server.db.tables import Checkpoint
-from tinker_server.deps import Audit, Checkpoints, Copies, Listed, Server, ServerUrl, SignedLinks, Stored
+from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest
-from tinker_server.routes.paging import LongPage
-from tinker_server.saving import check_ttl
-from tinker_server.signing import VALID_S
 from tinker_server.store.catalog import Page
 from tinker_server.store.runs import parse_path
+from tinker_server.store.tables import Checkpoint
+from tinker_server.web.callers import Caller
+from tinker_server.web.deps import Audit, Checkpoints, Copies, Listed, Server, ServerUrl, SignedLinks, Stored
+from tinker_server.web.paging import LongPage
+from tinker_server.weights.saving import check_ttl
 
 router = APIRouter()
 FIRST_WITH_EXTERNAL = (0, 28)

@@ -6,8 +6,8 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 from fastapi.responses import FileResponse, JSONResponse
 
-from tinker_server.deps import Listed, Sessions, SignedLinks, Stored
 from tinker_server.errors import UnknownCheckpoint
+from tinker_server.web.deps import Listed, Sessions, SignedLinks, Stored
 
 router = APIRouter()
 MICROS = 1_000_000

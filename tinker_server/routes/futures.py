@@ -15,12 +15,12 @@ from api_schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
-from tinker_server.callers import Caller
-from tinker_server.deps import AppSettings, Futures, Samplers, Work
 from tinker_server.errors import UnknownFuture
 from tinker_server.offload import off_loop
 from tinker_server.store.completions import Target
 from tinker_server.store.results import Result
+from tinker_server.web.callers import Caller
+from tinker_server.web.deps import AppSettings, Futures, Samplers, Work
 
 router = APIRouter()
 JSON_FORMS = {"forward_backward": wire.forward_backward_json, "sample": wire.sample_json}

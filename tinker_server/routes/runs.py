@@ -6,11 +6,11 @@ from fastapi import APIRouter
 
 from api_schemas.checkpoints import Cursor, from_unix
 from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
-from tinker_server.callers import AskedScope
-from tinker_server.deps import Listed
 from tinker_server.routes.checkpoints import checkpoint_info
-from tinker_server.routes.paging import ShortPage
 from tinker_server.store.catalog import RunRecord
+from tinker_server.web.callers import AskedScope
+from tinker_server.web.deps import Listed
+from tinker_server.web.paging import ShortPage
 
 router = APIRouter()
 

@@ -18,12 +18,12 @@ from api_schemas.sampling import (
     JoinSamplingSessionResponse,
     SampleRequest,
 )
-from tinker_server.callers import Caller
-from tinker_server.db.tables import SamplingSession
-from tinker_server.deps import Checkpoints, Samplers, ServedModels, Sessions, Work
 from tinker_server.errors import BadRequest
-from tinker_server.routes.submission import Submission, json_body
-from tinker_server.sampled_weights import find_weights
+from tinker_server.store.tables import SamplingSession
+from tinker_server.web.callers import Caller
+from tinker_server.web.deps import Checkpoints, Samplers, ServedModels, Sessions, Work
+from tinker_server.web.submission import Submission, json_body
+from tinker_server.weights.lookup import find_weights
 
 router = APIRouter()
 MAX_CLIENTS = 10**9

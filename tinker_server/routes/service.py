@@ -15,7 +15,7 @@ from api_schemas.sessions import (
     TelemetryRequest,
     TelemetryResponse,
 )
-from tinker_server.deps import ServedModels
+from tinker_server.web.deps import ServedModels
 
 log = logging.getLogger(__name__)
 router = APIRouter()

@@ -22,11 +22,11 @@ from api_schemas.sessions import (
     SessionStatus,
     SessionSummary,
 )
-from tinker_server.callers import AskedScope, Caller
-from tinker_server.db.tables import Session
-from tinker_server.deps import Audit, Listed, Sessions
-from tinker_server.routes.paging import ShortPage
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
+from tinker_server.store.tables import Session
+from tinker_server.web.callers import AskedScope, Caller
+from tinker_server.web.deps import Audit, Listed, Sessions
+from tinker_server.web.paging import ShortPage
 
 router = APIRouter()
 

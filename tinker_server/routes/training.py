@@ -18,10 +18,10 @@ from api_schemas.training import (
     UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
-from tinker_server.callers import Caller
-from tinker_server.deps import Runs, ServedModels
-from tinker_server.routes.submission import OwnModels, Submission, forward_backward_body, json_body
-from tinker_server.scheduler import UNLOAD_SUFFIX
+from tinker_server.scheduling.scheduler import UNLOAD_SUFFIX
+from tinker_server.web.callers import Caller
+from tinker_server.web.deps import Runs, ServedModels
+from tinker_server.web.submission import OwnModels, Submission, forward_backward_body, json_body
 
 router = APIRouter()
 

@@ -12,7 +12,7 @@ from api_schemas.weights import (
     SaveWeightsRequest,
 )
 from tinker_server.errors import BadRequest
-from tinker_server.routes.submission import OwnModels, Submission, json_body
+from tinker_server.web.submission import OwnModels, Submission, json_body
 
 router = APIRouter()
 

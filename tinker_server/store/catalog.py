@@ -8,9 +8,9 @@ from sqlalchemy import ColumnElement, and_, exists, func, or_, select, union
 
 from api_schemas.sessions import SearchSessionsRequest, StatusQuery
 from api_schemas.weights import Kind
-from tinker_server.db.database import Database
-from tinker_server.db.tables import Checkpoint, Future, SamplingSession, Session, TrainingRun
 from tinker_server.errors import BadRequest, UnknownModel
+from tinker_server.store.database import Database
+from tinker_server.store.tables import Checkpoint, Future, SamplingSession, Session, TrainingRun
 
 ACTIVE_S = 60.0
 """A session without a heartbeat for so long (the SDK sends one every 10 s) is not known to be running."""

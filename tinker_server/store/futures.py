@@ -14,11 +14,11 @@ from typing import Any, cast
 
 from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
 
-from tinker_server.db.database import Database
-from tinker_server.db.tables import Future
 from tinker_server.errors import BadRequest, ResultExpired, SequenceConflict, UnknownFuture
 from tinker_server.store.completions import CLIENT_SPAN, Completion, Completions, Target
+from tinker_server.store.database import Database
 from tinker_server.store.results import RecentResults, Result
+from tinker_server.store.tables import Future
 
 log = logging.getLogger(__name__)
 FUTURES = cast(Table, Future.__table__)

@@ -5,9 +5,9 @@ from collections.abc import Set
 from sqlalchemy import delete, or_, select, update
 
 from api_schemas.weights import TinkerPath
-from tinker_server.db.database import Database
-from tinker_server.db.tables import Checkpoint, Session, TrainingRun
 from tinker_server.errors import BadRequest, PlaceTaken, UnknownCheckpoint, UnknownModel
+from tinker_server.store.database import Database
+from tinker_server.store.tables import Checkpoint, Session, TrainingRun
 
 
 def parse_path(text: str) -> TinkerPath:

@@ -10,8 +10,6 @@ from sqlalchemy import and_, or_, select, update
 
 from api_schemas.checkpoints import as_texts
 from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
-from tinker_server.db.database import Database
-from tinker_server.db.tables import SamplingSession, Session
 from tinker_server.errors import (
     BadRequest,
     HeartbeatEnded,
@@ -19,6 +17,8 @@ from tinker_server.errors import (
     UnknownSampler,
     UnknownSession,
 )
+from tinker_server.store.database import Database
+from tinker_server.store.tables import SamplingSession, Session
 
 
 class SessionStore:

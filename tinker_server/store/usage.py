@@ -7,8 +7,8 @@ from typing import Any, Literal, cast
 
 from sqlalchemy import Table, select
 
-from tinker_server.db.database import Database
-from tinker_server.db.tables import AuditEntry, Session, Usage
+from tinker_server.store.database import Database
+from tinker_server.store.tables import AuditEntry, Session, Usage
 
 USAGE = cast(Table, Usage.__table__)
 HOUR_S = 3600

@@ -1,0 +1,123 @@
+"""Saved adapters in a running engine: loaded before their first use, never changed, dropped when many.
+
+The engine may forget an adapter and read its files again at any step, and dies where it cannot. So each
+adapter is first linked into a directory that nobody else deletes, and its name and number, by which the
+engine's prefix cache knows it, are never used for another.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
+
+MAX_ADAPTERS = 32
+"""Adapters held in main memory and in the scratch directory; more only while in use."""
+
+
+class _Held:
+    """One adapter and who uses it."""
+
+    def __init__(self, loading: asyncio.Task[LoRARequest]) -> None:
+        self.loading = loading
+        self.users = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Loaded, and used by nobody."""
+        done = self.loading.done() and not self.loading.cancelled() and self.loading.exception() is None
+        return done and self.users == 0
+
+
+class EngineAdapters:
+    """The adapters of one engine, by the directory they were saved in."""
+
+    def __init__(self, engine: AsyncLLM, scratch_dir: Path) -> None:
+        """Empties `scratch_dir`."""
+        self._engine = engine
+        self._scratch_dir = scratch_dir.absolute()
+        shutil.rmtree(self._scratch_dir, ignore_errors=True)
+        self._scratch_dir.mkdir(parents=True)
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._dropping: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def use(self, weights: str | None) -> AsyncIterator[LoRARequest | None]:
+        """The engine's name for the adapter saved in `weights`, which stays loadable inside; None for the base.
+
+        Raises InvalidInput where the directory is gone, BackendFailed where the engine cannot load it.
+        """
+        if weights is None:
+            yield None
+            return
+        held = self._held.get(weights)
+        if held is None:
+            held = _Held(asyncio.create_task(self._load(weights)))
+            held.loading.add_done_callback(lambda task: self._forget_failed(weights, task))
+            self._held[weights] = held
+        self._held.move_to_end(weights)
+        held.users += 1
+        try:
+            # Others may wait for the same adapter: one cancelled request does not stop the loading.
+            yield await asyncio.shield(held.loading)
+        finally:
+            held.users -= 1
+            self._drop_idle()
+
+    def _forget_failed(self, weights: str, task: asyncio.Task[LoRARequest]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._held.pop(weights, None)
+
+    async def _load(self, weights: str) -> LoRARequest:
+        number = next(self._numbers)
+        request = LoRARequest(f"adapter-{number}", number, str(self._scratch_dir / str(number)))
+        try:
+            await asyncio.to_thread(_link, Path(weights), Path(request.lora_path))
+            await self._engine.add_lora(request)
+            (ignored,) = await self._engine.collective_rpc("ignored_modules", args=(number,))
+            if ignored:
+                raise BackendFailed(f"the engine has no place for {', '.join(ignored)}")
+        except FileNotFoundError:
+            await self._remove(request)
+            raise InvalidInput("the sampler weights no longer exist") from None
+        except EngineDeadError:
+            raise
+        except Exception as error:  # whatever vLLM meets in the files; the engine lives
+            await self._remove(request)
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise BackendFailed(f"the sampler cannot load these weights: {reason}") from error
+        return request
+
+    def _drop_idle(self) -> None:
+        """Forget the adapters least recently used while there are too many."""
+        idle = [weights for weights, held in self._held.items() if held.is_idle]
+        for weights in idle[: max(0, len(self._held) - MAX_ADAPTERS)]:
+            task = asyncio.create_task(self._remove(self._held.pop(weights).loading.result()))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+    async def _remove(self, request: LoRARequest) -> None:
+        await self._engine.remove_lora(request.lora_int_id)
+        await asyncio.to_thread(shutil.rmtree, request.lora_path, ignore_errors=True)
+
+
+def _link(source: Path, directory: Path) -> None:
+    """Both files of an adapter under a name of our own, copied only where the file systems differ."""
+    directory.mkdir()
+    for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
+        try:
+            os.link(source / name, directory / name)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copyfile(source / name, directory / name)

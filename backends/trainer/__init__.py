@@ -1,0 +1,1 @@
+"""The trainer: `client` is the server's side, `process` a child's, `rank` computes."""

@@ -1,0 +1,120 @@
+"""Datums to microbatches: packed rows of whole samples, one token budget, equal counts on every rank.
+
+A packed row holds several samples one after the other. Position ids restart at each, which is how the
+model keeps them from attending to one another.
+
+T tokens of the packed row, K alternatives of a target
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from api_schemas.inputs import Datum
+from backends.rendering import Rendered, RenderedImage, mrope_positions
+from backends.trainer.losses import Loss, LossInputs
+
+
+def plan_microbatches(lengths: Sequence[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:
+    """Which datums each rank computes together: plan[rank][step] is a list of datum indices.
+
+    Every rank gets the same number of steps; a step with nothing to do is an empty list. Depends on
+    nothing but its arguments, so that all ranks make the same plan without asking each other.
+    """
+    rows: list[list[int]] = []
+    used: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for row, total in enumerate(used):
+            if total + lengths[index] <= max_tokens:
+                rows[row].append(index)
+                used[row] += lengths[index]
+                break
+        else:
+            rows.append([index])
+            used.append(lengths[index])
+    rows = [sorted(row) for row in rows]
+    rows += [[] for _ in range(-len(rows) % world_size)]
+    return [rows[rank::world_size] for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One packed row, on the device, as the model's forward names it."""
+
+    model_inputs: dict[str, Tensor]
+    images: list[RenderedImage]
+    """In the order of their placeholders."""
+    cu_seqlens: Tensor
+    """[samples + 1] int32: where each sample begins in the row, and where the last one ends."""
+    max_seqlen: int
+    targets_TK: Tensor
+    sample_lengths: list[int]
+
+
+def pack(samples: Sequence[tuple[Rendered, np.ndarray]], device: torch.device, *, mrope: bool) -> Microbatch:
+    """Pack samples of (input, targets [N] or [N, K]). `mrope`: the model takes 4 rows of position ids.
+
+    No sample at all makes a row of one token, for a rank that only keeps the others company.
+    """
+    if not samples:
+        samples = [(Rendered(np.zeros(1, np.int64), [], []), np.zeros(1, np.int64))]
+    lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
+    text_positions = [np.arange(length)[None] for length in lengths]
+    if mrope:
+        # Row 0 restarts at each sample: transformers builds the block mask from it. Without it samples
+        # attend to each other, and nothing complains.
+        rows = [
+            np.concatenate([text, mrope_positions(length, rendered.spans)])
+            for text, length, (rendered, _) in zip(text_positions, lengths, samples, strict=True)
+        ]
+        position_ids = np.concatenate(rows, axis=1)[:, None]
+    else:
+        position_ids = np.concatenate(text_positions, axis=1)
+    token_ids = np.concatenate([rendered.token_ids_T for rendered, _ in samples])[None]
+    model_inputs = {
+        "input_ids": torch.from_numpy(token_ids).to(device),
+        "position_ids": torch.from_numpy(position_ids).to(device),
+    }
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return Microbatch(
+        model_inputs,
+        [image for rendered, _ in samples for image in rendered.images],
+        torch.from_numpy(bounds).to(device),
+        max(lengths),
+        torch.from_numpy(_in_columns([targets for _, targets in samples], 0)).to(device),
+        lengths,
+    )
+
+
+def loss_inputs(loss: Loss, config: Mapping[str, float], datums: Sequence[Datum], logprobs_TK: Tensor) -> LossInputs:
+    """The datums' loss inputs, side by side as their samples are packed; cells beyond a datum's own K are 0."""
+    lengths = [len(datum.loss_fn_inputs["target_tokens"]) for datum in datums]
+    tensors = {}
+    for name in (*loss.required, *loss.optional):
+        parts = [_input(loss, config, datum, name) for datum in datums]
+        values = _in_columns(parts, 0.0).astype(np.float32)
+        on_device = torch.from_numpy(values).to(logprobs_TK.device)
+        tensors[name] = on_device if loss.soft_targets else on_device[:, 0]
+    datum_T = torch.repeat_interleave(torch.arange(len(datums)), torch.tensor(lengths)).to(logprobs_TK.device)
+    return LossInputs(logprobs_TK, tensors, config, datum_T, len(datums))
+
+
+def _input(loss: Loss, config: Mapping[str, float], datum: Datum, name: str) -> np.ndarray:
+    given = datum.loss_fn_inputs.get(name)
+    if given is not None:
+        return given
+    fill = loss.optional[name]
+    value = config[fill] if isinstance(fill, str) else fill
+    return np.full(datum.loss_fn_inputs["target_tokens"].shape, value, np.float32)
+
+
+def _in_columns(arrays: Sequence[np.ndarray], fill: float) -> np.ndarray:
+    """[T, K] of arrays of shape [N] or [N, K'], K the largest K'."""
+    columns = [array.reshape(len(array), -1) for array in arrays]
+    width = max(column.shape[1] for column in columns)
+    return np.concatenate(
+        [np.pad(column, ((0, 0), (0, width - column.shape[1])), constant_values=fill) for column in columns]
+    )

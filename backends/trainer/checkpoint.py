@@ -1,0 +1,103 @@
+"""Files of saved weights: an adapter in PEFT's form, for training the optimizer beside it, of a suspended
+model its gradient too.
+
+A directory is written under another name and renamed, so that it is there whole or not at all, and is
+never written again. Knows no model.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, cast
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from api_schemas.training import LoraConfig
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from backends.trainer.lora import ALPHA
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+GRADIENT_FILE = "gradient.safetensors"
+GradientState = Literal["none", "whole", "incomplete"]
+"""Of what was accumulated since the last optim_step; incomplete: a part of it failed."""
+
+
+def write_directory(directory: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a fresh directory, make it durable, and give it its name."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
+    aside.mkdir()
+    try:
+        write(aside)
+        for path in (*aside.iterdir(), aside):
+            _flush(path)
+        aside.rename(directory)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _flush(directory.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base_model: str) -> None:
+    """The two files that PEFT and vLLM load."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_FILE)
+    peft_config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": config.rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(peft_config, indent=1))
+
+
+def write_optimizer(directory: Path, state: Mapping[str, Tensor]) -> None:
+    """Adam's moments and step counts, by `<adapter tensor>:<exp_avg|exp_avg_sq|step>`; empty before the first step."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / OPTIMIZER_FILE)
+
+
+def write_gradient(directory: Path, gradient: Mapping[str, Tensor], state: GradientState) -> None:
+    """What was accumulated since the last optim_step, by tensor name, and how whole it is."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in gradient.items()}
+    save_file(tensors, directory / GRADIENT_FILE, metadata={"state": state})
+
+
+def read_gradient(directory: Path) -> tuple[dict[str, Tensor], GradientState]:
+    """What write_gradient wrote."""
+    with safe_open(directory / GRADIENT_FILE, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return tensors, cast(GradientState, file.metadata()["state"])
+
+
+def read_adapter(directory: Path) -> dict[str, Tensor]:
+    """Raises InvalidInput where the directory is gone."""
+    return _read(directory / ADAPTER_FILE)
+
+
+def read_optimizer(directory: Path) -> dict[str, Tensor]:
+    """Raises InvalidInput where there is no optimizer state, as in weights saved for a sampler."""
+    return _read(directory / OPTIMIZER_FILE)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        raise InvalidInput(f"the checkpoint has no {path.name}: it was deleted, or was not saved for training")
+    return load_file(path)

@@ -1,0 +1,81 @@
+"""What is wrong with a forward_backward, found before anything is computed.
+
+Runs in the server and needs no weights: a datum that passes can only fail on pixels that do not decode.
+"""
+
+import math
+
+import numpy as np
+
+from api_schemas.inputs import Datum
+from api_schemas.training import ForwardBackwardInput
+from backends.protocol import InvalidInput
+from backends.rendering import Renderer
+from backends.trainer.losses import LOSSES, Loss
+
+
+def check_forward_backward(renderer: Renderer, work: ForwardBackwardInput, max_context_length: int) -> None:
+    """Raises InvalidInput naming the datum, the field and what is allowed."""
+    loss = LOSSES.get(work.loss_fn)
+    if loss is None:
+        raise InvalidInput(f"loss_fn {work.loss_fn!r} is not supported; supported: {', '.join(LOSSES)}")
+    loss_config(loss, work)
+    if not work.data:
+        raise InvalidInput("data holds no datum")
+    for index, datum in enumerate(work.data):
+        where = f"datum {index}"
+        length, _ = renderer.layout(datum.model_input, where)
+        if length == 0:
+            raise InvalidInput(f"{where}: model_input is empty")
+        if length > max_context_length:
+            raise InvalidInput(f"{where}: {length} tokens, but the context window holds {max_context_length}")
+        _check_inputs(loss, work.loss_fn, datum, length, renderer.vocab_size, where)
+
+
+def loss_config(loss: Loss, work: ForwardBackwardInput) -> dict[str, float]:
+    """The loss's config with its defaults. Raises InvalidInput for a key it does not have."""
+    values = dict(loss.config)
+    for key, value in (work.loss_fn_config or {}).items():
+        if key not in values:
+            raise InvalidInput(
+                f"loss_fn_config key {key!r}: {work.loss_fn} has {', '.join(values) if values else 'no config keys'}"
+            )
+        try:
+            values[key] = float(value)
+        except ValueError:
+            raise InvalidInput(f"loss_fn_config {key!r} is {value!r}, not a number") from None
+        if not math.isfinite(values[key]):
+            raise InvalidInput(f"loss_fn_config {key!r} is not finite")
+    return values
+
+
+def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_size: int, where: str) -> None:
+    inputs = datum.loss_fn_inputs
+    known = {"target_tokens", *loss.required, *loss.optional}
+    for name in ("target_tokens", *loss.required):
+        if name not in inputs:
+            raise InvalidInput(f"{where}: {loss_fn} needs loss_fn_inputs {name!r}")
+    for name in inputs:
+        if name not in known:
+            raise InvalidInput(
+                f"{where}: {loss_fn} takes no loss_fn_inputs {name!r}; it takes {', '.join(sorted(known))}"
+            )
+    targets = inputs["target_tokens"]
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise InvalidInput(f"{where}: target_tokens must be int64, got {targets.dtype.name}")
+    if targets.ndim > (2 if loss.soft_targets else 1) or targets.shape[:1] != (length,) or 0 in targets.shape:
+        shapes = f"({length},) or ({length}, K)" if loss.soft_targets else f"({length},)"
+        raise InvalidInput(
+            f"{where}: target_tokens has shape {targets.shape}, model_input has {length} tokens: it must be {shapes}"
+        )
+    low, high = targets.min(), targets.max()
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidInput(f"{where}: target token {bad} is outside the vocabulary (0 to {vocab_size - 1})")
+    for name, values in inputs.items():
+        if values.shape != targets.shape:
+            raise InvalidInput(
+                f"{where}: {name} has shape {values.shape}, target_tokens {targets.shape}: they must agree"
+            )
+        if not np.isfinite(values).all():
+            raise InvalidInput(f"{where}: NonFiniteInTensor: {name} holds NaN or infinity")

@@ -1,0 +1,159 @@
+"""Drives the trainer processes of one base model: 1..N of them, restarted together when one dies.
+
+The only place where the async server meets sync torch. Every command goes to all ranks; rank 0's answer
+counts. Input is checked here first, so that what reaches the ranks can fail on pixels at most.
+"""
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+from api_schemas.training import (
+    AdamParams,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepResponse,
+)
+from backends.children import SHARING_CORES, Child
+from backends.protocol import BackendFailed, InvalidInput, ModelLost
+from backends.rendering import Renderer
+from backends.trainer.checks import check_forward_backward
+from backends.trainer.rank import TrainerConfig
+
+log = logging.getLogger(__name__)
+INLINE_DATUMS = 16
+"""Up to so many, checking takes well under a millisecond, and a thread would only add latency."""
+
+
+class RankedTrainer:
+    """`protocol.Trainer` over child processes, one operation at a time."""
+
+    def __init__(self, config: TrainerConfig, renderer: Renderer, *, num_ranks: int, max_context_length: int) -> None:
+        self._config = config
+        self._renderer = renderer
+        self._num_ranks = num_ranks
+        self._max_context_length = max_context_length
+        self._ranks: list[Child] = []
+        self._models: set[str] = set()
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load the base on every rank. Raises BackendFailed."""
+        env = {"WORLD_SIZE": str(self._num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        if self._config.device == "cpu":
+            env |= SHARING_CORES
+        self._ranks = [
+            await Child.start(
+                f"trainer {self._config.name} rank {rank}",
+                "backends.trainer.process",
+                {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(self._num_ranks)
+        ]
+        try:
+            await self._on_all("start", self._config)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End every rank."""
+        ranks, self._ranks = self._ranks, []
+        self._models.clear()
+        await asyncio.gather(*(rank.stop() for rank in ranks))
+
+    async def create_model(self, model_id: str, lora: LoraConfig) -> None:
+        await self._add("create_model", model_id, lora)
+
+    async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+        await self._add("resume", model_id, lora, directory)
+
+    async def _add(self, method: str, model_id: str, *args: Any) -> None:
+        async with self._turn:
+            if not self._ranks:
+                log.warning("starting the trainer of %s again", self._config.name)
+                await self.start()
+            await self._command(method, model_id, *args)
+            self._models.add(model_id)
+
+    async def suspend(self, model_id: str, directory: Path) -> None:
+        await self._run(model_id, "suspend", directory)
+        self._models.discard(model_id)
+
+    async def delete_model(self, model_id: str) -> None:
+        async with self._turn:
+            if model_id in self._models:
+                self._models.discard(model_id)
+                await self._command("delete_model", model_id)
+
+    async def forward_backward(
+        self, model_id: str, work: ForwardBackwardInput, *, backward: bool
+    ) -> ForwardBackwardOutput:
+        self._require(model_id)
+        try:
+            if len(work.data) <= INLINE_DATUMS:
+                check_forward_backward(self._renderer, work, self._max_context_length)
+            else:
+                await asyncio.to_thread(check_forward_backward, self._renderer, work, self._max_context_length)
+        except InvalidInput:
+            if backward:
+                await self._run(model_id, "mark_incomplete")
+            raise
+        output: ForwardBackwardOutput = await self._run(model_id, "forward_backward", work, backward)
+        return output
+
+    async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
+        response: OptimStepResponse = await self._run(model_id, "optim_step", adam)
+        return response
+
+    async def save_state(self, model_id: str, directory: Path) -> None:
+        await self._run(model_id, "save_state", directory)
+
+    async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
+        await self._run(model_id, "load_state", directory, with_optimizer)
+
+    async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
+        await self._run(model_id, "save_sampler_weights", directory)
+
+    def _require(self, model_id: str) -> None:
+        if model_id not in self._models:
+            raise ModelLost(f"{model_id} is no longer loaded: create it again, from a checkpoint to go on where it was")
+
+    async def _run(self, model_id: str, method: str, *args: Any) -> Any:
+        async with self._turn:
+            self._require(model_id)
+            return await self._command(method, model_id, *args)
+
+    async def _command(self, method: str, *args: Any) -> Any:
+        """Run on all ranks, to the end even if the caller stops waiting: half a command on one rank is
+        worse than a result nobody reads."""
+        task = asyncio.ensure_future(self._on_all(method, *args))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+        except BackendFailed:
+            if self._num_ranks > 1 or any(rank.died.is_set() for rank in self._ranks):
+                log.error("the trainer of %s failed and ends; its models must be loaded again", self._config.name)
+                await self.stop()
+            raise
+
+    async def _on_all(self, method: str, *args: Any) -> Any:
+        """Rank 0's answer. An error on any rank is everyone's; the ranks have agreed on InvalidInput."""
+        calls = [asyncio.ensure_future(rank.call(method, *args)) for rank in self._ranks]
+        try:
+            return (await asyncio.gather(*calls))[0]
+        finally:
+            for call in calls:
+                call.cancel()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,53 @@
+"""What is asked of a model at start, by its numbers: whether our way of scoring it is its own."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from backends.protocol import BackendFailed
+from backends.rendering import Rendered, Renderer
+from backends.trainer import attention
+from backends.trainer.batching import pack
+from backends.trainer.scoring import Scorer, score
+
+
+def packing_is_exact(scorer: Scorer, renderer: Renderer, device: torch.device) -> bool:
+    """Compare our way of scoring with the model's own forward, on two short random texts.
+
+    Raises BackendFailed where one text alone already differs: then the model does something after its
+    decoder that we would leave out. Returns whether packing the two changes nothing.
+    """
+    # A tenth of what mixing samples or a missing step does to log probabilities, at either precision.
+    tolerance = 1e-3 if scorer.model.dtype == torch.float32 else 0.3
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, renderer.vocab_size, length) for length in (12, 9)]
+    # Random ids may hit a placeholder, which a text must not hold.
+    samples = [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
+
+    def scored(*packed: tuple[Rendered, np.ndarray]) -> Tensor:
+        with torch.no_grad():
+            return score(scorer, pack(packed, device, mrope=renderer.takes_images))
+
+    alone = torch.cat([scored(sample) for sample in samples])
+    own = torch.cat([_own_logprobs(scorer.model, *sample, device) for sample in samples])
+    worst = (alone - own).abs().max().item()
+    if worst > tolerance:
+        raise BackendFailed(
+            f"{type(scorer.model).__name__} is not supported: its own log probabilities and those of its last"
+            f" hidden state through its head differ by {worst:.3g} nats"
+        )
+    return (scored(*samples) - alone).abs().max().item() <= tolerance
+
+
+def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
+    return np.where(np.isin(text, list(renderer.placeholders)), 0, text)
+
+
+def _own_logprobs(model: PreTrainedModel, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
+    input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
+    length = input_ids.shape[1]
+    extra = attention.bounds(torch.tensor([0, length], dtype=torch.int32, device=device), length)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=input_ids, use_cache=False, **extra).logits[0].float()
+    return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None].to(device))

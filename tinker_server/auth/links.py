@@ -1,0 +1,38 @@
+"""URLs that open one file of the data directory for a while, without an API key."""
+
+import hashlib
+import hmac
+import secrets
+import time
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from tinker_server.auth.private_file import write_private
+from tinker_server.errors import LinkRefused
+
+VALID_S = 3600
+"""Long enough to download: the SDK asks again 5 minutes before the end."""
+
+
+class Links:
+    """Signs what may be fetched. The secret is in the data directory, so that links survive a restart."""
+
+    def __init__(self, data_dir: Path) -> None:
+        path = data_dir / "link-secret"
+        if not path.exists():
+            write_private(path, secrets.token_bytes(32))
+        self._secret = path.read_bytes()
+
+    def sign(self, path: str, expires: int) -> str:
+        """`path` with the query that opens it until `expires`."""
+        return f"{quote(path)}?{urlencode({'expires': expires, 'signature': self._signature(path, expires)})}"
+
+    def check(self, path: str, expires: int, signature: str) -> None:
+        """Raises LinkRefused."""
+        if not hmac.compare_digest(self._signature(path, expires).encode(), signature.encode()):
+            raise LinkRefused("the link's signature is wrong")
+        if expires <= time.time():
+            raise LinkRefused("the link has expired; ask for a fresh one")
+
+    def _signature(self, path: str, expires: int) -> str:
+        return hmac.new(self._secret, f"{expires}\n{path}".encode(), hashlib.sha256).hexdigest()

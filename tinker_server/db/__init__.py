@@ -1,1 +1,0 @@
-"""Tables and the engine behind them."""

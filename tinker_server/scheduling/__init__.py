@@ -1,0 +1,1 @@
+"""When accepted operations run, and what each does."""

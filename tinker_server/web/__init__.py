@@ -1,0 +1,1 @@
+"""What HTTP needs around the routes: who calls, what a body is, what an error answers."""

@@ -1,0 +1,1 @@
+"""Saved weights: written, found, copied, exported, packed."""

@@ -1,0 +1,124 @@
+"""Copies of saved weights under a tinker:// path of their own, in a project or in a free place of a session."""
+
+import asyncio
+import time
+from collections.abc import Set
+
+from api_schemas.checkpoints import CopyWeightsRequest
+from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
+from api_schemas.training import OptimizerConfig
+from api_schemas.weights import TinkerPath
+from tinker_server.errors import BadRequest, UnknownCheckpoint
+from tinker_server.store.directories import Storage
+from tinker_server.store.runs import CheckpointStore, RunStore, parse_path
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.tables import Checkpoint, TrainingRun
+from tinker_server.weights.saving import check_ttl
+
+
+class Copying:
+    """A copy has a training run of its own, which was never in memory. Copies are made one after the other."""
+
+    def __init__(self, sessions: SessionStore, runs: RunStore, checkpoints: CheckpointStore, storage: Storage) -> None:
+        self._sessions = sessions
+        self._runs = runs
+        self._checkpoints = checkpoints
+        self._storage = storage
+        self._turn = asyncio.Lock()
+
+    async def copy(
+        self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str, readers: Set[str]
+    ) -> TinkerPath:
+        """The copy's path; a repeat, which has the same key, gets the first one's.
+
+        The copy is the owner's; its source is public or one of the readers'.
+
+        Raises BadRequest, PlaceTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
+        """
+        check_ttl(request.ttl_seconds)
+        source = parse_path(request.source_path)
+        now = time.time()
+        async with self._turn:
+            checkpoint = await self._checkpoints.require_readable(source, readers, now)
+            session_id, number = await self._place(request, idempotency_key, owner)
+            path = TinkerPath(f"{session_id}:train:{number}", source.kind, source.name)
+            if await self._runs.find(path.run_id) is not None:
+                first = await self._checkpoints.find(path)
+                if first is not None and first.copied_from == str(source):
+                    return path
+                raise BadRequest(f"{path.run_id} is in use, and not for a copy of {source}")
+            expires_at = None if request.ttl_seconds is None else now + request.ttl_seconds
+            await self._write(checkpoint, session_id, number, path, owner, now, expires_at)
+        return path
+
+    async def _place(self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str) -> tuple[str, int]:
+        match request.destination_project_id, request.session_id, request.model_seq_id:
+            case str(project_id), None, None:
+                # The project's copy is in a session of its own, which is finished: nobody works in it.
+                session = CreateSessionRequest(tags=["copy_weights"], project_id=project_id)
+                key = None if idempotency_key is None else f"copy_weights:{idempotency_key}"
+                session_id = await self._sessions.create(session, key, owner)
+                done = FinishSessionRequest(reason=FinishReason(type="success"), detail="made by copy_weights")
+                await self._sessions.finish(session_id, done, owner)
+                return session_id, 0
+            case None, str(session_id), int(number):
+                await self._sessions.require_open(session_id, owner)
+                return session_id, number
+        raise BadRequest("copy_weights takes either destination_project_id, or session_id and model_seq_id")
+
+    async def _write(
+        self,
+        source: Checkpoint,
+        session_id: str,
+        number: int,
+        path: TinkerPath,
+        owner: str,
+        now: float,
+        expires_at: float | None,
+    ) -> None:
+        directory = self._storage.fresh(*path)
+        try:
+            await self._storage.copy(source.directory, directory)
+        except OSError:
+            raise UnknownCheckpoint(f"{source.tinker_path} was deleted meanwhile") from None
+        run = TrainingRun(
+            model_id=path.run_id,
+            owner=owner,
+            session_id=session_id,
+            model_seq_id=number,
+            optimizer_config=OptimizerConfig().model_dump(),
+            status="lost",
+            created_at=now,
+            **_shape(source),
+        )
+        copy = Checkpoint(
+            tinker_path=str(path),
+            owner=owner,
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            directory=directory,
+            size_bytes=source.size_bytes,
+            created_at=now,
+            expires_at=expires_at,
+            copied_from=source.tinker_path,
+            **_shape(source),
+        )
+        try:
+            await self._runs.add(run, copy)
+        except BaseException:
+            await self._storage.delete(directory)
+            raise
+
+
+def _shape(source: Checkpoint) -> dict[str, object]:
+    """What a copy has of its source."""
+    return {
+        "base_model": source.base_model,
+        "lora_rank": source.lora_rank,
+        "lora_seed": source.lora_seed,
+        "train_unembed": source.train_unembed,
+        "train_mlp": source.train_mlp,
+        "train_attn": source.train_attn,
+        "user_metadata": source.user_metadata,
+    }
