@@ -1,9 +1,9 @@
 """Every refusal, with its HTTP status and its category in a failed future.
 
 TinkerServerError
-├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, PlaceTaken 400, BodyTooLarge 413
+├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
-├── KeysFixed 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
+├── KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
 ├── LostModel 500: only in futures
 ├── Busy 429: only for samples, whose clients wait and try again
@@ -49,7 +49,7 @@ class SequenceConflict(BadRequest):
     """Another operation was sent under this number before."""
 
 
-class PlaceTaken(BadRequest):
+class ModelIdTaken(BadRequest):
     """The place (session_id, model_seq_id) has a model or a copy of weights already."""
 
 
@@ -105,7 +105,7 @@ class LinkRefused(TinkerServerError):
     status, category = 403, "user"
 
 
-class KeysFixed(TinkerServerError):
+class KeysReadOnly(TinkerServerError):
     """The keys file is not the server's to write."""
 
     status, category = 403, "user"

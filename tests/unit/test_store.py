@@ -16,7 +16,7 @@ from api_schemas.weights import TinkerPath
 from tinker_server.errors import (
     BadRequest,
     HeartbeatEnded,
-    PlaceTaken,
+    ModelIdTaken,
     ResultExpired,
     SequenceConflict,
     SessionFinished,
@@ -360,7 +360,7 @@ async def test_a_place_has_one_model_or_copy(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     store = RunStore(db)
     await store.add(run(session_id))
-    with pytest.raises(PlaceTaken, match="take another model_seq_id"):
+    with pytest.raises(ModelIdTaken, match="take another model_seq_id"):
         await store.add(run(session_id), checkpoint("copy"))
     assert await CheckpointStore(db).find(TinkerPath("run", "weights", "a")) is None
 

@@ -25,11 +25,11 @@ from api_schemas.admin import (
 )
 from api_schemas.checkpoints import from_unix
 from tinker_server.auth.links import VALID_S
-from tinker_server.errors import BadRequest, KeysFixed
+from tinker_server.errors import BadRequest, KeysReadOnly
 from tinker_server.store.catalog import DEFAULT_PROJECT
 from tinker_server.store.usage import HOUR_S
 from tinker_server.web.callers import ApiKey, Caller
-from tinker_server.web.deps import Audit, Listed, Server, ServerUrl, Sessions, SignedLinks, Used
+from tinker_server.web.deps import Audit, CatalogDep, Server, ServerUrl, Sessions, SignedLinks, UsageDep
 
 router = APIRouter()
 GIGABYTE = 10**9
@@ -64,7 +64,7 @@ async def get_audit(
 
 
 @router.get("/billing/usage/events", response_model_exclude_none=True)
-async def get_usage(starting_on: datetime, ending_before: datetime, usage: Used, caller: Caller) -> UsageResponse:
+async def get_usage(starting_on: datetime, ending_before: datetime, usage: UsageDep, caller: Caller) -> UsageResponse:
     """Tokens and checkpoints by hour, session and base model."""
     start, end = _utc(starting_on), _utc(ending_before)
     if end <= start:
@@ -87,7 +87,7 @@ async def get_usage(starting_on: datetime, ending_before: datetime, usage: Used,
 
 
 @router.get("/billing/usage/checkpoints/current")
-async def get_storage(catalog: Listed, caller: Caller, project_id: str | None = None) -> StorageUsageResponse:
+async def get_storage(catalog: CatalogDep, caller: Caller, project_id: str | None = None) -> StorageUsageResponse:
     """Saved weights that are stored now, by project."""
     records = await catalog.storage(caller, project_id, time.time())
     return StorageUsageResponse(
@@ -127,7 +127,7 @@ async def delete_api_key(key: ApiKey, server: Server) -> Response:
     try:
         server.keys.revoke(key)
     except OSError as error:
-        raise KeysFixed(f"the keys of this server cannot be changed from here: {error.strerror}") from None
+        raise KeysReadOnly(f"the keys of this server cannot be changed from here: {error.strerror}") from None
     return Response(status_code=204)
 
 

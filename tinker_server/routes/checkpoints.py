@@ -27,7 +27,16 @@ from tinker_server.store.catalog import Page
 from tinker_server.store.runs import parse_path
 from tinker_server.store.tables import Checkpoint
 from tinker_server.web.callers import Caller
-from tinker_server.web.deps import Audit, Checkpoints, Copies, Listed, Server, ServerUrl, SignedLinks, Stored
+from tinker_server.web.deps import (
+    Audit,
+    CatalogDep,
+    Checkpoints,
+    CopyingDep,
+    Server,
+    ServerUrl,
+    SignedLinks,
+    StorageDep,
+)
 from tinker_server.web.paging import LongPage
 from tinker_server.weights.saving import check_ttl
 
@@ -51,12 +60,12 @@ async def _kinds(x_stainless_package_version: Annotated[str | None, Header()] = 
     return [kind for kind in TYPES if not (known and version < FIRST_WITH_EXTERNAL and kind == "external_weights")]
 
 
-Named = Annotated[TinkerPath, Depends(_path)]
+CheckpointPath = Annotated[TinkerPath, Depends(_path)]
 ShownKinds = Annotated[list[Kind], Depends(_kinds)]
 
 
 @router.get("/checkpoints", response_model_exclude_none=True)
-async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: Listed) -> CheckpointsResponse:
+async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: CatalogDep) -> CheckpointsResponse:
     """Saved weights of all runs, newest first."""
     rows, total = await catalog.checkpoints(page, kinds, time.time())
     return _listed(rows, page, total)
@@ -64,7 +73,7 @@ async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: Listed) -
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
 async def list_checkpoints_of_run(
-    run_id: str, page: LongPage, kinds: ShownKinds, catalog: Listed
+    run_id: str, page: LongPage, kinds: ShownKinds, catalog: CatalogDep
 ) -> CheckpointsResponse:
     """A training run's saved weights, newest first."""
     await catalog.run(run_id, page.scope, time.time())
@@ -73,7 +82,7 @@ async def list_checkpoints_of_run(
 
 
 @router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
-async def publish(path: Named, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
+async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Let every client load the weights. Doing it again changes nothing."""
     await checkpoints.set_public(path, True, caller, time.time())
     await _note(audit, caller, "checkpoint_published", path)
@@ -81,7 +90,7 @@ async def publish(path: Named, checkpoints: Checkpoints, audit: Audit, caller: C
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
-async def unpublish(path: Named, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
+async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Take publish back."""
     await checkpoints.set_public(path, False, caller, time.time())
     await _note(audit, caller, "checkpoint_unpublished", path)
@@ -90,7 +99,7 @@ async def unpublish(path: Named, checkpoints: Checkpoints, audit: Audit, caller:
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
 async def set_ttl(
-    path: Named, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit, caller: Caller
+    path: CheckpointPath, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit, caller: Caller
 ) -> Response:
     """Let weights expire so many seconds from now; null: never."""
     check_ttl(request.ttl_seconds)
@@ -102,9 +111,9 @@ async def set_ttl(
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
 async def external_weights_urls(
-    path: Named,
+    path: CheckpointPath,
     checkpoints: Checkpoints,
-    storage: Stored,
+    storage: StorageDep,
     links: SignedLinks,
     url: ServerUrl,
     audit: Audit,
@@ -125,7 +134,7 @@ async def external_weights_urls(
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/archive", status_code=302)
 async def archive(
-    path: Named, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit, caller: Caller
+    path: CheckpointPath, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit, caller: Caller
 ) -> Response:
     """Where clients before 0.36 find the weights in one tar.gz."""
     checkpoint = await checkpoints.require_readable(path, {caller}, time.time())
@@ -136,7 +145,9 @@ async def archive(
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
-async def delete(path: Named, checkpoints: Checkpoints, storage: Stored, audit: Audit, caller: Caller) -> Response:
+async def delete(
+    path: CheckpointPath, checkpoints: Checkpoints, storage: StorageDep, audit: Audit, caller: Caller
+) -> Response:
     """Forget the weights, then remove their files. Copies, and samplers that have begun, keep theirs."""
     await storage.delete(await checkpoints.take(path, caller))
     await _note(audit, caller, "checkpoint_deleted", path)
@@ -159,7 +170,7 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, ca
 @router.post("/copy_weights")
 async def copy_weights(
     request: CopyWeightsRequest,
-    copying: Copies,
+    copying: CopyingDep,
     server: Server,
     audit: Audit,
     caller: Caller,

@@ -7,21 +7,23 @@ from fastapi import APIRouter, Response
 from fastapi.responses import FileResponse, JSONResponse
 
 from tinker_server.errors import UnknownCheckpoint
-from tinker_server.web.deps import Listed, Sessions, SignedLinks, Stored
+from tinker_server.web.deps import CatalogDep, Sessions, SignedLinks, StorageDep
 
 router = APIRouter()
 MICROS = 1_000_000
 
 
 @router.get("/files/{path:path}")
-async def get_file(path: str, expires: int, signature: str, storage: Stored, links: SignedLinks) -> Response:
+async def get_file(path: str, expires: int, signature: str, storage: StorageDep, links: SignedLinks) -> Response:
     """One file of exported weights."""
     links.check(f"files/{path}", expires, signature)
     return await _file(storage.downloadable(path))
 
 
 @router.get("/archives/{directory:path}")
-async def get_archive(directory: str, expires: int, signature: str, storage: Stored, links: SignedLinks) -> Response:
+async def get_archive(
+    directory: str, expires: int, signature: str, storage: StorageDep, links: SignedLinks
+) -> Response:
     """Weights as one tar.gz, packed when first asked for."""
     links.check(f"archives/{directory}", expires, signature)
     if not storage.holds(directory):
@@ -31,7 +33,7 @@ async def get_archive(directory: str, expires: int, signature: str, storage: Sto
 
 @router.get("/traces/{session_id}")
 async def get_trace(
-    session_id: str, expires: int, signature: str, sessions: Sessions, catalog: Listed, links: SignedLinks
+    session_id: str, expires: int, signature: str, sessions: Sessions, catalog: CatalogDep, links: SignedLinks
 ) -> Response:
     """A session's operations in the Trace Event Format, which ui.perfetto.dev opens.
 

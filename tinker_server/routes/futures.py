@@ -20,7 +20,7 @@ from tinker_server.offload import off_loop
 from tinker_server.store.completions import Target
 from tinker_server.store.results import Result
 from tinker_server.web.callers import Caller
-from tinker_server.web.deps import AppSettings, Futures, Samplers, Work
+from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep
 
 router = APIRouter()
 JSON_FORMS = {"forward_backward": wire.forward_backward_json, "sample": wire.sample_json}
@@ -79,10 +79,12 @@ async def retrieve_futures(
 
 
 @router.post("/cancel_future", status_code=204)
-async def cancel_future(request: CancelFutureRequest, futures: Futures, work: Work, caller: Caller) -> Response:
+async def cancel_future(
+    request: CancelFutureRequest, futures: Futures, scheduler: SchedulerDep, caller: Caller
+) -> Response:
     """Stop a sample that waits or runs. What has ended, or was cancelled before, stays as it is."""
     request_id = _checked(request.request_id)
-    if not work.cancel(request_id, caller):
+    if not scheduler.cancel(request_id, caller):
         await futures.require_finished_sample(request_id, caller)
     return Response(status_code=204)
 

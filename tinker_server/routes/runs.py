@@ -9,14 +9,14 @@ from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord
 from tinker_server.web.callers import AskedScope
-from tinker_server.web.deps import Listed
+from tinker_server.web.deps import CatalogDep
 from tinker_server.web.paging import ShortPage
 
 router = APIRouter()
 
 
 @router.get("/training_runs", response_model_exclude_none=True)
-async def list_training_runs(catalog: Listed, page: ShortPage) -> TrainingRunsResponse:
+async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRunsResponse:
     """Runs, newest first."""
     records, total = await catalog.runs(page, time.time())
     return TrainingRunsResponse(
@@ -26,7 +26,7 @@ async def list_training_runs(catalog: Listed, page: ShortPage) -> TrainingRunsRe
 
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
-async def get_training_run(run_id: str, catalog: Listed, scope: AskedScope) -> TrainingRunInfo:
+async def get_training_run(run_id: str, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
     """One run."""
     return _info(await catalog.run(run_id, scope, time.time()))
 

@@ -21,7 +21,7 @@ from api_schemas.sampling import (
 from tinker_server.errors import BadRequest
 from tinker_server.store.tables import SamplingSession
 from tinker_server.web.callers import Caller
-from tinker_server.web.deps import Checkpoints, Samplers, ServedModels, Sessions, Work
+from tinker_server.web.deps import Checkpoints, Samplers, SchedulerDep, ServedModels, Sessions
 from tinker_server.web.submission import Submission, json_body
 from tinker_server.weights.lookup import find_weights
 
@@ -78,7 +78,7 @@ async def asample(
     checkpoints: Checkpoints,
     models: ServedModels,
     caller: Caller,
-    work: Work,
+    scheduler: SchedulerDep,
 ) -> UntypedFuture:
     """Draw samples. What can be told to be wrong at once is answered 400; too many in flight, 429."""
     request = submission.request
@@ -99,6 +99,6 @@ async def asample(
         check(request)
     else:
         await asyncio.to_thread(check, request)  # it looks into images
-    future = await submission.accept(work, caller, "sample", lane, seq_id)
+    future = await submission.accept(scheduler, caller, "sample", lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})

@@ -25,7 +25,7 @@ from api_schemas.sessions import (
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
 from tinker_server.store.tables import Session
 from tinker_server.web.callers import AskedScope, Caller
-from tinker_server.web.deps import Audit, Listed, Sessions
+from tinker_server.web.deps import Audit, CatalogDep, Sessions
 from tinker_server.web.paging import ShortPage
 
 router = APIRouter()
@@ -61,14 +61,14 @@ async def finish_session(
 
 
 @router.get("/sessions")
-async def list_sessions(catalog: Listed, page: ShortPage) -> ListSessionsResponse:
+async def list_sessions(catalog: CatalogDep, page: ShortPage) -> ListSessionsResponse:
     """Ids of one's sessions, newest first."""
     return ListSessionsResponse(sessions=await catalog.sessions(page))
 
 
 @router.post("/sessions/search", response_model_exclude_none=True)
 async def search_sessions(
-    request: SearchSessionsRequest, sessions: Sessions, catalog: Listed, caller: Caller
+    request: SearchSessionsRequest, sessions: Sessions, catalog: CatalogDep, caller: Caller
 ) -> SearchSessionsResponse:
     """Sessions that match, newest first, a page at a time."""
     if request.owner.type == "user" and caller not in (request.owner.owner_urns or []):
@@ -85,7 +85,9 @@ async def search_sessions(
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True)
-async def get_session(session_id: str, sessions: Sessions, catalog: Listed, scope: AskedScope) -> GetSessionResponse:
+async def get_session(
+    session_id: str, sessions: Sessions, catalog: CatalogDep, scope: AskedScope
+) -> GetSessionResponse:
     """A session's models and samplers."""
     row = await sessions.require(session_id, scope.owner)
     run_ids, sampler_ids = await catalog.of_session(session_id)

@@ -5,7 +5,7 @@ from collections.abc import Set
 from sqlalchemy import delete, or_, select, update
 
 from api_schemas.weights import TinkerPath
-from tinker_server.errors import BadRequest, PlaceTaken, UnknownCheckpoint, UnknownModel
+from tinker_server.errors import BadRequest, ModelIdTaken, UnknownCheckpoint, UnknownModel
 from tinker_server.store.database import Database
 from tinker_server.store.tables import Checkpoint, Session, TrainingRun
 
@@ -28,11 +28,11 @@ class RunStore:
     async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
         """Store a run, with the weights that were copied to it if it is a copy's, which is never in memory.
 
-        Raises PlaceTaken.
+        Raises ModelIdTaken.
         """
         async with self._db.write() as session:
             if await session.get(TrainingRun, run.model_id) is not None:
-                raise PlaceTaken(
+                raise ModelIdTaken(
                     f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
                 )
             session.add(run)

@@ -1,7 +1,8 @@
 """What route handlers may ask for, as named types."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
@@ -17,6 +18,8 @@ from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
 from tinker_server.store.usage import AuditStore, UsageStore
 from tinker_server.weights.copying import Copying
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,69 +48,22 @@ class Services:
         self.futures.release()
 
 
-# Coroutines, although nothing is awaited: FastAPI would run plain functions in threads.
 async def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 
 
 Server = Annotated[Services, Depends(_services)]
+"""All services at once."""
 
 
-async def _settings(server: Server) -> Settings:
-    return server.settings
+def _part(of: Callable[[Services], T]) -> Any:
+    """A dependency on one of the services."""
 
+    async def part(server: Server) -> T:  # no plain function: FastAPI would run it in a thread
+        return of(server)
 
-async def _models(server: Server) -> Models:
-    return server.models
-
-
-async def _sessions(server: Server) -> SessionStore:
-    return server.sessions
-
-
-async def _runs(server: Server) -> RunStore:
-    return server.runs
-
-
-async def _checkpoints(server: Server) -> CheckpointStore:
-    return server.checkpoints
-
-
-async def _samplers(server: Server) -> SamplerStore:
-    return server.samplers
-
-
-async def _futures(server: Server) -> FutureStore:
-    return server.futures
-
-
-async def _scheduler(server: Server) -> Scheduler:
-    return server.scheduler
-
-
-async def _catalog(server: Server) -> Catalog:
-    return server.catalog
-
-
-async def _usage(server: Server) -> UsageStore:
-    return server.usage
-
-
-async def _audit(server: Server) -> AuditStore:
-    return server.audit
-
-
-async def _storage(server: Server) -> Storage:
-    return server.storage
-
-
-async def _links(server: Server) -> Links:
-    return server.links
-
-
-async def _copying(server: Server) -> Copying:
-    return server.copying
+    return Depends(part)
 
 
 async def _server_url(http: Request) -> str:
@@ -115,19 +71,19 @@ async def _server_url(http: Request) -> str:
     return f"{str(http.base_url).rstrip('/')}{prefix}/api/v1"
 
 
-AppSettings = Annotated[Settings, Depends(_settings)]
-ServedModels = Annotated[Models, Depends(_models)]
-Sessions = Annotated[SessionStore, Depends(_sessions)]
-Runs = Annotated[RunStore, Depends(_runs)]
-Checkpoints = Annotated[CheckpointStore, Depends(_checkpoints)]
-Samplers = Annotated[SamplerStore, Depends(_samplers)]
-Futures = Annotated[FutureStore, Depends(_futures)]
-Work = Annotated[Scheduler, Depends(_scheduler)]
-Listed = Annotated[Catalog, Depends(_catalog)]
-Used = Annotated[UsageStore, Depends(_usage)]
-Audit = Annotated[AuditStore, Depends(_audit)]
-Stored = Annotated[Storage, Depends(_storage)]
-SignedLinks = Annotated[Links, Depends(_links)]
-Copies = Annotated[Copying, Depends(_copying)]
+AppSettings = Annotated[Settings, _part(lambda server: server.settings)]
+ServedModels = Annotated[Models, _part(lambda server: server.models)]
+Sessions = Annotated[SessionStore, _part(lambda server: server.sessions)]
+Runs = Annotated[RunStore, _part(lambda server: server.runs)]
+Checkpoints = Annotated[CheckpointStore, _part(lambda server: server.checkpoints)]
+Samplers = Annotated[SamplerStore, _part(lambda server: server.samplers)]
+Futures = Annotated[FutureStore, _part(lambda server: server.futures)]
+SchedulerDep = Annotated[Scheduler, _part(lambda server: server.scheduler)]
+CatalogDep = Annotated[Catalog, _part(lambda server: server.catalog)]
+UsageDep = Annotated[UsageStore, _part(lambda server: server.usage)]
+Audit = Annotated[AuditStore, _part(lambda server: server.audit)]
+StorageDep = Annotated[Storage, _part(lambda server: server.storage)]
+CopyingDep = Annotated[Copying, _part(lambda server: server.copying)]
+SignedLinks = Annotated[Links, _part(lambda server: server.links)]
 ServerUrl = Annotated[str, Depends(_server_url)]
 """Where the client reaches `/api/v1`: as it addressed us, behind whatever prefix a proxy has taken off."""

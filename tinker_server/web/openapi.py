@@ -27,9 +27,9 @@ from tinker_server.errors import (
     BodyTooLarge,
     Busy,
     HeartbeatEnded,
-    KeysFixed,
+    KeysReadOnly,
     LinkRefused,
-    PlaceTaken,
+    ModelIdTaken,
     ResultExpired,
     SequenceConflict,
     SessionFinished,
@@ -117,12 +117,12 @@ REFUSALS: dict[str, tuple[type[TinkerServerError], ...]] = {
     f"{_NAMED}/external_weights_urls": _OF_WEIGHTS,
     f"{_NAMED}/archive": _OF_WEIGHTS,
     "/weights_info": _OF_WEIGHTS,
-    "/copy_weights": (*_OF_WEIGHTS, PlaceTaken, *_OF_SESSION),
+    "/copy_weights": (*_OF_WEIGHTS, ModelIdTaken, *_OF_SESSION),
     "/files/{path}": (LinkRefused, UnknownCheckpoint),
     "/archives/{directory}": (LinkRefused, UnknownCheckpoint),
     "/traces/{session_id}": (LinkRefused, UnknownSession),
     "/billing/usage/events": (BadRequest,),
-    "/auth/apikey/me": (KeysFixed,),
+    "/auth/apikey/me": (KeysReadOnly,),
 }
 """By path: what may be answered beside that the request itself is malformed."""
 

@@ -21,7 +21,7 @@ from tinker_server.offload import off_loop
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.store import futures
 from tinker_server.web.callers import Caller
-from tinker_server.web.deps import AppSettings, Server, Services, Work
+from tinker_server.web.deps import AppSettings, SchedulerDep, Server, Services
 
 R = TypeVar("R", bound=Request)
 JSON = "application/json"
@@ -35,10 +35,10 @@ class Submission(Generic[R]):
     body: bytes
     content_type: str
 
-    async def accept(self, work: Scheduler, owner: str, kind: str, lane: str, seq_id: int) -> UntypedFuture:
+    async def accept(self, scheduler: Scheduler, owner: str, kind: str, lane: str, seq_id: int) -> UntypedFuture:
         """Queue it; answered as soon as that is durable."""
         stored = futures.Work(kind, lane, seq_id, self.body, self.content_type, owner)
-        return UntypedFuture(request_id=await work.submit(stored, self.request))
+        return UntypedFuture(request_id=await scheduler.submit(stored, self.request))
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Numbered(BaseModel):
 def json_body(model: type[R]) -> Callable[..., Awaitable[Submission[R]]]:
     """A dependency that reads a JSON body."""
 
-    async def read(http: HttpRequest, work: Work) -> Submission[R]:
+    async def read(http: HttpRequest, scheduler: SchedulerDep) -> Submission[R]:
         body = await http.body()
         try:
             request = await off_loop(len(body), model.model_validate_json, body)
         except ValidationError as error:
-            _refuse_json_number(body, work)
+            _refuse_json_number(body, scheduler)
             raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
         return Submission(request, body, JSON)
 
@@ -98,12 +98,12 @@ _forward_backward_json = json_body(ForwardBackwardRequest)
 
 
 async def forward_backward_body(
-    http: HttpRequest, work: Work, settings: AppSettings
+    http: HttpRequest, scheduler: SchedulerDep, settings: AppSettings
 ) -> Submission[ForwardBackwardRequest]:
     """A dependency that reads a protobuf body, zstd-compressed or not, or the JSON of clients before 0.25."""
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == JSON:
-        return await _forward_backward_json(http, work)
+        return await _forward_backward_json(http, scheduler)
     if content_type != wire.PROTOBUF:
         raise BadRequest(
             f"forward_backward takes {wire.PROTOBUF} or {JSON}, not {content_type or 'a body without a type'}"
@@ -119,14 +119,14 @@ async def forward_backward_body(
     except wire.MalformedBody:
         number = await off_loop(len(body), wire.number_of, body)
         if number is not None:
-            work.refuse_number(*number)
+            scheduler.refuse_number(*number)
         raise
     return Submission(request, body, wire.PROTOBUF)
 
 
-def _refuse_json_number(body: bytes, work: Scheduler) -> None:
+def _refuse_json_number(body: bytes, scheduler: Scheduler) -> None:
     try:
         number = Numbered.model_validate_json(body)
     except ValidationError:
         return
-    work.refuse_number(number.model_id, number.seq_id)
+    scheduler.refuse_number(number.model_id, number.seq_id)

@@ -33,7 +33,7 @@ class Copying:
 
         The copy is the owner's; its source is public or one of the readers'.
 
-        Raises BadRequest, PlaceTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
+        Raises BadRequest, ModelIdTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
         """
         check_ttl(request.ttl_seconds)
         source = parse_path(request.source_path)
