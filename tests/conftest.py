@@ -7,6 +7,7 @@ import pytest
 
 from backends.rendering import Renderer
 from tests.databases import KINDS, fresh_database
+from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl
 from tests.servers import MODEL, Server
 
@@ -40,10 +41,6 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def renderer(tiny_vl: Path) -> Renderer:
     return make_renderer(tiny_vl)
-
-
-def make_renderer(source: Path) -> Renderer:
-    return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -12,6 +13,10 @@ from backends.rendering import Renderer
 
 VOCAB = 300
 """Below every tiny model's image placeholder."""
+
+
+def make_renderer(source: Path) -> Renderer:
+    return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
 
 
 def photo(width: int, height: int, seed: int = 0, *, mode: str = "RGB", format: str = "png") -> bytes:

@@ -1,7 +1,6 @@
 """Fixtures of the conformance tests: a server of fakes with a record of its requests, and clients of either server."""
 
 import gc
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import tinker
 from backends.rendering import Renderer
 from tests.conformance.reference import Reference, Trained
 from tests.conformance.wire import Wire
-from tests.contract.test_http import Running
+from tests.fake_server import Running
 from tests.servers import Server
 
 
@@ -73,14 +72,3 @@ def reference(tiny_vl: Path, renderer: Renderer) -> Reference:
 def trained(server: Server, service: tinker.ServiceClient, renderer: Renderer) -> Trained:
     """A model of the real server that is not at its start any more."""
     return Trained(server, service, renderer)
-
-
-def session_of(training: tinker.TrainingClient) -> str:
-    return training.model_id.partition(":train:")[0]
-
-
-def fetch(url: str) -> bytes:
-    """Without any header of the SDK."""
-    with urllib.request.urlopen(url, timeout=20) as answer:
-        body: bytes = answer.read()
-        return body

@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum, ModelInput
 from backends.rendering import Renderer
-from tests.contract.test_trainer import reference_inputs
 from tests.servers import MODEL, Server
+from tests.trainers import reference_inputs
 from tests.training import batch, saved_adapter, step
 
 RANK = 8

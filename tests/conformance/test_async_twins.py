@@ -17,7 +17,7 @@ from tinker import types
 
 from api_schemas import tinker_wire_pb2 as pb
 from tests.conformance.wire import Seen, Wire
-from tests.contract.test_http import Running, datum
+from tests.fake_server import Running, datum
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),

@@ -16,7 +16,7 @@ from tinker import types
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.wire import number_of
 from tests.conformance.wire import Wire
-from tests.contract.test_http import Running, datum, forward_backward_body
+from tests.fake_server import Running, datum, forward_backward_body
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROTOBUF = {"content-type": "application/x-protobuf"}

@@ -18,8 +18,7 @@ import tinker
 from safetensors.numpy import load
 from tinker import types
 
-from tests.conformance.conftest import fetch, session_of
-from tests.contract.test_http import Running
+from tests.fake_server import Running, fetch, session_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),

@@ -13,7 +13,7 @@ import tinker
 from tinker import types
 
 from tests.conformance.wire import Seen, Wire
-from tests.contract.test_http import Running
+from tests.fake_server import Running
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)

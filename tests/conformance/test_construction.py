@@ -17,7 +17,7 @@ from tinker import types
 from tinker.auth import raise_if_tinker_not_accessible
 
 from tests.conformance.wire import Wire, paths
-from tests.contract.test_http import Running, datum
+from tests.fake_server import Running, datum
 from tests.servers import KEY
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

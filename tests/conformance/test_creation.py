@@ -16,7 +16,7 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from tests.conformance.wire import Wire, paths
-from tests.contract.test_http import HOLD_S, Running, datum, forward_backward_body
+from tests.fake_server import HOLD_S, Running, datum, forward_backward_body
 from tests.servers import MODEL
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

@@ -16,7 +16,7 @@ import tinker
 from tinker import types
 
 from api_schemas import tinker_wire_pb2 as pb
-from tests.contract.test_http import HOLD_S, Running, datum, forward_backward_body
+from tests.fake_server import HOLD_S, Running, datum, forward_backward_body
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)

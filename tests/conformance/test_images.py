@@ -20,14 +20,13 @@ from transformers import AutoImageProcessor
 
 from backends.rendering import Renderer
 from backends.trainer.client import RankedTrainer
+from tests.conformance.failures import assert_each_fails_alone
 from tests.conformance.reference import Reference, Trained, assert_gradients
-from tests.conformance.test_bad_data import assert_each_fails_alone
-from tests.conftest import make_renderer
-from tests.contract.test_http import Running
-from tests.contract.test_trainer import config
-from tests.factories import photo
+from tests.factories import make_renderer, photo
+from tests.fake_server import Running
 from tests.fakes import FakeBackend
 from tests.servers import MODEL, Server
+from tests.trainers import config
 from tests.training import PLACEHOLDER
 
 SIZES = [(96, 64), (333, 500), (40, 300)]

@@ -13,7 +13,7 @@ import tinker
 from fastapi.routing import APIRoute
 from tinker import types
 
-from tests.contract.test_http import Running, datum
+from tests.fake_server import Running, datum
 from tinker_server.auth import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

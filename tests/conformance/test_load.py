@@ -13,7 +13,7 @@ import tinker
 from tinker import types
 
 from api_schemas import tinker_wire_pb2 as pb
-from tests.contract.test_http import Running
+from tests.fake_server import Running
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 CLIENTS, SAMPLES = 5, 300

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.test_http import Running
+from tests.fake_server import Running
 
 JSON = {"accept": "application/json"}
 DATUM = {

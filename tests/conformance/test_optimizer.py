@@ -11,8 +11,8 @@ from tinker import types
 
 from backends.rendering import Renderer
 from tests.conformance.reference import RANK, Reference
-from tests.contract.test_trainer import relative_distance
 from tests.servers import MODEL, Server, sdk_datum
+from tests.trainers import relative_distance
 from tests.training import batch, logprobs_of, saved_adapter, step
 
 EVERY_FIELD = types.AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)

@@ -16,8 +16,7 @@ from tinker import types
 from tinker.types.session_search_request import SessionSearchRequest
 from tinker.types.session_status_query import ActiveSessionStatusQuery, ClientFinishedSessionStatusQuery
 
-from tests.conformance.conftest import fetch, session_of
-from tests.contract.test_http import Running, datum
+from tests.fake_server import Running, datum, fetch, session_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),

@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from tests.conformance.wire import Wire, paths
-from tests.contract.test_http import Running
+from tests.fake_server import Running
 from tests.servers import MODEL, Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

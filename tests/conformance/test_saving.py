@@ -12,8 +12,7 @@ import tinker
 from safetensors.numpy import load
 from tinker import types
 
-from tests.conformance.conftest import fetch
-from tests.contract.test_http import Running
+from tests.fake_server import Running, fetch
 from tests.fakes import ADAPTER
 
 pytestmark = [

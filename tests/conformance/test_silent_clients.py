@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.contract.test_http import Running, datum
+from tests.fake_server import Running, datum
 from tinker_server.scheduling import housekeeping
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")

@@ -12,7 +12,7 @@ import zstandard
 from tinker import types
 
 from tests.conformance.wire import Wire, paths
-from tests.contract.test_http import HOLD_S, Running, datum, forward_backward_body
+from tests.fake_server import HOLD_S, Running, datum, forward_backward_body
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 PROTOBUF = {"content-type": "application/x-protobuf"}

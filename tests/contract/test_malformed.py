@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
-from tests.contract.test_http import Running, forward_backward_body
 from tests.factories import photo
+from tests.fake_server import Running, forward_backward_body
 
 # Threads of other tests' SDK clients draw random numbers at any time, which hypothesis takes for its strategies'.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the .random. module inside strategies")

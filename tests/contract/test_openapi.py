@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from api_schemas import wire
 from api_schemas.json_results import ForwardBackwardJson, SampleJson
-from tests.contract.test_http import Running, forward_backward_body
+from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
 from tinker_server.app import create_app
 from tinker_server.errors import SequenceConflict

@@ -27,8 +27,7 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer, mrope_positions
 from backends.sampler.client import SamplerConfig, VllmSampler
 from backends.trainer.checkpoint import ADAPTER_FILE, write_adapter, write_directory
-from tests.conftest import make_renderer
-from tests.factories import MIXED, image, prompt, words
+from tests.factories import MIXED, image, make_renderer, prompt, words
 from tests.models import make_tiny_text, make_tiny_vl
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
 from backends.protocol import InvalidInput, ModelLost
 from backends.trainer.client import RankedTrainer
-from tests.contract.test_trainer import config
 from tests.factories import MIXED, cross_entropy, datum
+from tests.trainers import config
 
 LORA = LoraConfig(rank=8, seed=1)
 ADAM = AdamParams(learning_rate=0.01)

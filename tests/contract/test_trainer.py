@@ -5,7 +5,6 @@ pytest tests/contract/test_trainer.py
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,33 +22,21 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer, mrope_positions
 from backends.trainer import scoring
 from backends.trainer.client import RankedTrainer
-from backends.trainer.parallel import World
-from backends.trainer.rank import RankTrainer, TrainerConfig
-from tests.conftest import make_renderer
-from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
+from backends.trainer.rank import RankTrainer
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_vl
-
-LORA = LoraConfig(rank=8, seed=1)
-# Adam's first step is nearly the sign of the gradient, which blows rounding up; a large eps makes it
-# nearly the gradient itself.
-SMOOTH = AdamParams(learning_rate=0.1, eps=1.0)
-
-
-def config(source: Path, max_tokens: int = 1024) -> TrainerConfig:
-    return TrainerConfig(
-        name="tiny",
-        source=str(source),
-        device="cpu",
-        dtype="float32",
-        max_lora_rank=64,
-        max_tokens_per_microbatch=max_tokens,
-        image_cache_bytes=1 << 26,
-        max_image_pixels=10**7,
-    )
-
-
-def trainer(source: Path, max_tokens: int = 1024) -> RankTrainer:
-    return RankTrainer(config(source, max_tokens), World(0, 1, torch.device("cpu")))
+from tests.trainers import (
+    LORA,
+    SMOOTH,
+    assert_same,
+    config,
+    gradients,
+    perturb,
+    reference_inputs,
+    reference_logprobs,
+    relative_distance,
+    trainer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,47 +47,6 @@ def rank(tiny_vl: Path) -> RankTrainer:
 @pytest.fixture(scope="module")
 def reference(tiny_vl: Path):
     return AutoModelForImageTextToText.from_pretrained(tiny_vl).eval()
-
-
-def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.Tensor]:
-    """One unpacked sample the way the processor would give it; transformers finds the positions itself."""
-    rendered = renderer.render(model_input, "datum")
-    ids = torch.from_numpy(rendered.token_ids_T)[None]
-    if not rendered.images:
-        return {"input_ids": ids}
-    return {
-        "input_ids": ids,
-        "pixel_values": torch.cat([one.pixel_values_PD for one in rendered.images]),
-        "image_grid_thw": torch.tensor([one.grid_thw for one in rendered.images]),
-        "mm_token_type_ids": (ids == model.config.image_token_id).int(),
-    }
-
-
-def reference_logprobs(renderer: Renderer, item: Datum, model) -> torch.Tensor:
-    logits = model(**reference_inputs(renderer, item.model_input, model), use_cache=False).logits[0]
-    targets = torch.from_numpy(item.loss_fn_inputs["target_tokens"]).reshape(len(logits), -1)
-    return logits.log_softmax(-1).gather(-1, targets)
-
-
-def perturb(rank: RankTrainer, model_id: str) -> None:
-    """Give B random values: a fresh adapter adds nothing and would prove nothing."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, tensor in rank._models[model_id].adapter.tensors.items():
-            if ".lora_B." in name:
-                tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.05, generator=generator))
-
-
-def gradients(rank: RankTrainer, model_id: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.grad.clone() for name, tensor in rank._models[model_id].adapter.tensors.items()}
-
-
-def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rtol: float = 1e-4) -> None:
-    """Equal to a fraction of each tensor's largest entry."""
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        scale = tensor.abs().max().item()
-        assert (got[name] - tensor).abs().max().item() <= rtol * scale + 1e-7, name
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -276,12 +222,6 @@ def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, 
     assert relative_distance(theirs.values(), own.values()) <= 1e-5
     for name, tensor in own.items():
         assert relative_distance([theirs[name]], [tensor]) <= 5e-5, name
-
-
-def relative_distance(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
-    """L2 norm of the difference, as a fraction of what is wanted."""
-    flat_got, flat_wanted = (torch.cat([tensor.detach().flatten() for tensor in side]) for side in (got, wanted))
-    return ((flat_got - flat_wanted).norm() / flat_wanted.norm()).item()
 
 
 def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, renderer):

@@ -18,8 +18,8 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import RankedTrainer
 from backends.trainer.parallel import World
 from backends.trainer.rank import RankTrainer
-from tests.contract.test_trainer import SMOOTH, assert_same, config, gradients, perturb
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
+from tests.trainers import SMOOTH, assert_same, config, gradients, perturb
 
 LORA = LoraConfig(rank=8, seed=1)
 SMALL, WIDE, TALL = image(64, 64, 1), image(160, 64, 2), image(64, 160, 3)

@@ -9,8 +9,8 @@ import pytest
 import tinker.types as types
 import torch
 
-from tests.conftest import make_renderer
-from tests.gpu.test_smoke import LARGEST, MEAN, differences
+from tests.factories import make_renderer
+from tests.gpu.agreement import LARGEST, MEAN, differences
 from tests.photographs import SEEING, conversation, our_input, photographs
 from tests.servers import Server
 from tinker_server.embedded import TINY_VL

@@ -1,8 +1,6 @@
 """Trainer and sampler agree in bfloat16 on a GPU.
 
-    pytest tests/gpu
-
-The bounds are twice what vLLM and transformers differ by on one H200 with random models.
+pytest tests/gpu
 """
 
 import asyncio
@@ -11,34 +9,12 @@ import numpy as np
 import pytest
 import tinker.types as types
 
-from tests.factories import MIXED, datum, image, prompt, words
+from tests.factories import MIXED, image, prompt, words
+from tests.gpu.agreement import LARGEST, MEAN, differences, scoring_datum
 from tests.servers import MODEL, sdk_input
 from tests.training import batch, logprobs_of, step
 
 pytestmark = pytest.mark.gpu
-MEAN, LARGEST = 0.03, 0.2
-
-
-def scoring_datum(model_input, renderer):
-    """Targets are the input's own next tokens."""
-    ids = renderer.render(model_input, "prompt").token_ids_T
-    item = datum(model_input, renderer)
-    weights = np.zeros(len(ids), np.float32)
-    return type(item)(
-        model_input=model_input, loss_fn_inputs={"target_tokens": np.append(ids[1:], 0), "weights": weights}
-    )
-
-
-def differences(client, sampler, inputs, renderer) -> np.ndarray:
-    """Absolute, nats, of all text positions."""
-    futures = [sampler.compute_logprobs(sdk_input(one)) for one in inputs]
-    items = [scoring_datum(one, renderer) for one in inputs]
-    found = []
-    for item, row, future in zip(items, logprobs_of(client, items), futures, strict=True):
-        scored = np.array(future.result()[1:])
-        text = item.loss_fn_inputs["target_tokens"][:-1] != renderer.config.image_token_id
-        found.append(np.abs(scored - row[:-1])[text])
-    return np.concatenate(found)
 
 
 def test_trainer_and_sampler_agree_on_text_and_images_base_and_adapter(server, renderer):

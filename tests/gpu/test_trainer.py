@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from backends.trainer.client import RankedTrainer
 from backends.trainer.parallel import World
 from backends.trainer.rank import RankTrainer
-from tests.contract.test_trainer import LORA, SMOOTH, assert_same, config, gradients, perturb
 from tests.factories import MIXED, cross_entropy, datum
+from tests.trainers import LORA, SMOOTH, assert_same, config, gradients, perturb
 
 pytestmark = pytest.mark.gpu
 CUDA = {"device": "cuda"}

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from tests.conftest import make_renderer
+from tests.factories import make_renderer
 from tests.models import make_tiny_vl
 from tests.sdk_matrix.comparison import contradictions, differences
 from tests.sdk_matrix.work import work

@@ -76,3 +76,12 @@ def test_event_loops_start_only_in_process_mains() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.run"
     } | set(importers("asyncio.run"))
     assert callers <= {"tinker_server/__main__.py", "backends/sampler/process.py"}
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several of them use is in a module that holds no tests."""
+    files = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("*.py"))]
+    modules = {path: ".".join(path.with_suffix("").parts) for path in files}
+    tests = [module for path, module in modules.items() if path.name.startswith(("test_", "conftest"))]
+    for path in files:
+        assert not [name for name in imported_names(path) if within(name, *tests)], path

@@ -11,8 +11,7 @@ from transformers import AutoProcessor
 from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from backends.protocol import InvalidInput
 from backends.rendering import ImageCache, RenderedImage, Renderer
-from tests.conftest import make_renderer
-from tests.factories import image, photo, prompt, text, words
+from tests.factories import image, make_renderer, photo, prompt, text, words
 
 
 def file_of(picture: Image.Image, format: str) -> bytes:

@@ -12,7 +12,7 @@ from api_schemas.sampling import SamplingParams
 from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest, TelemetryRequest
 from api_schemas.training import AdamParams, CreateModelRequest, OptimStepRequest
 from api_schemas.weights import SaveWeightsRequest
-from tests.contract.test_http import forward_backward_body
+from tests.fake_server import forward_backward_body
 
 
 def nested(depth: int) -> Any:

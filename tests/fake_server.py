@@ -1,0 +1,137 @@
+"""A server in a thread of the test, on a backend of fakes, and small requests to it."""
+
+import asyncio
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import tinker
+from starlette.types import ASGIApp
+from tinker import types
+
+from api_schemas import tinker_wire_pb2 as pb
+from tests.fakes import FakeBackend
+from tinker_server.__main__ import listen
+from tinker_server.app import create_app
+from tinker_server.settings import Settings
+from tinker_server.web.server import Server
+
+HOLD_S = 0.3
+"""How long a server of fakes holds a poll."""
+
+
+class Running:
+    """A server in a thread. `around` may put something in front of it, such as a record or a proxy."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        around: Callable[[ASGIApp], ASGIApp] | None = None,
+        backend: FakeBackend | None = None,
+        **settings: Any,
+    ) -> None:
+        self.backend = backend or FakeBackend()
+        self._around = around
+        values = {"poll_hold_s": HOLD_S, "gap_grace_s": 0.5, "max_body_bytes": 1 << 20, "drain_s": 1} | settings
+        self.settings = Settings(data_dir=data_dir, **values)
+        self._listening = threading.Event()
+        self._listener = listen("127.0.0.1", 0)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._listening.wait(60)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        headers = {"accept": "application/x-protobuf, application/json", "x-api-key": "tml-test"}
+        self.http = httpx.Client(base_url=f"{self.url}/api/v1", timeout=20, headers=headers)
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        app = self.app = create_app(self.settings, self.backend)
+        async with app.router.lifespan_context(app):
+            front: Any = app if self._around is None else self._around(app)
+            self._server = Server(front, app.state.services.drain, self._listening.set)
+            await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive() and not self.backend.running
+
+    def post(self, path: str, /, **body: object) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def result(self, submitted: httpx.Response) -> httpx.Response:
+        assert submitted.status_code == 200, submitted.text
+        while (answer := self.post("/retrieve_future", request_id=submitted.json()["request_id"])).status_code == 408:
+            pass
+        return answer
+
+    def session(self) -> str:
+        session_id: str = self.post("/create_session", sdk_version="0.38.0").json()["session_id"]
+        return session_id
+
+    def sampler(self, session_id: str | None = None) -> str:
+        """A sampling session on the base model."""
+        created = self.post(
+            "/create_sampling_session",
+            session_id=session_id or self.session(),
+            sampling_session_seq_id=0,
+            base_model="tiny",
+        )
+        sampler_id: str = created.json()["sampling_session_id"]
+        return sampler_id
+
+    def sample(self, sampler_id: str, seq_id: int = 0, **fields: object) -> httpx.Response:
+        body = {
+            "sampling_session_id": sampler_id,
+            "seq_id": seq_id,
+            "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": 1},
+        }
+        return self.post("/asample", **(body | fields))
+
+    def set_gate(self, gate: asyncio.Event, *, is_open: bool) -> None:
+        """Let the fake work, or hold it."""
+        self.loop.call_soon_threadsafe(gate.set if is_open else gate.clear)
+
+    def model(self) -> str:
+        submitted = self.post(
+            "/create_model", session_id=self.session(), model_seq_id=0, base_model="tiny", lora_config={"rank": 8}
+        )
+        model_id: str = self.result(submitted).json()["model_id"]
+        return model_id
+
+
+def datum(length: int = 3) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(length))),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(np.arange(length)),
+            "weights": types.TensorData.from_numpy(np.ones(length, np.float32)),
+        },
+    )
+
+
+def forward_backward_body(
+    model_id: str, seq_id: int, tokens: bytes = b"\1\0\0\0", loss_fn: str = "cross_entropy"
+) -> bytes:
+    chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=tokens))
+    target = pb.Tensor(dtype=pb.DTYPE_INT64, shape=[1], dense=b"\1" + b"\0" * 7)
+    one = pb.Datum(model_input=[chunk], loss_fn_inputs={"target_tokens": target})
+    return pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[one], loss_fn=loss_fn).SerializeToString()
+
+
+def session_of(training: tinker.TrainingClient) -> str:
+    return training.model_id.partition(":train:")[0]
+
+
+def fetch(url: str) -> bytes:
+    """Without any header of the SDK."""
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        body: bytes = answer.read()
+        return body

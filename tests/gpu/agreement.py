@@ -1,0 +1,34 @@
+"""How far trainer and sampler of a server are apart, in bfloat16.
+
+The bounds are twice what vLLM and transformers differ by on one H200 with random models.
+"""
+
+import numpy as np
+
+from tests.factories import datum
+from tests.servers import sdk_input
+from tests.training import logprobs_of
+
+MEAN, LARGEST = 0.03, 0.2
+
+
+def scoring_datum(model_input, renderer):
+    """Targets are the input's own next tokens."""
+    ids = renderer.render(model_input, "prompt").token_ids_T
+    item = datum(model_input, renderer)
+    weights = np.zeros(len(ids), np.float32)
+    return type(item)(
+        model_input=model_input, loss_fn_inputs={"target_tokens": np.append(ids[1:], 0), "weights": weights}
+    )
+
+
+def differences(client, sampler, inputs, renderer) -> np.ndarray:
+    """Absolute, nats, of all text positions."""
+    futures = [sampler.compute_logprobs(sdk_input(one)) for one in inputs]
+    items = [scoring_datum(one, renderer) for one in inputs]
+    found = []
+    for item, row, future in zip(items, logprobs_of(client, items), futures, strict=True):
+        scored = np.array(future.result()[1:])
+        text = item.loss_fn_inputs["target_tokens"][:-1] != renderer.config.image_token_id
+        found.append(np.abs(scored - row[:-1])[text])
+    return np.concatenate(found)
