@@ -6,6 +6,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from api_schemas.old_clients.fields import without_nulls
+
 MAX_DEPTH = 64
 """Of lists and objects in each other, where a client may send what it likes, such as user_metadata."""
 
@@ -13,7 +15,7 @@ MAX_DEPTH = 64
 class Request(BaseModel):
     """What a client sends: frozen, and a field we do not know is an error, never ignored.
 
-    A null stands for an absent field: older clients send nulls for every default. What a database cannot hold
+    A null stands for an absent field. What a database cannot hold
     is refused, whichever database it is: NUL, halves of surrogate pairs, integers beyond 64 bits, NaN, infinities.
     """
 
@@ -29,9 +31,7 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        if isinstance(data, dict) and any(value is None for value in data.values()):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
+        return without_nulls(data)
 
     @field_validator("*")
     @classmethod

@@ -1,11 +1,12 @@
-"""Listing, publishing, expiring, copying and downloading saved weights (protocol section 4.5)."""
+"""Listing, publishing, expiring, copying and downloading saved weights (docs/protocol.md, Saved weights)."""
 
-from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import AwareDatetime, BeforeValidator, Field
+from pydantic import AwareDatetime, Field
 
 from api_schemas.base import Request, Response
+from api_schemas.fields import AccessToken, BaseModelName, TinkerPathText, TtlSeconds
+from api_schemas.listing import Cursor, Metadata
 from api_schemas.training import OptimizerConfig
 from api_schemas.weights import Kind
 
@@ -17,89 +18,89 @@ TYPES: dict[Kind, CheckpointType] = {
 }
 
 
-def from_unix(at: float) -> datetime:
-    """A time as it is answered, with its zone."""
-    return datetime.fromtimestamp(at, UTC)
-
-
-def as_texts(value: Any) -> Any:
-    """What a client noted, as it is answered: the SDK reads texts only."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item if isinstance(item, str) else str(item) for key, item in value.items() if item is not None}
-
-
-Metadata = Annotated[dict[str, str], BeforeValidator(as_texts)]
-"""What a client noted; values that are no texts are answered as their text."""
-
-
-class Cursor(Response):
-    """Which part of a list this is."""
-
-    offset: int
-    limit: int
-    total_count: int
-
-
 class CheckpointInfo(Response):
     """Saved weights, as they are listed."""
 
     checkpoint_id: str
     """`weights/<name>`, `sampler_weights/<name>` or `external_weights/<name>`."""
     checkpoint_type: CheckpointType
+    """What the weights are for."""
     time: AwareDatetime
-    tinker_path: str
+    """When they were saved."""
+    tinker_path: TinkerPathText
     size_bytes: int
+    """Size of the files together."""
     public: bool
-    user_metadata: Metadata | None = None
+    """Whether every client may load them."""
+    user_metadata: Metadata = None
     expires_at: AwareDatetime | None = None
+    """When they are deleted; null: never."""
 
 
 class CheckpointsResponse(Response):
+    """One page of saved weights."""
+
     checkpoints: list[CheckpointInfo]
+    """The page, newest first."""
     cursor: Cursor
+    """Which part of the list this is."""
 
 
 class SetTtlRequest(Request):
-    """Let weights expire so many seconds from now; null: never."""
+    """Let weights expire."""
 
-    ttl_seconds: int | None = None
+    ttl_seconds: TtlSeconds = None
 
 
 class WeightsInfoRequest(Request):
-    tinker_path: str
+    """Ask what saved weights are of."""
+
+    tinker_path: TinkerPathText
 
 
 class WeightsInfoResponse(Response):
     """What is needed to make a model of the weights' shape."""
 
-    base_model: str
+    base_model: BaseModelName
     is_lora: Literal[True] = True
+    """Models are LoRA adapters."""
     lora_rank: int
+    """Rank of the adapter."""
     train_unembed: bool
+    """Whether the adapter covers the unembedding."""
     train_mlp: bool
+    """Whether the adapter covers the MLPs."""
     train_attn: bool
+    """Whether the adapter covers attention."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    """The optimizer. Models here have adamw."""
 
 
 class CopyWeightsRequest(Request):
     """Copy weights to a project, or to a free place (session_id, model_seq_id) of a session."""
 
-    source_path: str
+    source_path: TinkerPathText
     destination_project_id: str | None = Field(default=None, min_length=1)
+    """Project the copy goes to."""
     session_id: str | None = None
+    """Session the copy goes to; with `model_seq_id`."""
     model_seq_id: int | None = Field(default=None, ge=0, lt=2**63)
+    """The client's number of the copy's training run in that session."""
     ttl_seconds: int | None = None
-    """Until the copy expires; that the source does makes no difference."""
-    weights_access_token: str | None = None
-    """An API key of the weights' owner, to read what is not published; also as header X-Tinker-Weights-Access-Token."""
+    """Seconds until the copy is deleted; absent: it is kept, also where the source expires."""
+    weights_access_token: AccessToken = None
 
 
 class CopyWeightsResponse(Response):
-    tinker_path: str
+    """The copy."""
+
+    tinker_path: TinkerPathText
 
 
 class ExternalWeightsUrlsResponse(Response):
+    """Where exported weights can be fetched."""
+
     urls: dict[str, str]
     """By the file's path within the weights; each can be fetched by a plain GET until `expires`."""
     expires: AwareDatetime
+    """When the links end."""

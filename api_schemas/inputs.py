@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import Request
+from api_schemas.old_clients.fields import chunk_type, image_fields
 
 _INT32_LIST = TypeAdapter(list[Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]])
 
@@ -65,6 +66,7 @@ class EncodedTextChunk(Request):
 
     type: Literal["encoded_text"] = "encoded_text"
     tokens: TokenIds
+    """Token ids."""
 
 
 class ImageChunk(Request):
@@ -72,28 +74,32 @@ class ImageChunk(Request):
 
     type: Literal["image"] = "image"
     data: FileBytes
+    """The file, in base64."""
     format: Literal["png", "jpeg"]
+    """File format of the image."""
     expected_tokens: int | None = None
     """Token count the client computed; a different count on the server fails the request."""
     height: int | None = None
+    """In pixels, from clients before 0.6; the file itself decides."""
     width: int | None = None
-    """Clients before 0.6 say the size in pixels, and the token count as `tokens`; the file itself decides."""
+    """In pixels, from clients before 0.6; the file itself decides."""
 
     @model_validator(mode="before")
     @classmethod
-    def _before_0_6(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "tokens" not in data or "expected_tokens" in data:
-            return data
-        return {"expected_tokens" if key == "tokens" else key: value for key, value in data.items()}
+    def _of_any_version(cls, data: Any) -> Any:
+        return image_fields(data)
 
 
 class ImageAssetPointerChunk(Request):
-    """An image by path or URL."""
+    """An image by path or URL. Refused by name; send the file's bytes."""
 
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
     format: Literal["png", "jpeg"]
+    """File format of the image."""
     location: str
+    """Where the image is."""
     expected_tokens: int | None = None
+    """Token count the client computed."""
 
 
 class DmelChunk(Request):
@@ -101,16 +107,13 @@ class DmelChunk(Request):
 
     type: Literal["dmel"] = "dmel"
     dmel: FileBytes
+    """The features, in base64."""
 
 
 def _chunk_kind(value: Any) -> str | None:
-    """Clients up to 0.16 leave out `type`; then the keys decide."""
     if not isinstance(value, dict):
         return getattr(value, "type", None)
-    if value.get("type") is not None:
-        return str(value["type"])
-    kinds = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel", "tokens": "encoded_text"}
-    return next((kind for key, kind in kinds.items() if key in value), None)
+    return str(value["type"]) if value.get("type") is not None else chunk_type(value)
 
 
 Chunk = Annotated[
@@ -130,16 +133,22 @@ class ModelInput(Request):
     """What the model reads: chunks in order, nothing added."""
 
     chunks: list[Chunk]
+    """Parts of the input, in order."""
 
 
 class TensorData(Request):
     """A tensor in JSON, row-major; 2-D tensors may come as CSR."""
 
     data: list[float | int]
+    """The values, row by row; of compressed sparse rows, those that are not left out."""
     dtype: Literal["int64", "float32"]
+    """Type of the values."""
     shape: list[Annotated[int, Field(ge=0)]] | None = None
+    """Sizes of the dimensions; absent: one dimension."""
     sparse_crow_indices: list[int] | None = None
+    """Of compressed sparse rows: where each row begins, and where the last ends."""
     sparse_col_indices: list[int] | None = None
+    """Of compressed sparse rows: the column of each value."""
 
     def to_array(self, fill: float = 0) -> np.ndarray:
         """The dense array; cells that CSR leaves out get `fill`. Raises ValueError where sizes disagree."""
@@ -210,5 +219,6 @@ class Datum(Request):
     """One training example: an input, and per position what the loss needs."""
 
     model_input: ModelInput
+    """What the model reads."""
     loss_fn_inputs: dict[str, DenseTensor]
     """By name (target_tokens, weights, logprobs, advantages, ...), each of the input's length N or [N, K]."""

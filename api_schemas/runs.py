@@ -1,28 +1,41 @@
-"""Training runs, the public records of models (protocol section 4.5)."""
+"""Training runs, the public records of models (docs/protocol.md, Saved weights)."""
 
 from typing import Literal
 
 from pydantic import AwareDatetime
 
 from api_schemas.base import Response
-from api_schemas.checkpoints import CheckpointInfo, Cursor, Metadata
+from api_schemas.checkpoints import CheckpointInfo
+from api_schemas.fields import BaseModelName, ModelId
+from api_schemas.listing import Cursor, Metadata
 
 
 class TrainingRunInfo(Response):
     """A model that was created, whether or not it is still in memory."""
 
-    training_run_id: str
-    base_model: str
+    training_run_id: ModelId
+    base_model: BaseModelName
     model_owner: str
+    """Who created it."""
     is_lora: Literal[True] = True
+    """Models are LoRA adapters."""
     lora_rank: int
+    """Rank of the adapter."""
     corrupted: bool = False
+    """Never here: a model whose process ended is created again from a checkpoint."""
     last_request_time: AwareDatetime
+    """When the last operation was accepted."""
     last_checkpoint: CheckpointInfo | None = None
+    """The newest training checkpoint."""
     last_sampler_checkpoint: CheckpointInfo | None = None
-    user_metadata: Metadata | None = None
+    """The newest sampler weights."""
+    user_metadata: Metadata = None
 
 
 class TrainingRunsResponse(Response):
+    """One page of training runs."""
+
     training_runs: list[TrainingRunInfo]
+    """The page, newest first."""
     cursor: Cursor
+    """Which part of the list this is."""

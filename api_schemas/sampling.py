@@ -1,4 +1,4 @@
-"""Sampling (protocol sections 4.4, 7.5 and 10)."""
+"""Sampling (docs/protocol.md, Sampling)."""
 
 from typing import Any, Literal
 
@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from api_schemas.base import Request, Response, require_storable
+from api_schemas.fields import BaseModelName, SamplingSessionId, SessionId
 from api_schemas.inputs import ModelInput, TensorData
 
 
@@ -23,6 +24,7 @@ class SamplingParams(Request):
     top_k: int = Field(default=-1, ge=-1)
     """-1 (or 0) is off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that together have this probability; 1 is off."""
 
     @field_validator("*")
     @classmethod
@@ -35,22 +37,34 @@ class SampleRequest(Request):
 
     type: Literal["sample"] = "sample"
     sampling_session_id: str | None = None
+    """What to sample from: `{session_id}:sample:{sampling_session_seq_id}`."""
     seq_id: int | None = None
     """With the session, the request's identity (not its order). Up to about 10^18."""
     base_model: str | None = None
+    """Without a sampling session: the base model to sample from."""
     model_path: str | None = None
-    """Without a sampling session: what to sample from. Such a request has no identity, so a repeat runs again."""
+    """Without a sampling session: the tinker:// path to sample from. Such a request has no identity, so a repeat
+    runs again."""
     prompt: ModelInput
+    """What the continuations continue."""
     sampling_params: SamplingParams
+    """How to draw."""
     num_samples: int = Field(default=1, ge=1, le=100_000)
+    """How many continuations to draw."""
     prompt_logprobs: bool = False
+    """Also score the prompt."""
     topk_prompt_logprobs: int = Field(default=0, ge=0)
+    """Likeliest tokens to score at each prompt position."""
     topk_sample_logprobs: int = Field(default=0, ge=0)
+    """Likeliest tokens to score at each drawn position."""
     prompt_alt_tokens_k: int = Field(default=0, ge=0)
+    """Tokens to draw at each prompt position."""
     prompt_logprobs_last_n: int | None = None
+    """Score so many positions at the prompt's end; absent: all."""
     target_prompt_logprobs: TensorData | None = None
     """Token ids to score, int64 [prompt length - 1, K]: row i those for position i + 1; -1, or left out: none."""
     record_stability_info: bool = False
+    """Not supported; refused by name."""
 
 
 class TopkLogprobs(Response):
@@ -109,31 +123,41 @@ class CreateSamplingSessionRequest(Request):
     """Sample from a base model, or from saved weights."""
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
-    session_id: str
+    session_id: SessionId
     sampling_session_seq_id: int = Field(ge=0)
+    """The client's number of the sampling session in its session."""
     base_model: str | None = None
+    """Public name of the base model; with `model_path`, that of the weights."""
     model_path: str | None = None
+    """tinker:// path of saved weights; absent: the base model alone."""
 
 
 class CreateSamplingSessionResponse(Response):
+    """The sampling session."""
+
     type: Literal["create_sampling_session"] = "create_sampling_session"
-    sampling_session_id: str
+    sampling_session_id: SamplingSessionId
 
 
 class JoinSamplingSessionRequest(Request):
     """A copy of a sampling client asks for the numbers that none of the others uses."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
-    sampling_session_id: str
+    sampling_session_id: SamplingSessionId
 
 
 class JoinSamplingSessionResponse(Response):
+    """The numbers of one more client."""
+
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
     """The client numbers its samples from 10^9 times this. The first client's is 0."""
 
 
 class GetSamplerResponse(Response):
-    sampler_id: str
-    base_model: str
+    """What a sampling session samples from."""
+
+    sampler_id: SamplingSessionId
+    base_model: BaseModelName
     model_path: str | None
+    """tinker:// path of saved weights; null: the base model alone."""

@@ -1,120 +1,105 @@
-"""The service itself: client configuration, sessions, telemetry, health (protocol section 2)."""
+"""Sessions: starting, keeping alive, finishing, listing and searching them (docs/protocol.md, Sessions)."""
 
 from typing import Any, Literal
 
 from pydantic import AwareDatetime, Field
 
 from api_schemas.base import Request, Response
-from api_schemas.checkpoints import Metadata
-
-
-class ClientConfigRequest(Request):
-    model_config = {"extra": "ignore"}  # the only thing we could use of it is the version
-    sdk_version: str
-
-
-class ClientConfigResponse(Response):
-    """Flags that steer the SDK; every one we leave out has the SDK's default."""
-
-    parallel_fwdbwd_chunks: bool = False
-    """False: the chunks of a batch are posted one after the other, so a missing number is never on its way."""
-    proto_write_fwdbwd: bool = True
-    fwd_via_fwdbwd: bool = True
-    create_model_via_load_weights: bool = True
-
-
-class DynamicConfigResponse(Response):
-    refresh_interval_sec: int = 300
-    sample_cancel_enabled: bool = True
-    """Samples whose client stops waiting are cancelled."""
+from api_schemas.fields import ModelId, ProjectId, SamplingSessionId, SessionId
+from api_schemas.listing import Metadata
 
 
 class CreateSessionRequest(Request):
+    """Start a session."""
+
     type: Literal["create_session"] = "create_session"
     tags: list[str] = []
+    """Words the client noted."""
     user_metadata: dict[str, Any] = {}
+    """Whatever the client wants to note. It is listed and can be searched, and means nothing here."""
     sdk_version: str = ""
+    """Version of the client."""
     project_id: str | None = None
+    """A project, which is a mere name here; sessions without one are in `default`."""
     display_name: str | None = None
+    """A name that people read."""
 
 
 class CreateSessionResponse(Response):
+    """The new session, or that of the first request with the same idempotency key."""
+
     type: Literal["create_session"] = "create_session"
-    session_id: str
+    session_id: SessionId
 
 
 class SessionHeartbeatRequest(Request):
+    """The client lives."""
+
     type: Literal["session_heartbeat"] = "session_heartbeat"
-    session_id: str
+    session_id: SessionId
 
 
 class SessionHeartbeatResponse(Response):
+    """The session goes on."""
+
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class FinishReason(Request):
+    """How a session ended."""
+
     type: Literal["success", "errored", "interrupted"]
+    """Whether the client reached its end, met an error, or was stopped."""
 
 
 class FinishSessionRequest(Request):
+    """End a session."""
+
     reason: FinishReason
+    """How it ended."""
     detail: str | None = None
-
-
-class TelemetryRequest(Request):
-    """The client's own view of a session: its events are logged, never kept."""
-
-    model_config = {"extra": "ignore"}
-    session_id: str
-    sdk_version: str = ""
-    platform: str = ""
-    events: list[dict[str, Any]] = []
-
-
-class TelemetryResponse(Response):
-    status: Literal["accepted"] = "accepted"
-
-
-class HealthResponse(Response):
-    status: Literal["ok"] = "ok"
-
-
-class SupportedModel(Response):
-    model_name: str
-    max_context_length: int
-    trainable: bool = True
-    sampleable: bool = True
-
-
-class ServerCapabilities(Response):
-    supported_models: list[SupportedModel]
+    """More about it, as a text."""
 
 
 class ListSessionsResponse(Response):
-    sessions: list[str]
+    """One page of sessions."""
+
+    sessions: list[SessionId]
+    """Ids, newest first."""
 
 
 class GetSessionResponse(Response):
-    training_run_ids: list[str]
-    sampler_ids: list[str]
-    user_metadata: Metadata | None = None
+    """What a session made."""
+
+    training_run_ids: list[ModelId]
+    """The session's models, oldest first."""
+    sampler_ids: list[SamplingSessionId]
+    """The session's sampling sessions, oldest first."""
+    user_metadata: Metadata = None
     display_name: str | None = None
+    """A name that people read."""
 
 
 class AssignProjectRequest(Request):
-    project_id: str = Field(min_length=1)
+    """Move a session to a project."""
+
+    project_id: ProjectId = Field(min_length=1)
 
 
 class SearchOwner(Request):
     """Whose sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
+    """One's own (there is no sharing of sessions, so `accessible` means the same), or those of named owners."""
     owner_urns: list[str] | None = Field(default=None, min_length=1, max_length=10)
     """With `user`: the owners."""
 
 
 class StatusQuery(Request):
+    """A state that a session may be in."""
+
     type: Literal["active", "cancelled", "failed", "client_finished"]
+    """Sessions here are `active` or `client_finished`."""
     reasons: list[Literal["success", "errored", "interrupted"]] | None = Field(default=None, min_length=1)
     """With `client_finished`: any of these."""
 
@@ -123,44 +108,67 @@ class SearchCursor(Request):
     """Where the next page starts: behind the last session of this one."""
 
     last_created_at: AwareDatetime
+    """When the last session of the page was created."""
     last_session_id: str
+    """The last session of the page."""
 
 
 class SearchSessionsRequest(Request):
     """All conditions must hold; of `session_id` and `display_name`, either."""
 
     session_id: str | None = None
+    """A session, which is one client."""
     display_name: str | None = Field(default=None, min_length=1, max_length=256)
     """Its words must all be in the session's, in whatever case."""
     project_ids: list[str] | None = Field(default=None, max_length=100)
+    """In any of these projects."""
     user_metadata: dict[str, str] = Field(default={}, max_length=50)
+    """Entries that the session must have."""
     owner: SearchOwner = SearchOwner()
+    """Whose sessions."""
     statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=20)
+    """In any of these states."""
     limit: int = Field(default=50, ge=1, le=200)
+    """Most entries to answer."""
     cursor: SearchCursor | None = None
+    """`next_cursor` of the page before; absent: the first page."""
 
 
 class SessionStatus(Response):
+    """How a session stands."""
+
     type: Literal["active", "client_finished"]
+    """Whether heartbeats come, or the client ended it."""
     reason: FinishReason | None = None
+    """How it ended."""
     detail: str | None = None
+    """More about it, as a text."""
 
 
 class SessionSummary(Response):
-    session_id: str
+    """A session as a search finds it."""
+
+    session_id: SessionId
     created_at: AwareDatetime
+    """When it was created."""
     owner: str
-    project_id: str
+    """Whose it is."""
+    project_id: ProjectId
     status: SessionStatus | None = None
     """None: neither finished nor known to be running."""
     checkpoints_count: int
+    """Weights saved in the session."""
     checkpoint_storage_bytes: int
+    """Their size together."""
     display_name: str | None = None
-    user_metadata: Metadata | None = None
+    """A name that people read."""
+    user_metadata: Metadata = None
 
 
 class SearchSessionsResponse(Response):
-    """Newest first."""
+    """One page of a search."""
 
     sessions: list[SessionSummary]
+    """Sessions, newest first."""
     next_cursor: SearchCursor | None = None
+    """Where the next page begins; null: this is the last."""

@@ -1,4 +1,4 @@
-"""Creating, training and stepping a model (protocol sections 4.1 to 4.3, 8 and 9)."""
+"""Creating, training and stepping a model (docs/protocol.md, Training)."""
 
 from typing import Any, Literal
 
@@ -6,6 +6,7 @@ import numpy as np
 from pydantic import Field
 
 from api_schemas.base import Request, Response
+from api_schemas.fields import BaseModelName, ClientMetadata, ModelId, ModelSeqId, SeqId, SessionId
 from api_schemas.inputs import Datum
 
 
@@ -13,11 +14,15 @@ class LoraConfig(Request):
     """The adapter of one model. Alpha is 32 for every model, so its output is scaled by 32 / rank."""
 
     rank: int
+    """Rank of the adapter."""
     seed: int | None = None
     """Seed of the initial weights; absent: drawn by the server."""
     train_unembed: bool = True
+    """Whether the adapter covers the unembedding."""
     train_mlp: bool = True
+    """Whether the adapter covers the MLPs."""
     train_attn: bool = True
+    """Whether the adapter covers attention."""
 
 
 class OptimizerConfig(Request):
@@ -25,96 +30,98 @@ class OptimizerConfig(Request):
 
     model_config = {"extra": "allow"}
     type: str = "adamw"
+    """Its name."""
 
 
 class CreateModelRequest(Request):
     """Create a LoRA model on a base model. Its id is `{session_id}:train:{model_seq_id}`."""
 
     type: Literal["create_model"] = "create_model"
-    session_id: str
-    model_seq_id: int = Field(ge=0)
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
+    session_id: SessionId
+    model_seq_id: ModelSeqId = Field(ge=0)
+    base_model: BaseModelName
+    user_metadata: ClientMetadata = None
     lora_config: LoraConfig | None = None
+    """The adapter. It must be there: full fine-tuning is not supported."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    """The optimizer. Models here have adamw."""
 
 
 class CreateModelResponse(Response):
+    """Result of create_model."""
+
     type: Literal["create_model"] = "create_model"
-    model_id: str
+    model_id: ModelId
 
 
 class UnloadModelRequest(Request):
     """Let a model go. The SDK has no method for it since 0.2; its answer comes once all earlier work is done."""
 
     type: Literal["unload_model"] = "unload_model"
-    model_id: str
+    model_id: ModelId
 
 
 class UnloadModelResponse(Response):
+    """Result of unload_model."""
+
     type: Literal["unload_model"] = "unload_model"
-    model_id: str
+    model_id: ModelId
 
 
 class GetInfoRequest(Request):
+    """Ask what a model is."""
+
     type: Literal["get_info"] = "get_info"
-    model_id: str
+    model_id: ModelId
 
 
 class ModelData(Response):
+    """The base model of a model."""
+
     arch: str
-    model_name: str
+    """Architecture of the base model, as its config names it."""
+    model_name: BaseModelName
     tokenizer_id: str
     """What a client loads its tokenizer from: a hub id or a directory."""
 
 
 class GetInfoResponse(Response):
+    """What a client needs to know of its model."""
+
     type: Literal["get_info"] = "get_info"
-    model_id: str
+    model_id: ModelId
     is_lora: bool = True
+    """Models are LoRA adapters."""
     lora_rank: int
-    model_name: str
+    """Rank of the adapter."""
+    model_name: BaseModelName
     model_data: ModelData
+    """The base model."""
     optimizer_config: OptimizerConfig
+    """The optimizer. Models here have adamw."""
 
 
 class ForwardBackwardInput(Request):
     """Datums and a loss. The loss is a plain sum over positions and datums."""
 
     data: list[Datum]
+    """The training examples."""
     loss_fn: str
+    """Name of the loss."""
     loss_fn_config: dict[str, float | str] | None = None
+    """Numbers of the loss, by name; absent: its defaults."""
 
 
 class ForwardBackwardRequest(Request):
-    """Comes as protobuf, from clients before 0.25 as JSON.
-
-    `forward_only` computes log probabilities and leaves the gradient alone.
-    """
+    """Compute a loss and its gradient. Comes as protobuf, from clients before 0.25 as JSON."""
 
     type: Literal["forward_backward"] = "forward_backward"
-    model_id: str
-    seq_id: int
+    model_id: ModelId
+    seq_id: SeqId
     forward_only: bool = False
+    """Compute log probabilities, and leave the gradient alone."""
     forward_backward_input: ForwardBackwardInput
-
-
-class ForwardRequest(Request):
-    """How clients before 0.25 ask for `forward_only`."""
-
-    type: Literal["forward"] = "forward"
-    model_id: str
-    seq_id: int
-    forward_input: ForwardBackwardInput
-
-    def as_forward_backward(self) -> ForwardBackwardRequest:
-        """The same request as later clients send it."""
-        return ForwardBackwardRequest(
-            model_id=self.model_id,
-            seq_id=self.seq_id,
-            forward_only=True,
-            forward_backward_input=self.forward_input,
-        )
+    """Datums and loss."""
 
 
 class ForwardBackwardOutput(Response):
@@ -131,10 +138,15 @@ class AdamParams(Request):
     """Sent with every optim_step: the server keeps no schedule. Meanings as in torch.optim.AdamW."""
 
     learning_rate: float = Field(default=1e-4, ge=0)
+    """Size of the step."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the running mean of its square."""
     eps: float = Field(default=1e-12, ge=0)
+    """Added to the denominator."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Part of the weights that a step takes away, times learning_rate."""
     grad_clip_norm: float = Field(default=0.0, ge=0)
     """Largest global L2 norm of the gradient; 0 leaves it alone."""
 
@@ -143,14 +155,17 @@ class OptimStepRequest(Request):
     """Apply the gradient summed since the last step, then clear it."""
 
     type: Literal["optim_step"] = "optim_step"
-    model_id: str
-    seq_id: int
+    model_id: ModelId
+    seq_id: SeqId
     adam_params: AdamParams | None = None
+    """Parameters of this step; absent: their defaults."""
     optimizer_params: dict[str, Any] | None = None
     """Parameters of another optimizer family; refused by name, since models here have adamw."""
 
 
 class OptimStepResponse(Response):
+    """Result of optim_step."""
+
     type: Literal["optim_step"] = "optim_step"
     metrics: dict[str, float]
     """`grad_norm`: L2 norm of the gradient before clipping. All finite."""

@@ -1,11 +1,21 @@
-"""Saving and loading weights (protocol sections 4.3 and 4.6)."""
+"""Saving and loading weights (docs/protocol.md, Saved weights)."""
 
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from api_schemas.base import Request, Response
+from api_schemas.fields import (
+    AccessToken,
+    CheckpointName,
+    ClientMetadata,
+    ModelId,
+    Overwrite,
+    SeqId,
+    TinkerPathText,
+    TtlSeconds,
+)
 from api_schemas.training import OptimizerConfig
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -45,79 +55,97 @@ class SaveWeightsRequest(Request):
     """Save a training checkpoint: adapter, optimizer, step count."""
 
     type: Literal["save_weights"] = "save_weights"
-    model_id: str
-    seq_id: int
-    path: str
-    """Its name within the run."""
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    model_id: ModelId
+    seq_id: SeqId
+    path: CheckpointName
+    ttl_seconds: TtlSeconds = None
+    overwrite: Overwrite = False
+    user_metadata: ClientMetadata = None
 
 
 class SaveWeightsResponse(Response):
+    """Result of save_weights."""
+
     type: Literal["save_weights"] = "save_weights"
-    path: str
+    path: TinkerPathText
 
 
 class SaveWeightsForSamplerRequest(Request):
     """Save weights to sample from: under a name, or (no path) straight into a new sampling session."""
 
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
-    model_id: str
-    seq_id: int
+    model_id: ModelId
+    seq_id: SeqId
     path: str | None = None
+    """Name of the saved weights within their training run."""
     sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    """Without a path: the client's number of the new sampling session in its session."""
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    """Whether the sampling session stays with these weights (snapshot) or follows later ones (inflight)."""
+    ttl_seconds: TtlSeconds = None
+    overwrite: Overwrite = False
+    user_metadata: ClientMetadata = None
 
 
 class SaveWeightsForSamplerResponse(Response):
+    """Result of save_weights_for_sampler."""
+
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
     path: str | None = None
+    """tinker:// path of the weights, where they were saved under a name."""
     sampling_session_id: str | None = None
+    """What samples from the weights, where they were saved without one."""
 
 
 class SaveWeightsExternalRequest(Request):
     """Save the adapter in the forms that other programs read; it can be downloaded, not loaded or sampled from."""
 
     type: Literal["save_weights_external"] = "save_weights_external"
-    model_id: str
-    seq_id: int
-    path: str
-    """Its name within the run."""
-    ttl_seconds: int | None = None
-    overwrite: bool = False
-    user_metadata: dict[str, Any] | None = None
+    model_id: ModelId
+    seq_id: SeqId
+    path: CheckpointName
+    ttl_seconds: TtlSeconds = None
+    overwrite: Overwrite = False
+    user_metadata: ClientMetadata = None
     age_encryption_recipients: list[str] | None = None
     """Every file is encrypted to these age or SSH public keys, and ends in `.age`."""
 
 
 class SaveWeightsExternalResponse(Response):
+    """Result of save_weights_external."""
+
     type: Literal["save_weights_external"] = "save_weights_external"
-    path: str
+    path: TinkerPathText
     size_bytes: int
+    """Size of the files together."""
 
 
 class LoadWeightsRequest(Request):
     """Create a model from a checkpoint (session_id, model_seq_id), or load one into a model (model_id, seq_id)."""
 
     type: Literal["load_weights"] = "load_weights"
-    path: str
+    path: TinkerPathText
     optimizer: bool = False
     """Also restore the optimizer's state and step count."""
     session_id: str | None = None
+    """To create a model: its session."""
     model_seq_id: int | None = Field(default=None, ge=0)
+    """To create a model: the client's number of it in its session."""
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    """Public name of the base model, which must be the checkpoint's."""
+    user_metadata: ClientMetadata = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
+    """The optimizer. Models here have adamw."""
+    weights_access_token: AccessToken = None
     model_id: str | None = None
+    """To load into a model: which."""
     seq_id: int | None = None
+    """To load into a model: the number of the operation."""
 
 
 class LoadWeightsResponse(Response):
+    """Result of load_weights."""
+
     type: Literal["load_weights"] = "load_weights"
-    path: str
-    model_id: str
+    path: TinkerPathText
+    model_id: ModelId

@@ -1,11 +1,9 @@
-"""Protobuf and zstd bytes to and from the wire types; the only file that sees protobuf.
+"""Protobuf and zstd bytes to and from the wire types. The messages are those of `tinker_wire.proto`.
 
-Layout: protocol section 11. All packed arrays are little-endian. Results are kept as protobuf; the JSON
-that clients before 0.25 take is made of that when they ask.
+All packed arrays are little-endian. Results are kept as protobuf; `old_clients/results.py` makes JSON of it.
 """
 
-import json
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,6 @@ _DTYPE_OF: dict[int, np.dtype[Any]] = {
 
 
 _ZSTD_PIECE_BYTES = 1024
-_TOPK_SENTINEL = -99999.0
 
 
 PROTOBUF = "application/x-protobuf"
@@ -226,74 +223,3 @@ def _topk(topk: TopkLogprobs) -> pb.TopkLogprobs:
         k=k,
         length=length,
     )
-
-
-def forward_backward_json(body: bytes) -> bytes:
-    """A protobuf ForwardBackwardOutput as the JSON of clients before 0.20."""
-    message = pb.ForwardBackwardOutput.FromString(body)
-    rows: list[dict[str, Any]] = []
-    for record in message.loss_fn_outputs:
-        parts = {name: _unbatched(tensor) for name, tensor in record.fields.items()}
-        rows += [{name: _tensor_json(parts[name][index]) for name in parts} for index in range(record.num_datums)]
-    return _strict_json(
-        {
-            "loss_fn_output_type": message.loss_fn_output_type,
-            "loss_fn_outputs": rows,
-            # Their parser takes no NaN.
-            "metrics": {name: value for name, value in message.metrics.items() if np.isfinite(value)},
-        }
-    )
-
-
-def _unbatched(message: pb.BatchedTensor) -> list[np.ndarray]:
-    offsets = np.frombuffer(message.offsets, "<i8").tolist()
-    return [
-        np.frombuffer(message.data[start:end], "<f4").reshape(-1, *message.trailing_shape)
-        for start, end in pairwise(offsets)
-    ]
-
-
-def _tensor_json(array: np.ndarray) -> dict[str, Any]:
-    return {"data": _null_for_nan(array.ravel()), "dtype": "float32", "shape": list(array.shape)}
-
-
-def sample_json(body: bytes) -> bytes:
-    """A protobuf SampleResponse as the JSON of clients before 0.18."""
-    message = pb.SampleResponse.FromString(body)
-    answer: dict[str, Any] = {
-        "type": "sample",
-        "sequences": [
-            {
-                "stop_reason": "stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
-                "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
-                "logprobs": _null_for_nan(np.frombuffer(sequence.logprobs, "<f4")),
-            }
-            for sequence in message.sequences
-        ],
-    }
-    if message.HasField("prompt_logprobs"):
-        answer["prompt_logprobs"] = _null_for_nan(np.frombuffer(message.prompt_logprobs, "<f4"))
-    if message.HasField("topk_prompt_logprobs"):
-        answer["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
-    return _strict_json(answer)
-
-
-def _topk_json(message: pb.TopkLogprobs) -> list[list[list[float]] | None]:
-    """Per position [token, log probability] pairs; null where there are none."""
-    shape = (message.length, message.k)
-    ids = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
-    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(shape).tolist()
-    rows = [
-        [[token, value] for token, value in zip(*row, strict=True) if value > _TOPK_SENTINEL]
-        for row in zip(ids, logprobs, strict=True)
-    ]
-    return [row or None for row in rows]
-
-
-def _null_for_nan(values: np.ndarray) -> list[float | None]:
-    """Their parser takes neither NaN nor an infinity."""
-    return [value if np.isfinite(value) else None for value in values.tolist()]
-
-
-def _strict_json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

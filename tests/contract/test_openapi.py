@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from api_schemas import wire
-from api_schemas.json_results import ForwardBackwardJson, SampleJson
+from api_schemas.old_clients.results import ForwardBackwardJson, SampleJson
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
 from tinker_server.app import create_app

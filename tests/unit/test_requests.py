@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from api_schemas import wire
 from api_schemas.base import MAX_DEPTH, Request
 from api_schemas.sampling import SamplingParams
-from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest, TelemetryRequest
+from api_schemas.service import TelemetryRequest
+from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest
 from api_schemas.training import AdamParams, CreateModelRequest, OptimStepRequest
 from api_schemas.weights import SaveWeightsRequest
 from tests.fake_server import forward_backward_body

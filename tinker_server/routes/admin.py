@@ -23,7 +23,7 @@ from api_schemas.admin import (
     UsageSession,
     User,
 )
-from api_schemas.checkpoints import from_unix
+from api_schemas.listing import from_unix
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, KeysReadOnly
 from tinker_server.store.catalog import DEFAULT_PROJECT

@@ -13,13 +13,13 @@ from api_schemas.checkpoints import (
     CheckpointsResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
-    Cursor,
     ExternalWeightsUrlsResponse,
     SetTtlRequest,
     WeightsInfoRequest,
     WeightsInfoResponse,
-    from_unix,
 )
+from api_schemas.listing import Cursor, from_unix
+from api_schemas.old_clients.versions import shown_kinds
 from api_schemas.weights import Kind, TinkerPath, check_name
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest
@@ -41,8 +41,6 @@ from tinker_server.web.paging import LongPage
 from tinker_server.weights.saving import check_ttl
 
 router = APIRouter()
-FIRST_WITH_EXTERNAL = (0, 28)
-"""Older SDKs refuse a whole list for one checkpoint of type `external`."""
 
 
 async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
@@ -54,10 +52,7 @@ async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
 
 
 async def _kinds(x_stainless_package_version: Annotated[str | None, Header()] = None) -> list[Kind]:
-    numbers = (x_stainless_package_version or "").split(".")[:2]
-    version = tuple(int(number) for number in numbers if number.isdecimal() and len(number) < 10)
-    known = len(version) == 2
-    return [kind for kind in TYPES if not (known and version < FIRST_WITH_EXTERNAL and kind == "external_weights")]
+    return shown_kinds(x_stainless_package_version)
 
 
 CheckpointPath = Annotated[TinkerPath, Depends(_path)]

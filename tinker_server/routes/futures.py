@@ -15,6 +15,7 @@ from api_schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
+from api_schemas.old_clients import results
 from tinker_server.errors import UnknownFuture
 from tinker_server.offload import off_loop
 from tinker_server.store.completions import Target
@@ -23,7 +24,7 @@ from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep
 
 router = APIRouter()
-JSON_FORMS = {"forward_backward": wire.forward_backward_json, "sample": wire.sample_json}
+JSON_FORMS = {"forward_backward": results.forward_backward_json, "sample": results.sample_json}
 """By operation: its protobuf result as JSON, for clients that take no protobuf."""
 LARGE_RESULT_BYTES = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")

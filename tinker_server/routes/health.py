@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from api_schemas.sessions import HealthResponse
+from api_schemas.service import HealthResponse
 
 router = APIRouter()
 

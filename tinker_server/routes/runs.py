@@ -4,7 +4,7 @@ import time
 
 from fastapi import APIRouter
 
-from api_schemas.checkpoints import Cursor, from_unix
+from api_schemas.listing import Cursor, from_unix
 from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord

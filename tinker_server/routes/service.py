@@ -6,7 +6,7 @@ import re
 
 from fastapi import APIRouter
 
-from api_schemas.sessions import (
+from api_schemas.service import (
     ClientConfigRequest,
     ClientConfigResponse,
     DynamicConfigResponse,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 
-from api_schemas.checkpoints import from_unix
+from api_schemas.listing import from_unix
 from api_schemas.sessions import (
     AssignProjectRequest,
     CreateSessionRequest,

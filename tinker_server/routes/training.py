@@ -6,10 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from api_schemas.futures import UntypedFuture
+from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import (
     CreateModelRequest,
     ForwardBackwardRequest,
-    ForwardRequest,
     GetInfoRequest,
     GetInfoResponse,
     ModelData,

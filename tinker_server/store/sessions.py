@@ -8,7 +8,7 @@ import uuid
 
 from sqlalchemy import and_, or_, select, update
 
-from api_schemas.checkpoints import as_texts
+from api_schemas.listing import as_texts
 from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
 from tinker_server.errors import (
     BadRequest,

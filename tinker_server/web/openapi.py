@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from api_schemas.base import Request, Response
 from api_schemas.futures import FutureFailed, FutureMetadata, RetrieveFuturePending
-from api_schemas.json_results import ForwardBackwardJson, SampleJson
+from api_schemas.old_clients.results import ForwardBackwardJson, SampleJson
 from api_schemas.training import CreateModelResponse, ForwardBackwardRequest, OptimStepResponse, UnloadModelResponse
 from api_schemas.weights import (
     LoadWeightsResponse,

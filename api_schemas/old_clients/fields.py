@@ -1,0 +1,24 @@
+"""Fields that older SDKs send in other forms: from a JSON value to the one of today."""
+
+from typing import Any
+
+_KEY_OF_CHUNK = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel", "tokens": "encoded_text"}
+
+
+def without_nulls(data: Any) -> Any:
+    """An object without its nulls: they stand for absent fields."""
+    if isinstance(data, dict) and any(value is None for value in data.values()):
+        return {key: value for key, value in data.items() if value is not None}
+    return data
+
+
+def image_fields(data: Any) -> Any:
+    """An image chunk whose token count is named as today."""
+    if not isinstance(data, dict) or "tokens" not in data or "expected_tokens" in data:
+        return data
+    return {"expected_tokens" if key == "tokens" else key: value for key, value in data.items()}
+
+
+def chunk_type(chunk: dict[str, Any]) -> str | None:
+    """The type of a chunk that does not tell it, by its keys; None if they are of no chunk."""
+    return next((kind for key, kind in _KEY_OF_CHUNK.items() if key in chunk), None)
