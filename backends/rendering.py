@@ -9,8 +9,6 @@ T tokens, P patches, D values of a patch
 
 import hashlib
 import io
-import threading
-from collections import OrderedDict
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from backends.lru import LRU
 from backends.protocol import BackendFailed, InvalidInput
 
 VISION_ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
@@ -64,31 +63,6 @@ class Rendered:
     images: list[RenderedImage]
 
 
-class ImageCache:
-    """Rendered images by content, the least recently used going first. Safe to use from several threads."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._size_bytes = 0
-        self._images: OrderedDict[str, RenderedImage] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> RenderedImage | None:
-        with self._lock:
-            if key in self._images:
-                self._images.move_to_end(key)
-            return self._images.get(key)
-
-    def put(self, image: RenderedImage) -> None:
-        with self._lock:
-            if image.hash in self._images or image.size_bytes > self._max_bytes:
-                return
-            self._images[image.hash] = image
-            self._size_bytes += image.size_bytes
-            while self._size_bytes > self._max_bytes:
-                self._size_bytes -= self._images.popitem(last=False)[1].size_bytes
-
-
 class Renderer:
     """Renders for one base model. `source` is a local directory."""
 
@@ -98,7 +72,7 @@ class Renderer:
         self.vocab_size: int = text_config.vocab_size
         self.takes_images = self.config.architectures[0] in VISION_ARCHITECTURES
         self._max_image_pixels = max_image_pixels
-        self._cache = ImageCache(image_cache_bytes)
+        self._cache: LRU[str, RenderedImage] = LRU(image_cache_bytes, lambda image: image.size_bytes)
         self.placeholders: frozenset[int] = frozenset()
         if self.takes_images:
             try:
@@ -219,7 +193,7 @@ class Renderer:
         features = self._processor(images=[rgb], return_tensors="pt")
         grid = features["image_grid_thw"][0].tolist()
         image = RenderedImage(key, features["pixel_values"], (grid[0], grid[1], grid[2]))
-        self._cache.put(image)
+        self._cache.put(key, image)
         return image
 
 

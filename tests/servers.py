@@ -21,7 +21,12 @@ KEY = "tml-test"
 class Server:
     """`tinker-server serve` on a free port."""
 
-    def __init__(self, data_dir: Path, models: Mapping[str, Path], *arguments: str) -> None:
+    def __init__(
+        self, data_dir: Path, models: Mapping[str, Path], *arguments: str, checkout: Path | None = None, **settings: Any
+    ) -> None:
+        """`checkout`: of the server's source, another one than this."""
+        self._checkout = checkout
+        self._environment = {f"TINKER_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -36,7 +41,12 @@ class Server:
         """Returns once the server has said its URL."""
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=self._checkout,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **self._environment},
             )
         timer = threading.Timer(180, self.process.kill)
         timer.start()

@@ -41,6 +41,7 @@ from tinker_server.web import openapi
 from tinker_server.web.callers import caller
 from tinker_server.web.deps import Services
 from tinker_server.web.handlers import BodyLimit, install, storable_parameters
+from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         await backend.start()
 
         storage = Storage(settings.data_dir)
+        archives = Archives(storage)
+        stack.callback(archives.close)
         runs, checkpoints = RunStore(db), CheckpointStore(db)
         clients, samplers = SessionStore(db), SamplerStore(db)
         models = Models(backend.models, runs, storage)
@@ -118,6 +121,7 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
             audit=audit,
             storage=storage,
             copying=Copying(clients, runs, checkpoints, storage),
+            archives=archives,
             links=Links(settings.data_dir),
         )
 

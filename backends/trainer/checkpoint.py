@@ -6,9 +6,6 @@ never written again. Knows no model.
 """
 
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, cast
@@ -18,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas.training import LoraConfig
+from backends.files import written_aside
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.lora import ALPHA
 
@@ -29,26 +27,9 @@ GradientState = Literal["none", "whole", "incomplete"]
 
 def write_directory(directory: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a fresh directory, make it durable, and give it its name."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    aside.mkdir()
-    try:
+    with written_aside(directory) as aside:
+        aside.mkdir()
         write(aside)
-        for path in (*aside.iterdir(), aside):
-            _flush(path)
-        aside.rename(directory)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    _flush(directory.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base_model: str) -> None:

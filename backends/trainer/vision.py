@@ -6,7 +6,6 @@ of the time that computing them takes.
 N tokens of an image, H hidden width of the language model, P patches, D values of a patch
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from backends.lru import LRU
 from backends.protocol import BackendFailed
 from backends.rendering import RenderedImage
 
@@ -42,18 +42,14 @@ class FrozenVision:
     def __init__(self, model: PreTrainedModel, max_bytes: int) -> None:
         """`model` is the one whose forward calls its own get_image_features."""
         self._tower = model.get_image_features
-        self._max_bytes = max_bytes
-        self._size_bytes = 0
-        self._kept: OrderedDict[str, ImageFeatures] = OrderedDict()
+        # The pixels of kept images are left out of what waits to be shown, so none may go meanwhile.
+        self._kept: LRU[object, ImageFeatures] = LRU(max_bytes, lambda kept: kept.size_bytes, trims_itself=False)
         self._next: Any = None
         model.get_image_features = self._give  # type: ignore[method-assign, unused-ignore]
 
     def __contains__(self, image_hash: object) -> bool:
         """Whether the image's pixels are not needed, until `trim`."""
-        if image_hash not in self._kept:
-            return False
-        self._kept.move_to_end(str(image_hash))
-        return True
+        return self._kept.get(image_hash) is not None
 
     @contextmanager
     def shown(self, images: Sequence[RenderedImage], device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -73,8 +69,7 @@ class FrozenVision:
 
     def trim(self) -> None:
         """Let the least recently used go. Not while rendered images wait whose pixels were left out."""
-        while self._size_bytes > self._max_bytes:
-            self._size_bytes -= self._kept.popitem(last=False)[1].size_bytes
+        self._kept.trim()
 
     def _give(self, *_: Any, **__: Any) -> Any:
         given, self._next = self._next, None
@@ -82,13 +77,14 @@ class FrozenVision:
 
     def _features(self, images: Sequence[RenderedImage], device: torch.device) -> Any:
         """As the model's own get_image_features returns them."""
-        new = {image.hash: image for image in images if image.hash not in self._kept}
+        kept = {image.hash: self._kept.get(image.hash) for image in images}
+        new = {image.hash: image for image in images if kept[image.hash] is None}
+        features = {name: one.to(device) for name, one in kept.items() if one is not None}
         computed = self._compute(list(new.values()), device) if new else {}
-        parts = [computed.get(image.hash) or self._kept[image.hash].to(device) for image in images]
-        for name, features in computed.items():
-            kept = features.to("cpu")
-            self._kept[name] = kept
-            self._size_bytes += kept.size_bytes
+        features |= computed
+        parts = [features[image.hash] for image in images]
+        for name, one in computed.items():
+            self._kept.put(name, one.to("cpu"))
         taps = [list(tap) for tap in zip(*(part.deepstack_NH for part in parts), strict=True)]
         return self._output(
             pooler_output=tuple(part.tokens_NH for part in parts),

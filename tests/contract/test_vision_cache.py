@@ -128,14 +128,14 @@ def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetti
     one = datum(prompt(words(2), SMALL, words(1)), renderer)
     probe = trainer(tiny_vl, 1 << 26)
     probe.forward_backward("m", cross_entropy([one]), False)
-    size = probe._vision._size_bytes
-    assert size == sum(features.size_bytes for features in probe._vision._kept.values()) > 0
+    size = probe._vision._kept.size
+    assert size == sum(features.size_bytes for features in probe._vision._kept._values.values()) > 0
     rank = trainer(tiny_vl, 3 * size)
     tower = Tower(rank)
     squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
     for item in squares:
         rank.forward_backward("m", cross_entropy([item]), False)
-        assert rank._vision._size_bytes <= 3 * size
+        assert rank._vision._kept.size <= 3 * size
     assert tower.take() == 5
     rank.forward_backward("m", cross_entropy(squares[2:]), False)
     assert tower.take() == 0

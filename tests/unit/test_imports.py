@@ -10,7 +10,7 @@ FILES = [
     for package in ("api_schemas", "backends", "migrations", "tinker_server")
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
-SEEN_OF_BACKENDS = ("backends.protocol", "backends.config", "backends.create")
+SEEN_OF_BACKENDS = ("backends.protocol", "backends.config", "backends.create", "backends.files", "backends.lru")
 
 
 def imported_names(path: Path) -> Iterator[str]:

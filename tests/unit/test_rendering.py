@@ -10,7 +10,7 @@ from transformers import AutoProcessor
 
 from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from backends.protocol import InvalidInput
-from backends.rendering import ImageCache, RenderedImage, Renderer
+from backends.rendering import Renderer
 from tests.factories import image, make_renderer, photo, prompt, text, words
 
 
@@ -124,20 +124,6 @@ def test_images_for_a_text_model_are_refused_with_their_place(tiny_text):
 def test_other_chunks_are_refused_by_name(renderer, chunk):
     with pytest.raises(InvalidInput, match=f"{chunk.type} chunks are not supported"):
         renderer.layout(prompt(chunk), "prompt")
-
-
-def test_the_cache_keeps_what_was_used_last_within_its_bytes():
-    def rendered(name: str) -> RenderedImage:
-        return RenderedImage(name, torch.zeros(10), (1, 2, 2))
-
-    cache = ImageCache(100)
-    for name in ("a", "b"):
-        cache.put(rendered(name))
-    assert cache.get("a") is not None
-    cache.put(rendered("c"))
-    assert (cache.get("a") is None, cache.get("b") is None, cache.get("c") is None) == (False, True, False)
-    cache.put(RenderedImage("huge", torch.zeros(1000), (1, 2, 2)))
-    assert cache.get("huge") is None
 
 
 def test_the_same_image_is_processed_once(renderer):

@@ -30,7 +30,7 @@ from tinker_server.store.catalog import Catalog
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore, Work
-from tinker_server.store.results import RecentResults, Result
+from tinker_server.store.results import Result
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
 from tinker_server.store.tables import Checkpoint, SamplingSession, Table, TrainingRun
@@ -166,15 +166,6 @@ async def test_a_thousand_futures_at_once_cost_a_few_commits(futures: FutureStor
     finally:
         event.remove(Engine, "commit", note)
     assert 0 < len(commits) < 50  # so that they pass in less than a second on an idle machine
-
-
-def test_recent_results_stay_within_their_bytes() -> None:
-    recent = RecentResults(max_bytes=10)
-    for name in "abc":
-        recent.put(name, done("1234"))
-    assert [name for name in "abc" if recent.get(name)] == ["b", "c"]
-    recent.put("large", done("x" * 11))
-    assert recent.get("large") is None and recent.get("c") is not None
 
 
 async def test_the_database_file_shrinks_when_results_have_expired(tmp_path: Path) -> None:

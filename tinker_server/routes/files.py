@@ -7,7 +7,7 @@ from fastapi import APIRouter, Response
 from fastapi.responses import FileResponse, JSONResponse
 
 from tinker_server.errors import UnknownCheckpoint
-from tinker_server.web.deps import CatalogDep, Sessions, SignedLinks, StorageDep
+from tinker_server.web.deps import ArchivesDep, CatalogDep, Sessions, SignedLinks, StorageDep
 
 router = APIRouter()
 MICROS = 1_000_000
@@ -22,13 +22,14 @@ async def get_file(path: str, expires: int, signature: str, storage: StorageDep,
 
 @router.get("/archives/{directory:path}")
 async def get_archive(
-    directory: str, expires: int, signature: str, storage: StorageDep, links: SignedLinks
+    directory: str, expires: int, signature: str, archives: ArchivesDep, links: SignedLinks
 ) -> Response:
     """Weights as one tar.gz, packed when first asked for."""
     links.check(f"archives/{directory}", expires, signature)
-    if not storage.holds(directory):
-        raise UnknownCheckpoint("the weights were deleted")
-    return await _file(storage.downloadable(await storage.archive(directory)))
+    try:
+        return await _file(await archives.get(directory))
+    except FileNotFoundError:
+        raise UnknownCheckpoint("the weights were deleted") from None
 
 
 @router.get("/traces/{session_id}")

@@ -10,18 +10,13 @@ import fcntl
 import os
 import re
 import shutil
-import tarfile
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from backends.protocol import ADAPTER_CONFIG_FILE
+from backends.files import flush, written_aside
 from tinker_server.errors import StartFailed
-from tinker_server.weights import export
 
-PEFT = "peft"
-"""Subdirectory of exported weights that holds them in PEFT's form."""
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 
 
@@ -54,7 +49,7 @@ class Storage:
         """Remove weights and what was packed of them. Raises ValueError for what is not below `checkpoints`."""
         path = self._below("checkpoints", directory)
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
-        await asyncio.to_thread(self._archive_of(directory).unlink, missing_ok=True)
+        await asyncio.to_thread(self.archive_of(directory).unlink, missing_ok=True)
 
     async def copy(self, source: str, target: str) -> None:
         """Another directory of the same files, each on disk once (or copied, where the disk has no links).
@@ -65,30 +60,18 @@ class Storage:
 
     async def flush(self, directory: str) -> None:
         """Make what was written there durable."""
-        await asyncio.to_thread(_flush, self.path(directory))
+        await asyncio.to_thread(flush, self.path(directory))
 
     async def files(self, directory: str) -> list[str]:
         """Relative paths of the weights' files."""
         return await asyncio.to_thread(_files, self.path(directory))
 
-    async def archive(self, directory: str) -> str:
-        """A tar.gz of the weights, below the data directory; made when first asked for, deleted with them.
-
-        An adapter is packed as it is exported: under the tinker names, PEFT's form in `peft/`.
-        """
-        archive = self._archive_of(directory)
-        if not archive.exists():
-            await asyncio.to_thread(_pack, self.path(directory), archive)
-        return str(archive.relative_to(self._root))
-
     def downloadable(self, path: str) -> Path:
-        """A file of weights or an archive. Raises ValueError for any other path, also for what a link leads to."""
-        top = path.partition("/")[0]
-        if top not in ("checkpoints", "archives"):
-            raise ValueError(f"{path!r} is not for download")
-        return self._below(top, path)
+        """A file of weights. Raises ValueError for any other path, also for what a link leads to."""
+        return self._below("checkpoints", path)
 
-    def _archive_of(self, directory: str) -> Path:
+    def archive_of(self, directory: str) -> Path:
+        """Where the packed form of a directory's weights is, if there is one."""
         return self._root / "archives" / f"{directory.replace('/', '.')}.tar.gz"
 
     def _below(self, top: str, path: str) -> Path:
@@ -106,23 +89,9 @@ def _files(path: Path) -> list[str]:
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
-def _flush(path: Path) -> None:
-    for part in (*path.rglob("*"), path, path.parent):
-        handle = os.open(part, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def _link_tree(source: Path, target: Path) -> None:
-    aside = target.with_name(f".{target.name}")
-    try:
+    with written_aside(target) as aside:
         shutil.copytree(source, aside, copy_function=_link)
-        aside.rename(target)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def _link(source: str, target: str) -> None:
@@ -130,22 +99,6 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links; if the file is gone, this fails too
         shutil.copy2(source, target)
-
-
-def _pack(directory: Path, archive: Path) -> None:
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=archive.parent) as aside:
-        packed = Path(aside) / archive.name
-        with tarfile.open(packed, "w:gz", compresslevel=1) as tar:
-            if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / PEFT).exists():
-                exported = Path(aside) / "exported"
-                exported.mkdir()
-                export.write_tinker_form(directory, exported)
-                tar.add(exported, "")
-                tar.add(directory, PEFT)
-            else:
-                tar.add(directory, "")
-        packed.rename(archive)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
 
+from backends.lru import LRU
 from tinker_server.errors import BadRequest, ResultExpired, SequenceConflict, UnknownFuture
 from tinker_server.store.completions import CLIENT_SPAN, Completion, Completions, Target
 from tinker_server.store.database import Database
-from tinker_server.store.results import RecentResults, Result
+from tinker_server.store.results import Result
 from tinker_server.store.tables import Future
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class FutureStore:
 
     def __init__(self, db: Database, recent_bytes: int) -> None:
         self._db = db
-        self._recent = RecentResults(recent_bytes)
+        self._recent: LRU[str, Result] = LRU(recent_bytes, lambda result: len(result.body))
         self._unfinished: dict[str, Unfinished] = {}
         self._completions = Completions(self._load_completions)
         self._last_finished_us = 0
@@ -195,7 +196,7 @@ class FutureStore:
     async def expire(self, before: float) -> None:
         """Delete results that are older; a tombstone stays of each for a while, so that polls are told why."""
         await self._all_written.wait()
-        self._recent.drop(before)
+        self._recent.keep(lambda result: result.finished_at >= before)
         self._completions.drop_idle()
         self._announced.clear()
         async with self._db.write() as session:
@@ -270,7 +271,8 @@ class FutureStore:
                 if request_id not in retrieved:
                     self._recent.put(request_id, result)
             for request_id, lane in retrieved.items():
-                self._recent.discard(request_id, lane)
+                if (recent := self._recent.get(request_id)) is not None and recent.lane == lane:
+                    self._recent.pop(request_id)
             self._being_written = {}
             if not self._results:
                 self._all_written.set()

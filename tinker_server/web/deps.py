@@ -17,6 +17,7 @@ from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
 from tinker_server.store.usage import AuditStore, UsageStore
+from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class Services:
     audit: AuditStore
     storage: Storage
     copying: Copying
+    archives: Archives
     links: Links
 
     async def drain(self) -> None:
@@ -84,6 +86,7 @@ UsageDep = Annotated[UsageStore, _part(lambda server: server.usage)]
 Audit = Annotated[AuditStore, _part(lambda server: server.audit)]
 StorageDep = Annotated[Storage, _part(lambda server: server.storage)]
 CopyingDep = Annotated[Copying, _part(lambda server: server.copying)]
+ArchivesDep = Annotated[Archives, _part(lambda server: server.archives)]
 SignedLinks = Annotated[Links, _part(lambda server: server.links)]
 ServerUrl = Annotated[str, Depends(_server_url)]
 """Where the client reaches `/api/v1`: as it addressed us, behind whatever prefix a proxy has taken off."""

@@ -19,7 +19,7 @@ from api_schemas.weights import (
 from backends.protocol import Trainer
 from tinker_server.errors import BadRequest, Unsupported
 from tinker_server.models import Models
-from tinker_server.store.directories import PEFT, Storage
+from tinker_server.store.directories import Storage
 from tinker_server.store.runs import CheckpointStore
 from tinker_server.store.sessions import SamplerStore
 from tinker_server.store.tables import Checkpoint, SamplingSession, TrainingRun
@@ -27,6 +27,8 @@ from tinker_server.store.usage import AuditStore, UsageStore
 from tinker_server.weights import export
 from tinker_server.weights.encryption import Recipient, encrypt_files, parse_recipients
 
+PEFT = "peft"
+"""Subdirectory of exported weights that holds them in PEFT's form."""
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
 
 
