@@ -10,11 +10,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test conformance sdk-matrix check proto serve clean
+.PHONY: help setup demo test test-slow test-all conformance sdk-matrix check proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
-	@echo "make test    lint, types, then all tests that need no GPU"
+	@echo "make test    lint, types, then all tests that need no GPU and are not slow"
+	@echo "make test-all   the same, then the slow tests"
 	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
 	@echo "make sdk-matrix   nine versions of the SDK, 0.8 to 0.38, must see the same numbers"
 	@echo "make check   lint and types only"
@@ -32,7 +33,12 @@ demo: $(STAMP)
 	$(BIN)/python examples/caltech10_demo.py
 
 test: check
-	$(BIN)/pytest -m "not gpu" --ignore tests/gpu tests
+	$(BIN)/pytest -m "not gpu and not slow" --ignore tests/gpu tests
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m "slow and not gpu" --ignore tests/gpu tests
+
+test-all: test test-slow
 
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance
