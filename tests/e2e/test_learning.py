@@ -7,9 +7,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.photographs import EXAMPLES, SEEING
 
 
+@pytest.mark.slow
 def test_the_embedded_model_learns_what_photographs_show(tmp_path):
     program = EXAMPLES / "tiny_vl" / "through_server.py"
     command = [sys.executable, str(program), "demo", "unused", str(tmp_path), "--steps", "20"]
