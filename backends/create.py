@@ -14,10 +14,11 @@ from backends.config import BackendConfig
 from backends.protocol import Backend, BackendFailed, BaseModelInfo
 from backends.rendering import Renderer
 from backends.sampler.checks import check_sample
-from backends.sampler.client import SamplerConfig, VllmSampler
+from backends.sampler.client import VllmSampler
+from backends.sampler.commands import SamplerConfig
 from backends.sources import check_memory, check_tokenizer, count_parameters, kv_bytes_per_token, local_directory
-from backends.trainer.client import RankedTrainer
-from backends.trainer.rank import TrainerConfig
+from backends.trainer.client import TrainerClient
+from backends.trainer.commands import TrainerConfig
 
 log = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
@@ -30,7 +31,7 @@ class LocalModel:
     """`protocol.BaseModel`; names that share a source share trainer and sampler."""
 
     info: BaseModelInfo
-    trainer: RankedTrainer
+    trainer: TrainerClient
     sampler: VllmSampler
     renderer: Renderer
     max_images: int
@@ -158,7 +159,7 @@ def _describe(
     )
     return LocalModel(
         info,
-        RankedTrainer(trainer_config, renderer, num_ranks=config.ranks, max_context_length=context),
+        TrainerClient(trainer_config, renderer, num_ranks=config.ranks, max_context_length=context),
         VllmSampler(sampler_config),
         renderer,
         config.max_images_per_prompt,

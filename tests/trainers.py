@@ -8,8 +8,9 @@ import torch
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, LoraConfig
 from backends.rendering import Renderer
+from backends.trainer.commands import TrainerConfig
 from backends.trainer.parallel import World
-from backends.trainer.rank import RankTrainer, TrainerConfig
+from backends.trainer.rank import TrainerRank
 
 LORA = LoraConfig(rank=8, seed=1)
 # Adam's first step is nearly the sign of the gradient, which blows rounding up; a large eps makes it
@@ -30,8 +31,8 @@ def config(source: Path, max_tokens: int = 1024) -> TrainerConfig:
     )
 
 
-def trainer(source: Path, max_tokens: int = 1024) -> RankTrainer:
-    return RankTrainer(config(source, max_tokens), World(0, 1, torch.device("cpu")))
+def trainer(source: Path, max_tokens: int = 1024) -> TrainerRank:
+    return TrainerRank(config(source, max_tokens), World(0, 1, torch.device("cpu")))
 
 
 def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.Tensor]:
@@ -54,7 +55,7 @@ def reference_logprobs(renderer: Renderer, item: Datum, model) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, targets)
 
 
-def perturb(rank: RankTrainer, model_id: str) -> None:
+def perturb(rank: TrainerRank, model_id: str) -> None:
     """Give B random values: a fresh adapter adds nothing and would prove nothing."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -63,7 +64,7 @@ def perturb(rank: RankTrainer, model_id: str) -> None:
                 tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.05, generator=generator))
 
 
-def gradients(rank: RankTrainer, model_id: str) -> dict[str, torch.Tensor]:
+def gradients(rank: TrainerRank, model_id: str) -> dict[str, torch.Tensor]:
     return {name: tensor.grad.clone() for name, tensor in rank._models[model_id].adapter.tensors.items()}
 
 

@@ -9,39 +9,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.children import SHARING_CORES, Child, ChildDied
 from backends.protocol import BackendFailed
+from backends.sampler.commands import Sample, SamplerConfig, Start
 
 log = logging.getLogger(__name__)
 
 _MAX_STARTS, _WINDOW_S = 4, 300
 """An engine that dies at once must not be started for ever: so many starts in so many seconds."""
 _PROGRESS_S = 15
-
-
-@dataclass(frozen=True)
-class SamplerConfig:
-    """One base model's sampler; the fields mean what BackendConfig says of them."""
-
-    name: str
-    source: str
-    """A local directory."""
-    device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16"]
-    max_context_length: int
-    max_lora_rank: int
-    max_concurrent_samples: int
-    max_images_per_prompt: int
-    gpu_memory_fraction: float
-    kv_cache_bytes: int
-    image_cache_bytes: int
-    max_image_pixels: int
-    scratch_dir: Path
 
 
 class VllmSampler:
@@ -68,12 +47,11 @@ class VllmSampler:
 
     async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
         """As the protocol says. A request whose engine died under it is tried once more, on a new one."""
-        directory = None if weights is None else str(weights)
+        command = Sample(request, weights)
         try:
-            response: SampleResponse = await (await self._running()).call("sample", request, directory)
+            return await (await self._running()).call(command)
         except ChildDied:
-            response = await (await self._running()).call("sample", request, directory)
-        return response
+            return await (await self._running()).call(command)
 
     async def _running(self) -> Child:
         """The living child; the first caller after its death starts another, and all wait for that."""
@@ -96,7 +74,7 @@ class VllmSampler:
         child = await Child.start(f"sampler {name}", "backends.sampler.process", environment(self._config))
         try:
             async with _progress(name):
-                await child.call("start", self._config)
+                await child.call(Start(self._config))
         except BaseException:
             await child.stop(grace_s=1)
             raise

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Coroutine, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import GenerationConfig
@@ -30,7 +31,7 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Rendered, Renderer
 from backends.sampler.adapters import MAX_ADAPTERS, EngineAdapters
 from backends.sampler.checks import MAX_TOPK, check_sample
-from backends.sampler.client import SamplerConfig
+from backends.sampler.commands import Sample, SamplerConfig, Start
 from backends.sampler.requests import engine_input, response, sampling_params
 from backends.sources import kv_bytes_per_token
 
@@ -70,12 +71,12 @@ class SamplerHost:
         await engine.collective_rpc("install_lora_fixes")
         return cls(config, engine, renderer)
 
-    async def sample(self, request: SampleRequest, weights: str | None) -> SampleResponse:
+    async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
         """`protocol.Sampler.sample`."""
         config = self._config
         check_sample(self._renderer, request, config.max_context_length, config.max_images_per_prompt)
         prompt = _Prompt(self._renderer, request.prompt)
-        async with self._adapters.use(weights) as adapter:
+        async with self._adapters.use(None if weights is None else str(weights)) as adapter:
             outputs = await _all(
                 self._sequence(prompt, sampling_params(request, index, self._end_tokens), adapter)
                 for index in range(request.num_samples)
@@ -219,11 +220,15 @@ def end_process() -> None:
 async def main() -> None:
     hosts: list[SamplerHost] = []
 
-    async def make(config: SamplerConfig) -> SamplerHost:
-        hosts.append(await SamplerHost.start(config))
-        return hosts[0]
+    async def handle(command: Start | Sample) -> SampleResponse | None:
+        match command:
+            case Start(config):
+                hosts.append(await SamplerHost.start(config))
+                return None
+            case Sample(request, weights):
+                return await hosts[0].sample(request, weights)
 
-    await serve_async(make)
+    await serve_async(handle)
     for host in hosts:
         host.shutdown()
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from api_schemas.training import (
     AdamParams,
@@ -17,18 +17,20 @@ from api_schemas.training import (
     LoraConfig,
     OptimStepResponse,
 )
-from backends.children import SHARING_CORES, Child
+from backends.children import SHARING_CORES, Child, Command
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from backends.rendering import Renderer
+from backends.trainer import commands
 from backends.trainer.checks import check_forward_backward
-from backends.trainer.rank import TrainerConfig
+from backends.trainer.commands import TrainerConfig
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 INLINE_DATUMS = 16
 """Up to so many, checking takes well under a millisecond, and a thread would only add latency."""
 
 
-class RankedTrainer:
+class TrainerClient:
     """`protocol.Trainer` over child processes, one operation at a time."""
 
     def __init__(self, config: TrainerConfig, renderer: Renderer, *, num_ranks: int, max_context_length: int) -> None:
@@ -54,7 +56,7 @@ class RankedTrainer:
             for rank in range(self._num_ranks)
         ]
         try:
-            await self._on_all("start", self._config)
+            await self._on_all(commands.Start(self._config))
         except BaseException:
             await self.stop()
             raise
@@ -66,71 +68,69 @@ class RankedTrainer:
         await asyncio.gather(*(rank.stop() for rank in ranks))
 
     async def create_model(self, model_id: str, lora: LoraConfig) -> None:
-        await self._add("create_model", model_id, lora)
+        await self._add(commands.CreateModel(model_id, lora))
 
     async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
-        await self._add("resume", model_id, lora, directory)
+        await self._add(commands.Resume(model_id, lora, directory))
 
-    async def _add(self, method: str, model_id: str, *args: Any) -> None:
+    async def _add(self, command: commands.CreateModel | commands.Resume) -> None:
         async with self._turn:
             if not self._ranks:
                 log.warning("starting the trainer of %s again", self._config.name)
                 await self.start()
-            await self._command(method, model_id, *args)
-            self._models.add(model_id)
+            await self._command(command)
+            self._models.add(command.model_id)
 
     async def suspend(self, model_id: str, directory: Path) -> None:
-        await self._run(model_id, "suspend", directory)
+        await self._run(model_id, commands.Suspend(model_id, directory))
         self._models.discard(model_id)
 
     async def delete_model(self, model_id: str) -> None:
         async with self._turn:
             if model_id in self._models:
                 self._models.discard(model_id)
-                await self._command("delete_model", model_id)
+                await self._command(commands.DeleteModel(model_id))
 
     async def forward_backward(
-        self, model_id: str, work: ForwardBackwardInput, *, backward: bool
+        self, model_id: str, loss_input: ForwardBackwardInput, *, backward: bool
     ) -> ForwardBackwardOutput:
         self._require(model_id)
         try:
-            if len(work.data) <= INLINE_DATUMS:
-                check_forward_backward(self._renderer, work, self._max_context_length)
+            if len(loss_input.data) <= INLINE_DATUMS:
+                check_forward_backward(self._renderer, loss_input, self._max_context_length)
             else:
-                await asyncio.to_thread(check_forward_backward, self._renderer, work, self._max_context_length)
+                await asyncio.to_thread(check_forward_backward, self._renderer, loss_input, self._max_context_length)
         except InvalidInput:
             if backward:
-                await self._run(model_id, "mark_incomplete")
+                await self._run(model_id, commands.MarkIncomplete(model_id))
             raise
-        output: ForwardBackwardOutput = await self._run(model_id, "forward_backward", work, backward)
-        return output
+        return await self._run(model_id, commands.ForwardBackward(model_id, loss_input, backward))
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
-        response: OptimStepResponse = await self._run(model_id, "optim_step", adam)
-        return response
+        return await self._run(model_id, commands.OptimStep(model_id, adam))
 
     async def save_state(self, model_id: str, directory: Path) -> None:
-        await self._run(model_id, "save_state", directory)
+        await self._run(model_id, commands.SaveState(model_id, directory))
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        await self._run(model_id, "load_state", directory, with_optimizer)
+        await self._run(model_id, commands.LoadState(model_id, directory, with_optimizer))
 
     async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
-        await self._run(model_id, "save_sampler_weights", directory)
+        await self._run(model_id, commands.SaveSamplerWeights(model_id, directory))
 
     def _require(self, model_id: str) -> None:
         if model_id not in self._models:
             raise ModelLost(f"{model_id} is no longer loaded: create it again, from a checkpoint to go on where it was")
 
-    async def _run(self, model_id: str, method: str, *args: Any) -> Any:
+    async def _run(self, model_id: str, command: Command[R]) -> R:
         async with self._turn:
             self._require(model_id)
-            return await self._command(method, model_id, *args)
+            return await self._command(command)
 
-    async def _command(self, method: str, *args: Any) -> Any:
+    async def _command(self, command: Command[R]) -> R:
         """Run on all ranks, to the end even if the caller stops waiting: half a command on one rank is
         worse than a result nobody reads."""
-        task = asyncio.ensure_future(self._on_all(method, *args))
+        task = asyncio.ensure_future(self._on_all(command))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -142,9 +142,9 @@ class RankedTrainer:
                 await self.stop()
             raise
 
-    async def _on_all(self, method: str, *args: Any) -> Any:
+    async def _on_all(self, command: Command[R]) -> R:
         """Rank 0's answer. An error on any rank is everyone's; the ranks have agreed on InvalidInput."""
-        calls = [asyncio.ensure_future(rank.call(method, *args)) for rank in self._ranks]
+        calls = [asyncio.ensure_future(rank.call(command)) for rank in self._ranks]
         try:
             return (await asyncio.gather(*calls))[0]
         finally:

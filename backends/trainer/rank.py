@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from backends.rendering import Rendered, Renderer
 from backends.trainer import attention, checkpoint
 from backends.trainer.batching import loss_inputs, pack, plan_microbatches
 from backends.trainer.checks import loss_config
+from backends.trainer.commands import TrainerConfig
 from backends.trainer.lora import Adapter, Adapters, copy_tensors
 from backends.trainer.losses import LOSSES, Loss
 from backends.trainer.parallel import World, barrier, gather_objects, shard, sum_gradients
@@ -38,21 +38,6 @@ from backends.trainer.self_test import packing_is_exact
 from backends.trainer.vision import FrozenVision
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """What every rank is started with."""
-
-    name: str
-    source: str
-    """A local directory."""
-    device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16"]
-    max_lora_rank: int
-    max_tokens_per_microbatch: int
-    image_cache_bytes: int
-    max_image_pixels: int
 
 
 @dataclass
@@ -68,7 +53,7 @@ class Model:
         self.gradient = "none"
 
 
-class RankTrainer:
+class TrainerRank:
     """Loads the base and serves the calls of `protocol.Trainer`, on one rank of `world`."""
 
     def __init__(self, config: TrainerConfig, world: World) -> None:

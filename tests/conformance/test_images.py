@@ -19,7 +19,7 @@ from tinker import types
 from transformers import AutoImageProcessor
 
 from backends.rendering import Renderer
-from backends.trainer.client import RankedTrainer
+from backends.trainer.client import TrainerClient
 from tests.conformance.failures import assert_each_fails_alone
 from tests.conformance.reference import Reference, Trained, assert_gradients
 from tests.factories import make_renderer, photo
@@ -164,7 +164,7 @@ class TextBackend(FakeBackend):
 
     def __init__(self, source: Path) -> None:
         super().__init__()
-        self.trainer = RankedTrainer(config(source), make_renderer(source), num_ranks=1, max_context_length=64)
+        self.trainer = TrainerClient(config(source), make_renderer(source), num_ranks=1, max_context_length=64)
         self.tiny.trainer = self.trainer  # type: ignore[assignment]
 
     async def start(self) -> None:

@@ -25,7 +25,8 @@ from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse,
 from api_schemas.training import LoraConfig
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer, mrope_positions
-from backends.sampler.client import SamplerConfig, VllmSampler
+from backends.sampler.client import VllmSampler
+from backends.sampler.commands import SamplerConfig
 from backends.trainer.checkpoint import ADAPTER_FILE, write_adapter, write_directory
 from tests.factories import MIXED, image, make_renderer, prompt, words
 from tests.models import make_tiny_text, make_tiny_vl

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
 from backends.protocol import InvalidInput, ModelLost
-from backends.trainer.client import RankedTrainer
+from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import config
 
@@ -20,7 +20,7 @@ ADAM = AdamParams(learning_rate=0.01)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl, renderer, tmp_path, num_ranks):
     batches = [[datum(item, renderer, seed)] for seed, item in enumerate(MIXED.values())][:3]
-    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=num_ranks, max_context_length=1024)
+    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=num_ranks, max_context_length=1024)
     await ranked.start()
     try:
         for name, suspends in (("stayed", False), ("moved", True)):
@@ -47,7 +47,7 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
 
 async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl, renderer, tmp_path):
     good = datum(MIXED["text"], renderer)
-    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=1, max_context_length=1024)
+    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=1, max_context_length=1024)
     await ranked.start()
     try:
         await ranked.create_model("m", LORA)

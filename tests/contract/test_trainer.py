@@ -21,8 +21,8 @@ from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer, mrope_positions
 from backends.trainer import scoring
-from backends.trainer.client import RankedTrainer
-from backends.trainer.rank import RankTrainer
+from backends.trainer.client import TrainerClient
+from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_vl
 from tests.trainers import (
@@ -40,7 +40,7 @@ from tests.trainers import (
 
 
 @pytest.fixture(scope="module")
-def rank(tiny_vl: Path) -> RankTrainer:
+def rank(tiny_vl: Path) -> TrainerRank:
     return trainer(tiny_vl)
 
 
@@ -417,7 +417,7 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
     ]
     weights = []
     for num_ranks in (1, 2):
-        ranked = RankedTrainer(config(tiny_vl, max_tokens=60), renderer, num_ranks=num_ranks, max_context_length=1024)
+        ranked = TrainerClient(config(tiny_vl, max_tokens=60), renderer, num_ranks=num_ranks, max_context_length=1024)
         await ranked.start()
         try:
             await ranked.create_model("m", LORA)
@@ -444,7 +444,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
         model_input=prompt(words(3), cut), loss_fn_inputs=datum(prompt(words(3), whole), renderer).loss_fn_inputs
     )
     good = datum(MIXED["text"], renderer)
-    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=2, max_context_length=1024)
+    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=2, max_context_length=1024)
     await ranked.start()
     try:
         await ranked.create_model("m", LORA)
@@ -459,7 +459,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
 
 
 async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
-    ranked = RankedTrainer(config(tiny_vl), renderer, num_ranks=1, max_context_length=64)
+    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=1, max_context_length=64)
     good = datum(MIXED["text"], renderer)
     inputs = good.loss_fn_inputs
 
@@ -495,7 +495,7 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
 
 
 async def test_threads_of_a_rank_on_the_cpu_sleep_while_they_wait(tiny_text):
-    ranked = RankedTrainer(config(tiny_text), make_renderer(tiny_text), num_ranks=1, max_context_length=64)
+    ranked = TrainerClient(config(tiny_text), make_renderer(tiny_text), num_ranks=1, max_context_length=64)
     await ranked.start()
     try:
         environment = psutil.Process(ranked._ranks[0]._process.pid).environ()

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from api_schemas.inputs import Datum
 from api_schemas.training import LoraConfig
 from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.client import RankedTrainer
+from backends.trainer.client import TrainerClient
 from backends.trainer.parallel import World
-from backends.trainer.rank import RankTrainer
+from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
 from tests.trainers import SMOOTH, assert_same, config, gradients, perturb
 
@@ -34,7 +34,7 @@ BATCH = {
 class Tower:
     """Counts the images that the vision tower computes."""
 
-    def __init__(self, rank: RankTrainer) -> None:
+    def __init__(self, rank: TrainerRank) -> None:
         self.images: list[int] = []
         visual = rank._scorer.model.base_model.visual
         self._hook = visual.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -47,21 +47,21 @@ class Tower:
         return total
 
 
-def trainer(source: Path, image_cache_bytes: int) -> RankTrainer:
+def trainer(source: Path, image_cache_bytes: int) -> TrainerRank:
     settings = replace(config(source, max_tokens=200), image_cache_bytes=image_cache_bytes)
-    rank = RankTrainer(settings, World(0, 1, torch.device("cpu")))
+    rank = TrainerRank(settings, World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
     perturb(rank, "m")
     return rank
 
 
 @pytest.fixture(scope="module")
-def keeping(tiny_vl: Path) -> RankTrainer:
+def keeping(tiny_vl: Path) -> TrainerRank:
     return trainer(tiny_vl, 1 << 26)
 
 
 @pytest.fixture(scope="module")
-def forgetting(tiny_vl: Path) -> RankTrainer:
+def forgetting(tiny_vl: Path) -> TrainerRank:
     return trainer(tiny_vl, 0)
 
 
@@ -70,7 +70,7 @@ def data(renderer) -> list[Datum]:
     return [datum(model_input, renderer, seed) for seed, model_input in enumerate(BATCH.values())]
 
 
-def run(rank: RankTrainer, data: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+def run(rank: TrainerRank, data: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     rank._models["m"].clear_gradient()
     output = rank.forward_backward("m", cross_entropy(data), True)
     found = {name: gradient.clone() for name, gradient in gradients(rank, "m").items()}
@@ -171,15 +171,15 @@ def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, m
 
 
 @pytest.fixture
-async def two_ranks(tiny_vl, renderer) -> Iterator[RankedTrainer]:
-    ranked = RankedTrainer(config(tiny_vl, max_tokens=60), renderer, num_ranks=2, max_context_length=1024)
+async def two_ranks(tiny_vl, renderer) -> Iterator[TrainerClient]:
+    ranked = TrainerClient(config(tiny_vl, max_tokens=60), renderer, num_ranks=2, max_context_length=1024)
     await ranked.start()
     yield ranked
     await ranked.stop()
 
 
 async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, tiny_vl, renderer, tmp_path, data):
-    one = RankedTrainer(config(tiny_vl, max_tokens=60), renderer, num_ranks=1, max_context_length=1024)
+    one = TrainerClient(config(tiny_vl, max_tokens=60), renderer, num_ranks=1, max_context_length=1024)
     await one.start()
     try:
         for ranked, name in ((two_ranks, "two"), (one, "one")):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backends.trainer.client import RankedTrainer
+from backends.trainer.client import TrainerClient
 from backends.trainer.parallel import World
-from backends.trainer.rank import RankTrainer
+from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import LORA, SMOOTH, assert_same, config, gradients, perturb
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.gpu
 CUDA = {"device": "cuda"}
 
 
-def on_cuda(source, dtype: str, max_tokens: int = 1024) -> RankTrainer:
+def on_cuda(source, dtype: str, max_tokens: int = 1024) -> TrainerRank:
     settings = dataclasses.replace(config(source, max_tokens), dtype=dtype, **CUDA)
-    return RankTrainer(settings, World(0, 1, torch.device("cuda", 0)))
+    return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
 
 
-def scored(rank: RankTrainer, data) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+def scored(rank: TrainerRank, data) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     rank.create_model("m", LORA)
     perturb(rank, "m")
     output = rank.forward_backward("m", cross_entropy(data), True)
@@ -34,7 +34,7 @@ def scored(rank: RankTrainer, data) -> tuple[list[np.ndarray], dict[str, torch.T
 
 def test_float32_is_as_on_the_cpu(tiny_vl, renderer):
     data = [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())]
-    expected, expected_gradients = scored(RankTrainer(config(tiny_vl), World(0, 1, torch.device("cpu"))), data)
+    expected, expected_gradients = scored(TrainerRank(config(tiny_vl), World(0, 1, torch.device("cpu"))), data)
     got, got_gradients = scored(on_cuda(tiny_vl, "float32"), data)
     for one, other in zip(got, expected, strict=True):
         # 1.1e-3 was seen on one H200; a wrong mask or position is off by more than 0.1.
@@ -64,7 +64,7 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path):
     weights = []
     for num_ranks in (1, 2):
         settings = dataclasses.replace(config(tiny_vl, max_tokens=60), dtype="float32", **CUDA)
-        ranked = RankedTrainer(settings, renderer, num_ranks=num_ranks, max_context_length=1024)
+        ranked = TrainerClient(settings, renderer, num_ranks=num_ranks, max_context_length=1024)
         await ranked.start()
         try:
             await ranked.create_model("m", LORA)

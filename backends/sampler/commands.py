@@ -1,0 +1,43 @@
+"""What the server asks of a sampler process, matched there by type."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from api_schemas.sampling import SampleRequest, SampleResponse
+from backends.children import Command
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    """One base model's sampler; the fields mean what BackendConfig says of them."""
+
+    name: str
+    source: str
+    """A local directory."""
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    max_context_length: int
+    max_lora_rank: int
+    max_concurrent_samples: int
+    max_images_per_prompt: int
+    gpu_memory_fraction: float
+    kv_cache_bytes: int
+    image_cache_bytes: int
+    max_image_pixels: int
+    scratch_dir: Path
+
+
+@dataclass(frozen=True)
+class Start(Command[None]):
+    """Load the model; the first command of a process."""
+
+    config: SamplerConfig
+
+
+@dataclass(frozen=True)
+class Sample(Command[SampleResponse]):
+    """`protocol.Sampler.sample`; `weights` is a directory, or None for the base model."""
+
+    request: SampleRequest
+    weights: Path | None

@@ -1,0 +1,131 @@
+"""What the server asks of a trainer's ranks: every rank gets the same command, matched there by type."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from api_schemas.training import (
+    AdamParams,
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepResponse,
+)
+from backends.children import Command
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """What every rank is started with; the fields mean what BackendConfig says of them."""
+
+    name: str
+    source: str
+    """A local directory."""
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
+    max_lora_rank: int
+    max_tokens_per_microbatch: int
+    image_cache_bytes: int
+    max_image_pixels: int
+
+
+@dataclass(frozen=True)
+class Start(Command[None]):
+    """Load the base; the first command of a process."""
+
+    config: TrainerConfig
+
+
+@dataclass(frozen=True)
+class CreateModel(Command[None]):
+    """`protocol.Trainer.create_model`."""
+
+    model_id: str
+    lora: LoraConfig
+
+
+@dataclass(frozen=True)
+class DeleteModel(Command[None]):
+    """`protocol.Trainer.delete_model`."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class ForwardBackward(Command[ForwardBackwardOutput]):
+    """`protocol.Trainer.forward_backward`; only rank 0 answers with the output."""
+
+    model_id: str
+    loss_input: ForwardBackwardInput
+    backward: bool
+
+
+@dataclass(frozen=True)
+class MarkIncomplete(Command[None]):
+    """`protocol.Trainer.mark_incomplete`."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class OptimStep(Command[OptimStepResponse]):
+    """`protocol.Trainer.optim_step`."""
+
+    model_id: str
+    adam: AdamParams
+
+
+@dataclass(frozen=True)
+class SaveState(Command[None]):
+    """`protocol.Trainer.save_state`."""
+
+    model_id: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class LoadState(Command[None]):
+    """`protocol.Trainer.load_state`."""
+
+    model_id: str
+    directory: Path
+    with_optimizer: bool
+
+
+@dataclass(frozen=True)
+class SaveSamplerWeights(Command[None]):
+    """`protocol.Trainer.save_sampler_weights`."""
+
+    model_id: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Suspend(Command[None]):
+    """`protocol.Trainer.suspend`."""
+
+    model_id: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Resume(Command[None]):
+    """`protocol.Trainer.resume`."""
+
+    model_id: str
+    lora: LoraConfig
+    directory: Path
+
+
+ModelCommand = (
+    CreateModel
+    | DeleteModel
+    | ForwardBackward
+    | MarkIncomplete
+    | OptimStep
+    | SaveState
+    | LoadState
+    | SaveSamplerWeights
+    | Suspend
+    | Resume
+)
