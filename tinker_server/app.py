@@ -27,7 +27,9 @@ from tinker_server.routes import (
 )
 from tinker_server.scheduling.admission import Admission
 from tinker_server.scheduling.housekeeping import Reaper
-from tinker_server.scheduling.operations import ModelOperations
+from tinker_server.scheduling.model_operations import ModelOperations
+from tinker_server.scheduling.operations import Executors, OperationRunner
+from tinker_server.scheduling.sampling import Sampling
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.settings import Settings
 from tinker_server.store.catalog import Catalog
@@ -43,6 +45,7 @@ from tinker_server.web.deps import Services
 from tinker_server.web.handlers import BodyLimit, install, storable_parameters
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
+from tinker_server.weights.saving import Saving
 
 log = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
@@ -100,12 +103,16 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         models = Models(backend.models, runs, storage)
         usage, audit = UsageStore(db), AuditStore(db)
         keys = Keys(settings.resolved_keys_file())
-        operations = ModelOperations(keys, models, runs, checkpoints, samplers, storage, usage, audit)
-        promises = FutureStore(db, RECENT_RESULTS_BYTES)
+        executors = Executors(
+            ModelOperations(keys, models, runs, checkpoints, storage, usage),
+            Saving(models, checkpoints, samplers, storage, usage, audit),
+            Sampling(models, checkpoints, samplers, storage, usage),
+        )
+        future_store = FutureStore(db, RECENT_RESULTS_BYTES)
         admission = Admission(
             SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples, BODIES_IN_FLIGHT * settings.max_body_bytes
         )
-        scheduler = Scheduler(promises, operations, admission, settings.gap_grace_s)
+        scheduler = Scheduler(future_store, OperationRunner(executors), admission, settings.gap_grace_s)
         services = Services(
             settings=settings,
             keys=keys,
@@ -114,7 +121,7 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
             runs=runs,
             checkpoints=checkpoints,
             samplers=samplers,
-            futures=promises,
+            futures=future_store,
             scheduler=scheduler,
             catalog=Catalog(db),
             usage=usage,
@@ -126,12 +133,12 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         )
 
         await runs.mark_all_lost()
-        left = await promises.start()
+        unfinished = await future_store.start()
         stack.push_async_callback(clients.save_heartbeats)
         stack.push_async_callback(usage.save)
-        stack.push_async_callback(promises.stop)
+        stack.push_async_callback(future_store.stop)
         stack.push_async_callback(services.drain)
-        await scheduler.resume(left)
+        scheduler.resume(unfinished)
 
         timeout_s = settings.session_timeout_s
         reaper = Reaper(clients, runs, samplers, models, scheduler, storage, timeout_s)

@@ -1,6 +1,5 @@
 """The served base models, and the models trained on them: which are in memory or on disk, and whose turn it is."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -10,6 +9,7 @@ from tinker_server.errors import LostModel, UnknownBaseModel
 from tinker_server.store.directories import Storage
 from tinker_server.store.runs import RunStore
 from tinker_server.store.tables import Checkpoint, TrainingRun
+from tinker_server.turns import FairTurns
 
 
 def lora_of(row: TrainingRun | Checkpoint) -> LoraConfig:
@@ -24,14 +24,14 @@ def lora_of(row: TrainingRun | Checkpoint) -> LoraConfig:
 
 
 class Models:
-    """A trainer works for one model at a time; asyncio's lock is fair, so models take turns."""
+    """A trainer works for one model at a time; owners take turns on it, and then their models."""
 
     def __init__(self, served: Mapping[str, BaseModel], runs: RunStore, storage: Storage) -> None:
         self.served = served
         self._runs = runs
         self._storage = storage
-        locks = {id(base.trainer): asyncio.Lock() for base in served.values()}
-        self._turns = {name: locks[id(base.trainer)] for name, base in served.items()}
+        turns = {id(base.trainer): FairTurns() for base in served.values()}
+        self._turns = {name: turns[id(base.trainer)] for name, base in served.items()}
 
     def base(self, name: str) -> BaseModel:
         """Raises UnknownBaseModel."""
@@ -40,15 +40,15 @@ class Models:
         return self.served[name]
 
     @asynccontextmanager
-    async def turn(self, base_model: str) -> AsyncIterator[Trainer]:
-        """The trainer of a base model, for this caller alone."""
+    async def turn(self, base_model: str, owner: str, model_id: str) -> AsyncIterator[Trainer]:
+        """The trainer of a base model, for one model of an owner alone."""
         base = self.base(base_model)
-        async with self._turns[base_model]:
+        async with self._turns[base_model].turn(owner, model_id):
             yield base.trainer
 
     async def suspend(self, run: TrainingRun) -> None:
         """Move a model from memory to disk. Nothing happens where it is not in memory."""
-        async with self.turn(run.base_model) as trainer:
+        async with self.turn(run.base_model, run.owner, run.model_id) as trainer:
             if run.status != "active":
                 return
             snapshot = self._storage.fresh(run.model_id, "suspended", "model")
@@ -61,7 +61,7 @@ class Models:
 
     async def drop(self, run: TrainingRun) -> None:
         """Forget a model, in memory and on disk. Its checkpoints stay."""
-        async with self.turn(run.base_model) as trainer:
+        async with self.turn(run.base_model, run.owner, run.model_id) as trainer:
             await trainer.delete_model(run.model_id)
             snapshot = run.snapshot
             await self._runs.mark_lost(run.model_id)
@@ -84,7 +84,7 @@ class Models:
         Raises UnknownModel, LostModel, UnknownBaseModel.
         """
         run = await self._runs.get(model_id)
-        async with self.turn(run.base_model) as trainer:
+        async with self.turn(run.base_model, run.owner, run.model_id) as trainer:
             try:
                 if run.status == "lost":
                     raise ModelLost("it was unloaded, or the process that held it has ended")

@@ -27,7 +27,7 @@ from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.errors import SequenceConflict, ShuttingDown
 from tinker_server.settings import Settings
-from tinker_server.store.futures import Work
+from tinker_server.store.operations import Operation
 from tinker_server.store.results import Result
 from tinker_server.store.tables import SamplingSession
 from tinker_server.web.deps import Services
@@ -46,10 +46,9 @@ class Client:
         self.model_id = f"{session_id}:train:0"
 
     async def submit(self, kind: str, request: Request, seq_id: int, lane: str | None = None) -> str:
-        body = request.model_dump_json().encode() if kind == "sample" else b"body"
-        return await self.services.scheduler.submit(
-            Work(kind, lane or self.model_id, seq_id, body, "application/json", LOCAL), request
-        )
+        body = request.model_dump_json().encode()
+        operation = Operation(kind, lane or self.model_id, seq_id, body, "application/json", LOCAL, request=request)
+        return await self.services.scheduler.submit(operation)
 
     async def create_model(self, number: int = 0, **fields: object) -> str:
         values = {"base_model": "tiny", "lora_config": LoraConfig(rank=8)} | fields

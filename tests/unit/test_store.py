@@ -29,7 +29,8 @@ from tinker_server.errors import (
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
-from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore, Work
+from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore
+from tinker_server.store.operations import Operation
 from tinker_server.store.results import Result
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
@@ -54,8 +55,8 @@ async def futures(db: Database) -> AsyncIterator[FutureStore]:
     await store.stop()
 
 
-def step(seq_id: int, lane: str = "model", kind: str = "optim_step") -> Work:
-    return Work(kind, lane, seq_id, b'{"a":1}', "application/json", OWNER)
+def step(seq_id: int, lane: str = "model", kind: str = "optim_step") -> Operation:
+    return Operation(kind, lane, seq_id, b'{"a":1}', "application/json", OWNER)
 
 
 def done(text: str = "{}", failed: bool = False) -> Result:

@@ -15,17 +15,15 @@ from api_schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
-from api_schemas.old_clients import results
 from tinker_server.errors import UnknownFuture
 from tinker_server.offload import off_loop
+from tinker_server.scheduling.operations import OPERATIONS
 from tinker_server.store.completions import Target
 from tinker_server.store.results import Result
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep
 
 router = APIRouter()
-JSON_FORMS = {"forward_backward": results.forward_backward_json, "sample": results.sample_json}
-"""By operation: its protobuf result as JSON, for clients that take no protobuf."""
 LARGE_RESULT_BYTES = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -97,4 +95,7 @@ def _checked(request_id: str) -> str:
 
 
 async def _json_form(result: Result) -> bytes:
-    return await off_loop(len(result.body), JSON_FORMS[result.kind], result.body)
+    """A protobuf result for clients that take no protobuf."""
+    json_form = OPERATIONS[result.operation_kind].json_form
+    assert json_form is not None, f"{result.operation_kind} has a result in protobuf"
+    return await off_loop(len(result.body), json_form, result.body)

@@ -22,7 +22,7 @@ from tinker_server.errors import BadRequest
 from tinker_server.store.tables import SamplingSession
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import Checkpoints, Samplers, SchedulerDep, ServedModels, Sessions
-from tinker_server.web.submission import Submission, json_body
+from tinker_server.web.submission import Submission, body_of
 from tinker_server.weights.lookup import find_weights
 
 router = APIRouter()
@@ -72,7 +72,7 @@ async def join_sampling_session(
 
 @router.post("/asample", response_model_exclude_none=True)
 async def asample(
-    submission: Annotated[Submission[SampleRequest], Depends(json_body(SampleRequest))],
+    submission: Annotated[Submission[SampleRequest], Depends(body_of("sample"))],
     sessions: Sessions,
     samplers: Samplers,
     checkpoints: Checkpoints,
@@ -99,6 +99,6 @@ async def asample(
         check(request)
     else:
         await asyncio.to_thread(check, request)  # it looks into images
-    future = await submission.accept(scheduler, caller, "sample", lane, seq_id)
+    future = await submission.accept(scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})

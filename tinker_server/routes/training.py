@@ -21,19 +21,19 @@ from backends.protocol import BaseModelInfo
 from tinker_server.scheduling.scheduler import UNLOAD_SUFFIX
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import Runs, ServedModels
-from tinker_server.web.submission import OwnModels, Submission, forward_backward_body, json_body
+from tinker_server.web.submission import OwnModels, Submission, body_of
 
 router = APIRouter()
 
 
 @router.post("/create_model", response_model_exclude_none=True)
 async def create_model(
-    submission: Annotated[Submission[CreateModelRequest], Depends(json_body(CreateModelRequest))],
+    submission: Annotated[Submission[CreateModelRequest], Depends(body_of("create_model"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Create a LoRA model. Repeating it gives the first request_id."""
     request = submission.request
-    return await models.accept_new(submission, "create_model", request.session_id, request.model_seq_id)
+    return await models.accept_new(submission, request.session_id, request.model_seq_id)
 
 
 @router.post("/get_info")
@@ -52,43 +52,42 @@ async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: 
 
 @router.post("/forward_backward", response_model_exclude_none=True)
 async def forward_backward(
-    submission: Annotated[Submission[ForwardBackwardRequest], Depends(forward_backward_body)],
+    submission: Annotated[Submission[ForwardBackwardRequest], Depends(body_of("forward_backward"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Add a loss's gradient to the model's, or (forward_only) just compute log probabilities."""
     request = submission.request
-    return await models.accept(submission, "forward_backward", request.model_id, request.seq_id)
+    return await models.accept(submission, request.model_id, request.seq_id)
 
 
 @router.post("/forward", response_model_exclude_none=True)
 async def forward(
-    submission: Annotated[Submission[ForwardRequest], Depends(json_body(ForwardRequest))],
+    submission: Annotated[Submission[ForwardRequest], Depends(body_of("forward"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """How clients before 0.25 ask for a forward_backward with forward_only."""
-    request = submission.request.as_forward_backward()
-    same = Submission(request, submission.body, submission.content_type)
-    return await models.accept(same, "forward_backward", request.model_id, request.seq_id)
+    request = submission.request
+    return await models.accept(submission, request.model_id, request.seq_id)
 
 
 @router.post("/unload_model", response_model_exclude_none=True)
 async def unload_model(
-    submission: Annotated[Submission[UnloadModelRequest], Depends(json_body(UnloadModelRequest))],
+    submission: Annotated[Submission[UnloadModelRequest], Depends(body_of("unload_model"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Free a model's memory once its queued work is done. Saved weights stay."""
     request = submission.request
-    return await models.accept(submission, "unload_model", request.model_id, 0, UNLOAD_SUFFIX)
+    return await models.accept(submission, request.model_id, 0, UNLOAD_SUFFIX)
 
 
 @router.post("/optim_step", response_model_exclude_none=True)
 async def optim_step(
-    submission: Annotated[Submission[OptimStepRequest], Depends(json_body(OptimStepRequest))],
+    submission: Annotated[Submission[OptimStepRequest], Depends(body_of("optim_step"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Apply the model's gradient, then clear it."""
     request = submission.request
-    return await models.accept(submission, "optim_step", request.model_id, request.seq_id)
+    return await models.accept(submission, request.model_id, request.seq_id)
 
 
 def tokenizer_id(info: BaseModelInfo) -> str:

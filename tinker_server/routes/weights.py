@@ -12,52 +12,52 @@ from api_schemas.weights import (
     SaveWeightsRequest,
 )
 from tinker_server.errors import BadRequest
-from tinker_server.web.submission import OwnModels, Submission, json_body
+from tinker_server.web.submission import OwnModels, Submission, body_of
 
 router = APIRouter()
 
 
 @router.post("/save_weights", response_model_exclude_none=True)
 async def save_weights(
-    submission: Annotated[Submission[SaveWeightsRequest], Depends(json_body(SaveWeightsRequest))],
+    submission: Annotated[Submission[SaveWeightsRequest], Depends(body_of("save_weights"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Save a training checkpoint."""
     request = submission.request
-    return await models.accept(submission, "save_weights", request.model_id, request.seq_id)
+    return await models.accept(submission, request.model_id, request.seq_id)
 
 
 @router.post("/save_weights_for_sampler", response_model_exclude_none=True)
 async def save_weights_for_sampler(
-    submission: Annotated[Submission[SaveWeightsForSamplerRequest], Depends(json_body(SaveWeightsForSamplerRequest))],
+    submission: Annotated[Submission[SaveWeightsForSamplerRequest], Depends(body_of("save_weights_for_sampler"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Save weights to sample from."""
     request = submission.request
-    return await models.accept(submission, "save_weights_for_sampler", request.model_id, request.seq_id)
+    return await models.accept(submission, request.model_id, request.seq_id)
 
 
 @router.post("/save_weights_external", response_model_exclude_none=True)
 async def save_weights_external(
-    submission: Annotated[Submission[SaveWeightsExternalRequest], Depends(json_body(SaveWeightsExternalRequest))],
+    submission: Annotated[Submission[SaveWeightsExternalRequest], Depends(body_of("save_weights_external"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Save the adapter for download."""
     request = submission.request
-    return await models.accept(submission, "save_weights_external", request.model_id, request.seq_id)
+    return await models.accept(submission, request.model_id, request.seq_id)
 
 
 @router.post("/load_weights", response_model_exclude_none=True)
 async def load_weights(
-    submission: Annotated[Submission[LoadWeightsRequest], Depends(json_body(LoadWeightsRequest))],
+    submission: Annotated[Submission[LoadWeightsRequest], Depends(body_of("load_weights"))],
     models: OwnModels,
 ) -> UntypedFuture:
     """Create a model from a checkpoint (session_id, model_seq_id), or load one into a model (model_id, seq_id)."""
     request = submission.request
     match request.session_id, request.model_seq_id, request.model_id, request.seq_id:
         case str(session_id), int(model_seq_id), None, None:
-            return await models.accept_new(submission, "load_weights", session_id, model_seq_id)
+            return await models.accept_new(submission, session_id, model_seq_id)
         case None, None, str(model_id), int(seq_id):
-            return await models.accept(submission, "load_weights", model_id, seq_id)
+            return await models.accept(submission, model_id, seq_id)
         case _:
             raise BadRequest("load_weights takes either session_id and model_seq_id, or model_id and seq_id")

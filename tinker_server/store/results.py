@@ -14,8 +14,8 @@ class Result:
     content_type: str
     failed: bool = False
     finished_at: float = field(default_factory=time.time)
-    kind: str = ""
-    """Of the operation; the store fills it in, with its lane, number and owner."""
+    operation_kind: str = ""
+    """The store fills it in, with the operation's lane, number and owner."""
     lane: str = ""
     seq_id: int = 0
     owner: str = ""

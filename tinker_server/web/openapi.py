@@ -42,8 +42,9 @@ from tinker_server.errors import (
     UnknownSampler,
     UnknownSession,
 )
+from tinker_server.scheduling.operations import JSON
 from tinker_server.web.glossary import GLOSSARY
-from tinker_server.web.submission import JSON, Submission
+from tinker_server.web.submission import Submission
 
 Schema = dict[str, Any]
 PREFIX = "/api/v1"

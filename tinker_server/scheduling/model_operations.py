@@ -1,0 +1,156 @@
+"""What the operations on models do: creating, training, loading and unloading; knows neither HTTP nor lanes.
+
+Lasting refusals are raised here, not at the submit: a number that was accepted is never missing.
+"""
+
+import secrets
+import time
+from collections.abc import Set
+
+from api_schemas.training import (
+    AdamParams,
+    CreateModelRequest,
+    CreateModelResponse,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    LoraConfig,
+    OptimizerConfig,
+    OptimStepRequest,
+    OptimStepResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+)
+from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
+from tinker_server.auth.keys import Keys
+from tinker_server.errors import Unsupported
+from tinker_server.models import Models, lora_of
+from tinker_server.scheduling.counting import count_training
+from tinker_server.store.directories import Storage
+from tinker_server.store.runs import CheckpointStore, RunStore, parse_path
+from tinker_server.store.tables import Checkpoint, TrainingRun
+from tinker_server.store.usage import UsageStore
+
+
+class ModelOperations:
+    """On the trainers. Methods raise InvalidInput, BackendFailed or a TinkerServerError; texts are for the user."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        models: Models,
+        runs: RunStore,
+        checkpoints: CheckpointStore,
+        storage: Storage,
+        usage: UsageStore,
+    ) -> None:
+        self._keys = keys
+        self._models = models
+        self._runs = runs
+        self._checkpoints = checkpoints
+        self._storage = storage
+        self._usage = usage
+
+    async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        """Log probabilities, and unless `forward_only` the gradient added to the model's."""
+        async with self._models.training(request.model_id) as (run, trainer):
+            output = await trainer.forward_backward(
+                request.model_id, request.forward_backward_input, backward=not request.forward_only
+            )
+        count_training(self._usage, run.session_id, run.base_model, output)
+        return output
+
+    async def optim_step(self, request: OptimStepRequest) -> OptimStepResponse:
+        """Apply the gradient, then clear it."""
+        if request.optimizer_params is not None:
+            raise Unsupported("optimizer_params is not supported: models here have adamw; send adam_params")
+        async with self._models.training(request.model_id) as (_, trainer):
+            return await trainer.optim_step(request.model_id, request.adam_params or AdamParams())
+
+    async def create_model(self, request: CreateModelRequest, owner: str) -> CreateModelResponse:
+        """A fresh model."""
+        self._models.base(request.base_model)
+        if request.lora_config is None:
+            raise Unsupported("lora_config is missing: full fine-tuning is not supported, only LoRA")
+        run = _run(request, owner, request.base_model, _checked_lora(request.lora_config), request.optimizer_config)
+        await self._create(run, None, with_optimizer=False)
+        return CreateModelResponse(model_id=run.model_id)
+
+    async def unload_model(self, request: UnloadModelRequest) -> UnloadModelResponse:
+        """Free a model's memory."""
+        run = await self._runs.get(request.model_id)
+        await self._models.drop(run)
+        return UnloadModelResponse(model_id=run.model_id)
+
+    async def load_weights(self, request: LoadWeightsRequest, owner: str) -> LoadWeightsResponse:
+        """Make a model of a checkpoint, or read one into a model."""
+        checkpoint = await self._checkpoint(request.path, self._keys.readers(owner, request.weights_access_token))
+        if request.base_model not in (None, checkpoint.base_model):
+            raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
+        if request.model_id is not None:
+            model_id = request.model_id
+            async with self._models.training(model_id) as (run, trainer):
+                if run.base_model != checkpoint.base_model:
+                    raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {run.base_model}")
+                directory = self._storage.path(checkpoint.directory)
+                await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
+        else:
+            lora = lora_of(checkpoint)
+            run = _run(request, owner, checkpoint.base_model, lora, request.optimizer_config or OptimizerConfig())
+            await self._create(run, checkpoint, with_optimizer=request.optimizer)
+            model_id = run.model_id
+        return LoadWeightsResponse(path=request.path, model_id=model_id)
+
+    async def _checkpoint(self, path: str, readers: Set[str]) -> Checkpoint:
+        parsed = parse_path(path)
+        if parsed.kind != "weights":
+            raise Unsupported(f"{path} cannot be trained on; take a tinker://<run>/weights/<name> (save_state)")
+        return await self._checkpoints.require_readable(parsed, readers, time.time())
+
+    async def _create(self, run: TrainingRun, checkpoint: Checkpoint | None, *, with_optimizer: bool) -> None:
+        """The run is recorded once the model is in memory, and is not in memory unless it is recorded."""
+        async with self._models.turn(run.base_model, run.owner, run.model_id) as trainer:
+            await trainer.create_model(run.model_id, lora_of(run))
+            try:
+                if checkpoint is not None:
+                    directory = self._storage.path(checkpoint.directory)
+                    await trainer.load_state(run.model_id, directory, with_optimizer=with_optimizer)
+                await self._runs.add(run)
+            except BaseException:
+                await trainer.delete_model(run.model_id)
+                raise
+
+
+def _checked_lora(lora: LoraConfig) -> LoraConfig:
+    """With the seed filled in. What ranks there are is the trainer's to say."""
+    if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
+        raise Unsupported("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
+    if lora.seed is not None and not 0 <= lora.seed < 2**63:
+        raise Unsupported(f"lora_config.seed {lora.seed} is not between 0 and 2^63 - 1")
+    return lora if lora.seed is not None else lora.model_copy(update={"seed": secrets.randbelow(2**31)})
+
+
+def _run(
+    request: CreateModelRequest | LoadWeightsRequest,
+    owner: str,
+    base_model: str,
+    lora: LoraConfig,
+    optimizer: OptimizerConfig,
+) -> TrainingRun:
+    if optimizer != OptimizerConfig():
+        raise Unsupported(f"optimizer_config {optimizer.model_dump()} is not supported; only type 'adamw' is")
+    return TrainingRun(
+        model_id=f"{request.session_id}:train:{request.model_seq_id}",
+        owner=owner,
+        session_id=request.session_id,
+        model_seq_id=request.model_seq_id,
+        base_model=base_model,
+        lora_rank=lora.rank,
+        lora_seed=lora.seed,
+        train_unembed=lora.train_unembed,
+        train_mlp=lora.train_mlp,
+        train_attn=lora.train_attn,
+        user_metadata=request.user_metadata,
+        optimizer_config=optimizer.model_dump(),
+        status="active",
+        created_at=time.time(),
+    )

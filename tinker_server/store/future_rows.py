@@ -1,0 +1,142 @@
+"""All SQL on the futures table."""
+
+from typing import Any, cast
+
+from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
+
+from tinker_server.errors import SequenceConflict
+from tinker_server.store.completions import CLIENT_SPAN, Completion, Target
+from tinker_server.store.database import Database
+from tinker_server.store.operations import Operation
+from tinker_server.store.results import Result
+from tinker_server.store.tables import Future
+
+FUTURES = cast(Table, Future.__table__)
+IDS_AT_ONCE = 500
+"""In one statement: databases limit its parameters."""
+FINISHED = ("done", "failed")
+
+
+class FutureRows:
+    """The only way to the futures table. Every method that writes is one transaction."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def queued(self) -> list[Operation]:
+        """The operations without a result, in order of arrival."""
+        query = select(Future).where(Future.status == "queued").order_by(Future.created_at)
+        async with self._db.read() as session:
+            return [
+                Operation(row.kind, row.lane, row.seq_id, row.request, row.request_type, row.owner, row.request_id)
+                for row in await session.scalars(query)
+            ]
+
+    async def get(self, request_id: str) -> Future | None:
+        """One row with its result."""
+        async with self._db.read() as session:
+            return await session.get(Future, request_id)
+
+    async def insert(self, operations: list[Operation], now: float) -> list[str | SequenceConflict]:
+        """Add what is new; per operation the request_id of the first one under its number, or the conflict with it."""
+        async with self._db.write() as session:
+            connection = await session.connection()
+            insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
+            rows = [_new_columns(operation, now) for operation in operations]
+            outcome: CursorResult[Any] = await connection.execute(insert, rows)
+            if outcome.rowcount == len(operations):
+                return [operation.request_id for operation in operations]
+            firsts: list[str | SequenceConflict] = []
+            for operation in operations:
+                query = select(FUTURES.c.request_id, FUTURES.c.kind).where(
+                    FUTURES.c.lane == operation.lane, FUTURES.c.seq_id == operation.seq_id
+                )
+                request_id, kind = (await connection.execute(query)).one()
+                firsts.append(request_id if kind == operation.operation_kind else _conflict(operation, kind))
+            return firsts
+
+    async def finish(self, results: list[tuple[str, Result]]) -> None:
+        """Store results by request_id, of those that have none yet."""
+        change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
+        async with self._db.write() as session:
+            connection = await session.connection()
+            await connection.execute(change, [_finished_columns(*result) for result in results])
+
+    async def delete_results(self, lane: str, request_ids: list[str]) -> None:
+        """Of the finished ones among these of a lane; one lane's client cannot delete another's results."""
+        async with self._db.write() as session:
+            connection = await session.connection()
+            for start in range(0, len(request_ids), IDS_AT_ONCE):
+                some = FUTURES.c.request_id.in_(request_ids[start : start + IDS_AT_ONCE])
+                finished = FUTURES.c.status.in_(FINISHED)
+                await connection.execute(
+                    update(FUTURES)
+                    .where((FUTURES.c.lane == lane) & some & finished)
+                    .values(status="expired", result=None)
+                )
+
+    async def completions(self, target: Target) -> list[Completion]:
+        """What has finished for one client of a sampling session."""
+        columns = (Future.request_id, Future.status, func.length(Future.result), Future.finished_at)
+        query = select(*columns).where(
+            Future.lane == target.lane,
+            Future.seq_id >= target.client * CLIENT_SPAN,
+            Future.seq_id < (target.client + 1) * CLIENT_SPAN,
+            Future.status.in_(FINISHED),
+        )
+        async with self._db.read() as session:
+            rows = (await session.execute(query)).all()
+        return [
+            Completion(round(finished_at * 1e6), request_id, status == "failed", size_bytes)
+            for request_id, status, size_bytes, finished_at in rows
+            if finished_at is not None
+        ]
+
+    async def last_finished_at(self) -> float:
+        """When the newest stored result was finished; 0 where there is none."""
+        query = select(func.max(Future.finished_at)).where(Future.status.in_(FINISHED))
+        async with self._db.read() as session:
+            return await session.scalar(query) or 0.0
+
+    async def expire(self, before: float, forgotten_before: float) -> None:
+        """Delete the results that finished before, and the tombstones that are older than `forgotten_before`."""
+        async with self._db.write() as session:
+            await session.execute(
+                update(Future)
+                .where(Future.status.in_(FINISHED), Future.finished_at < before)
+                .values(status="expired", result=None)
+            )
+            forgotten = (Future.status == "expired") & (Future.finished_at < forgotten_before)
+            await session.execute(delete(Future).where(forgotten))
+        await self._db.shrink()
+
+
+def _conflict(operation: Operation, first_kind: str) -> SequenceConflict:
+    return SequenceConflict(
+        f"seq_id {operation.seq_id} of {operation.lane} was {first_kind} before, and is {operation.operation_kind} now"
+    )
+
+
+def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
+    return {
+        "request_id": operation.request_id,
+        "kind": operation.operation_kind,
+        "lane": operation.lane,
+        "seq_id": operation.seq_id,
+        "request": operation.body,
+        "request_type": operation.content_type,
+        "owner": operation.owner,
+        "status": "queued",
+        "created_at": now,
+    }
+
+
+def _finished_columns(request_id: str, result: Result) -> dict[str, Any]:
+    return {
+        "id": request_id,
+        "request": b"",
+        "status": "failed" if result.failed else "done",
+        "result": result.body,
+        "result_type": result.content_type,
+        "finished_at": result.finished_at,
+    }

@@ -1,0 +1,67 @@
+"""Writing in batches: what has arrived while one commit ran goes into the next, so that hundreds cost a few."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class BatchWriter(Generic[T]):
+    """One task that hands whatever has arrived to `write`, which must not raise."""
+
+    def __init__(self, name: str, write: Callable[[list[T]], Awaitable[None]], max_batch: int) -> None:
+        self._name = name
+        self._write = write
+        self._max_batch = max_batch
+        self._arrived: deque[T] = deque()
+        self._num_arrived = 0
+        self._num_written = 0
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Condition()
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=self._name)
+
+    def put(self, *items: T) -> None:
+        """Have items written soon, in order of arrival."""
+        self._arrived += items
+        self._num_arrived += len(items)
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Returns once all that has arrived until now is written, whatever arrives meanwhile."""
+        until = self._num_arrived
+        async with self._progress:
+            await self._progress.wait_for(lambda: self._num_written >= until or self._ended)
+
+    async def stop(self) -> None:
+        """Write what is there, then end."""
+        self._stopping = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `write` should give up what it cannot write now."""
+        return self._stopping
+
+    @property
+    def _ended(self) -> bool:
+        return self._task is None or self._task.done()
+
+    async def _run(self) -> None:
+        while not self._stopping or self._arrived:
+            await self._wake.wait()
+            batch = [self._arrived.popleft() for _ in range(min(len(self._arrived), self._max_batch))]
+            if not self._arrived and not self._stopping:
+                self._wake.clear()
+            if batch:
+                await self._write(batch)
+                async with self._progress:
+                    self._num_written += len(batch)
+                    self._progress.notify_all()
