@@ -42,7 +42,7 @@ class BaseModelInfo:
     source: str
     """Directory or hub id it was loaded from."""
     arch: str
-    """transformers' model_type, such as qwen3_vl."""
+    """transformers' model_type."""
     vocab_size: int
     max_context_length: int
     """Largest number of tokens of a prompt and its continuation, or of a datum; images counted expanded."""

@@ -27,6 +27,8 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.children import serve_async
+from backends.families.family import Vision
+from backends.families.lora_names import ENGINE_MODULES
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Rendered, Renderer
 from backends.sampler.adapters import MAX_ADAPTERS, EngineAdapters
@@ -40,9 +42,6 @@ T = TypeVar("T")
 
 _ADAPTER_SLOTS = 4
 """Adapters in one step of the engine; requests for more take turns."""
-_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"]
-_TARGET_MODULES += ["gate_proj", "up_proj", "gate_up_proj", "down_proj", "lm_head"]
-"""What `lora.py` trains, by the engine's names. Not the input embeddings, which a tied head shares."""
 _WATCH_S = 0.2
 
 
@@ -67,7 +66,7 @@ class SamplerHost:
         )
         if config.device == "cpu":
             check_kv_cache(renderer, config)
-        engine = AsyncLLM.from_engine_args(engine_args(config, takes_images=renderer.takes_images))
+        engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))
         await engine.collective_rpc("install_lora_fixes")
         return cls(config, engine, renderer)
 
@@ -129,7 +128,8 @@ class _Prompt:
 
     def _render(self) -> tuple[Rendered, EngineInput]:
         rendered = self._renderer.render(self._model_input, "prompt")
-        return rendered, engine_input(rendered)
+        vision = self._renderer.family.vision
+        return rendered, engine_input(rendered, {} if vision is None else vision.engine_fields)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -143,7 +143,7 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def engine_args(config: SamplerConfig, *, takes_images: bool) -> AsyncEngineArgs:
+def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs:
     """How this model runs here."""
     device: dict[str, Any]
     if config.device == "cpu":
@@ -159,14 +159,8 @@ def engine_args(config: SamplerConfig, *, takes_images: bool) -> AsyncEngineArgs
             "gpu_memory_utilization": config.gpu_memory_fraction,
             "max_num_batched_tokens": max(8192, config.max_concurrent_samples),
         }
-    if takes_images:
-        # Pixels come normalised from our renderer; the engine would otherwise normalise them again.
-        # Nor does it need a cache of them beside the renderer's.
-        device |= {
-            "mm_device_do_normalize": False,
-            "mm_processor_cache_gb": 0,
-            "limit_mm_per_prompt": {"image": config.max_images_per_prompt, "video": 0},
-        }
+    if vision is not None:
+        device |= vision.engine_options(config.max_images_per_prompt)
     return AsyncEngineArgs(
         model=config.source,
         dtype=config.dtype,
@@ -181,7 +175,7 @@ def engine_args(config: SamplerConfig, *, takes_images: bool) -> AsyncEngineArgs
         max_lora_rank=config.max_lora_rank,
         max_loras=_ADAPTER_SLOTS,
         max_cpu_loras=MAX_ADAPTERS,
-        lora_target_modules=_TARGET_MODULES,
+        lora_target_modules=list(ENGINE_MODULES),
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
         disable_log_stats=True,
         enable_log_requests=False,

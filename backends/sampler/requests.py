@@ -5,7 +5,7 @@ T tokens, P prompt positions after the first, K likeliest or chosen tokens, C al
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from api_schemas.sampling import (
     SampleResponse,
     TopkLogprobs,
 )
+from backends.families.family import EngineField
 from backends.protocol import BackendFailed
 from backends.rendering import Rendered
 from backends.sampler.prompt_columns import extra_args
@@ -33,24 +34,24 @@ _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 """Cells of a top-k table that hold nothing."""
 
 
-def engine_input(rendered: Rendered) -> EngineInput:
+def engine_input(rendered: Rendered, fields: Mapping[str, EngineField]) -> EngineInput:
     """A prompt whose images are expanded and normalised already; the engine must do neither again."""
     token_ids = rendered.token_ids_T.tolist()
-    if not rendered.images:
+    images = rendered.images
+    if not images:
         return tokens_input(token_ids)
-    grids = torch.tensor([image.grid_thw for image in rendered.images])
-    features = {
-        "pixel_values": torch.cat([image.pixel_values_PD for image in rendered.images]),
-        "image_grid_thw": grids,
-    }
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
+    tensors = {name: torch.cat([image.tensors[name] for image in images]) for name in fields}
+    layout = {}
+    for name, field in fields.items():
+        if field.one_row_each:
+            layout[name] = MultiModalFieldConfig.batched("image", keep_on_cpu=field.stays_on_cpu)
+        else:
+            sizes = torch.tensor([len(image.tensors[name]) for image in images])
+            layout[name] = MultiModalFieldConfig.flat_from_sizes("image", sizes, keep_on_cpu=field.stays_on_cpu)
     return mm_input(
         token_ids,
-        MultiModalKwargsItems.from_hf_inputs(features, fields),
-        {"image": [image.hash for image in rendered.images]},
+        MultiModalKwargsItems.from_hf_inputs(tensors, layout),
+        {"image": [image.hash for image in images]},
         {"image": [PlaceholderRange(offset=span.offset, length=span.num_tokens) for span in rendered.spans]},
     )
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from api_schemas.inputs import Datum
-from backends.rendering import Rendered, RenderedImage, mrope_positions
+from backends.families.family import Family, RenderedImage
+from backends.rendering import Rendered
 from backends.trainer.losses import Loss, LossInputs
 
 
@@ -54,25 +55,17 @@ class Microbatch:
     sample_lengths: list[int]
 
 
-def pack(samples: Sequence[tuple[Rendered, np.ndarray]], device: torch.device, *, mrope: bool) -> Microbatch:
-    """Pack samples of (input, targets [N] or [N, K]). `mrope`: the model takes 4 rows of position ids.
+def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device) -> Microbatch:
+    """Pack samples of (input, targets [N] or [N, K]).
 
     No sample at all makes a row of one token, for a rank that only keeps the others company.
     """
     if not samples:
         samples = [(Rendered(np.zeros(1, np.int64), [], []), np.zeros(1, np.int64))]
     lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
-    text_positions = [np.arange(length)[None] for length in lengths]
-    if mrope:
-        # Row 0 restarts at each sample: transformers builds the block mask from it. Without it samples
-        # attend to each other, and nothing complains.
-        rows = [
-            np.concatenate([text, mrope_positions(length, rendered.spans)])
-            for text, length, (rendered, _) in zip(text_positions, lengths, samples, strict=True)
-        ]
-        position_ids = np.concatenate(rows, axis=1)[:, None]
-    else:
-        position_ids = np.concatenate(text_positions, axis=1)
+    position_ids = np.concatenate(
+        [family.position_ids(length, one.spans) for length, (one, _) in zip(lengths, samples, strict=True)], axis=-1
+    )
     token_ids = np.concatenate([rendered.token_ids_T for rendered, _ in samples])[None]
     model_inputs = {
         "input_ids": torch.from_numpy(token_ids).to(device),

@@ -1,12 +1,13 @@
 """Many LoRA adapters on one frozen base, by PEFT (Hu et al. 2021, arXiv:2106.09685).
 
 Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. Which
-modules a request's train_attn, train_mlp and train_unembed mean is decided here and nowhere else.
+modules a request's train_attn, train_mlp and train_unembed mean the model's family says.
 """
 
 import math
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from api_schemas.training import LoraConfig
+from backends.families.family import LoraFlag
 from backends.protocol import InvalidInput
 
 ALPHA = 32
 """Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
 @dataclass(frozen=True)
@@ -38,31 +37,14 @@ class Adapter:
         return list(self.tensors.values())
 
 
-def target_modules(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Full module names by the flag that trains them; the vision tower has none."""
-    decoder = model.get_decoder()
-    prefix = next(name for name, module in model.named_modules() if module is decoder)
-    head = model.get_output_embeddings()
-    groups: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": []}
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        if module is head:
-            groups["train_unembed"].append(name)
-        elif isinstance(module, nn.Linear) and name.startswith(f"{prefix}.layers."):
-            if last in _ATTENTION:
-                groups["train_attn"].append(name)
-            elif last in _MLP:
-                groups["train_mlp"].append(name)
-    return groups
-
-
 class Adapters:
     """The adapters of one model. Exactly one is selected: only it computes and gathers gradient."""
 
-    def __init__(self, model: PreTrainedModel, max_rank: int) -> None:
+    def __init__(self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int) -> None:
+        """`modules` are the full names of those that each of a request's flags trains."""
         self._model = model
         self._max_rank = max_rank
-        self._targets = target_modules(model)
+        self._modules = modules
         self._tuner: LoraModel | None = None
         self._layers: list[tuple[str, LoraLayer]] = []
         self._selected: str | None = None
@@ -75,7 +57,7 @@ class Adapters:
         if not 1 <= config.rank <= self._max_rank:
             raise InvalidInput(f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}")
         modules = []
-        for flag, names in self._targets.items():
+        for flag, names in self._modules.items():
             if getattr(config, flag):
                 if not names:
                     raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")

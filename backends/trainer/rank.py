@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
 from api_schemas.training import (
     AdamParams,
@@ -24,6 +24,7 @@ from api_schemas.training import (
     LoraConfig,
     OptimStepResponse,
 )
+from backends.families.family import Family
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from backends.rendering import Rendered, Renderer
 from backends.trainer import attention, checkpoint
@@ -61,16 +62,17 @@ class TrainerRank:
         self._world = world
         # Pixels are not kept: what the vision tower makes of them is.
         self._renderer = Renderer(config.source, image_cache_bytes=0, max_image_pixels=config.max_image_pixels)
-        model = load_base(config, self._renderer.takes_images, world)
-        takes_images = self._renderer.takes_images
-        self._vision = FrozenVision(model.base_model, config.image_cache_bytes) if takes_images else None
+        family = self._renderer.family
+        model = load_base(config, family, world)
+        vision = family.vision
+        self._vision = FrozenVision(vision, model.base_model, config.image_cache_bytes) if vision is not None else None
         self._scorer = Scorer(model, self._vision).eval()
         self._packs = packing_is_exact(self._scorer, self._renderer, world.device)
         if not self._packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
         if world.size > 1:
             shard(self._scorer, model.get_decoder().layers, world)
-        self._adapters = Adapters(model, config.max_lora_rank)
+        self._adapters = Adapters(model, family.lora_modules(model), config.max_lora_rank)
         self._models: dict[str, Model] = {}
         self._adapter_numbers = itertools.count()
 
@@ -175,8 +177,8 @@ class TrainerRank:
         targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
         batch = pack(
             [(rendered[index], target) for index, target in zip(indices, targets, strict=True)],
+            self._renderer.family,
             self._world.device,
-            mrope=self._renderer.takes_images,
         )
         logprobs_TK = score(self._scorer, batch)
         if not datums:  # the others have one more microbatch: run along, add nothing
@@ -285,16 +287,12 @@ class TrainerRank:
         restore_optimizer(model, state)
 
 
-def load_base(config: TrainerConfig, takes_images: bool, world: World) -> PreTrainedModel:
+def load_base(config: TrainerConfig, family: Family, world: World) -> PreTrainedModel:
     """The frozen base, on this rank's device (FSDP moves it there itself when there are several ranks)."""
-    auto = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
-    # Images are few long sequences without a mask: SDPA is right for the vision tower everywhere.
     dtype = getattr(torch, config.dtype)
     decoder = attention.implementation(world.device, dtype)
-    model: PreTrainedModel = auto.from_pretrained(
-        config.source,
-        dtype=dtype,
-        attn_implementation={"text_config": decoder, "vision_config": "sdpa"} if takes_images else decoder,
+    model: PreTrainedModel = family.model_class.from_pretrained(
+        config.source, dtype=dtype, attn_implementation=family.attention(decoder)
     )
     model.requires_grad_(False)
     return model.to(world.device)

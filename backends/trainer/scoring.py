@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from backends.rendering import RenderedImage
+from backends.families.family import RenderedImage
 from backends.trainer import attention
 from backends.trainer.batching import Microbatch
 from backends.trainer.vision import FrozenVision

@@ -27,7 +27,7 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, device: torch.device) -
 
     def scored(*packed: tuple[Rendered, np.ndarray]) -> Tensor:
         with torch.no_grad():
-            return score(scorer, pack(packed, device, mrope=renderer.takes_images))
+            return score(scorer, pack(packed, renderer.family, device))
 
     alone = torch.cat([scored(sample) for sample in samples])
     own = torch.cat([_own_logprobs(scorer.model, *sample, device) for sample in samples])
@@ -41,7 +41,7 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, device: torch.device) -
 
 
 def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
-    return np.where(np.isin(text, list(renderer.placeholders)), 0, text)
+    return np.where(np.isin(text, list(renderer.family.placeholders)), 0, text)
 
 
 def _own_logprobs(model: PreTrainedModel, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:

@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import LoraConfig
+from backends.families.qwen3_vl import mrope_positions
 from backends.protocol import BackendFailed, InvalidInput
-from backends.rendering import Renderer, mrope_positions
+from backends.rendering import Renderer
 from backends.sampler.client import VllmSampler
 from backends.sampler.commands import SamplerConfig
 from backends.trainer.checkpoint import ADAPTER_FILE, write_adapter, write_directory
@@ -103,8 +104,8 @@ class Reference:
         ids = torch.tensor([[*rendered.token_ids_T.tolist(), *continuation]])
         inputs = {"input_ids": ids}
         if rendered.images:
-            inputs["pixel_values"] = torch.cat([one.pixel_values_PD for one in rendered.images])
-            inputs["image_grid_thw"] = torch.tensor([one.grid_thw for one in rendered.images])
+            inputs["pixel_values"] = torch.cat([one.tensors["pixel_values"] for one in rendered.images])
+            inputs["image_grid_thw"] = torch.cat([one.tensors["image_grid_thw"] for one in rendered.images])
             inputs["mm_token_type_ids"] = (ids == self.image_token_id).int()
         if model_input is ADJACENT:  # which transformers' own positions take for one image
             positions = torch.from_numpy(mrope_positions(ids.shape[1], rendered.spans))

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
+from backends.families.qwen3_vl import mrope_positions
 from backends.protocol import BackendFailed, InvalidInput
-from backends.rendering import Renderer, mrope_positions
+from backends.rendering import Renderer
 from backends.trainer import scoring
 from backends.trainer.client import TrainerClient
 from backends.trainer.rank import TrainerRank

@@ -129,7 +129,7 @@ def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetti
     probe = trainer(tiny_vl, 1 << 26)
     probe.forward_backward("m", cross_entropy([one]), False)
     size = probe._vision._kept.size
-    assert size == sum(features.size_bytes for features in probe._vision._kept._values.values()) > 0
+    assert size == sum(part.nbytes for features in probe._vision._kept._values.values() for part in features) > 0
     rank = trainer(tiny_vl, 3 * size)
     tower = Tower(rank)
     squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
@@ -165,7 +165,7 @@ def test_a_broken_image_is_refused_whatever_is_kept(keeping, renderer, data):
 
 def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, monkeypatch):
     """As it would be, should a later transformers take image features another way."""
-    monkeypatch.setattr(keeping._scorer.model.base_model, "get_image_features", keeping._vision._tower)
+    monkeypatch.setattr(keeping._scorer.model.base_model, "get_image_features", keeping._vision._tower._run)
     with pytest.raises((BackendFailed, RuntimeError, AttributeError, IndexError)):
         keeping.forward_backward("m", cross_entropy(data), False)
 

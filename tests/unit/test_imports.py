@@ -1,6 +1,7 @@
 """Imports run one way, api_schemas <- backends <- tinker_server, and some libraries stay in one room."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def test_torch_stays_in_backends() -> None:
 
 def test_vllm_stays_in_its_own_files() -> None:
     assert all(path.startswith("backends/sampler/") for path in importers("vllm"))
+
+
+def test_only_families_know_a_kind_of_model_by_name() -> None:
+    names = re.compile(r"qwen|pixel_values|grid_thw|mrope|deepstack|image_token_id|video_token_id", re.IGNORECASE)
+    others = [path for path in FILES if path.parts[0] == "backends" and path.parts[1] != "families"]
+    knowing = [str(path) for path in others if names.search((ROOT / path).read_text())]
+    assert knowing == []
 
 
 def test_routes_do_not_import_sqlalchemy() -> None:

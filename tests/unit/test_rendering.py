@@ -39,9 +39,10 @@ def test_ids_and_pixels_are_those_of_the_models_own_processor(renderer, tiny_vl)
         "prompt",
     )
     assert rendered.token_ids_T.tolist() == expected["input_ids"][0].tolist()
-    pixels = torch.cat([one.pixel_values_PD for one in rendered.images])
+    pixels = torch.cat([one.tensors["pixel_values"] for one in rendered.images])
     assert torch.equal(pixels, expected["pixel_values"])
-    assert [list(one.grid_thw) for one in rendered.images] == expected["image_grid_thw"].tolist()
+    grids = torch.cat([one.tensors["image_grid_thw"] for one in rendered.images])
+    assert torch.equal(grids, expected["image_grid_thw"])
 
 
 @pytest.mark.parametrize("size", [(32, 32), (300, 200), (480, 360), (17, 900), (1000, 30), (33, 31)])
@@ -49,7 +50,7 @@ def test_counts_from_the_header_are_the_counts_from_the_pixels(renderer, size):
     model_input = prompt(image(*size))
     length, (span,) = renderer.layout(model_input, "prompt")
     rendered = renderer.render(model_input, "prompt")
-    _, grid_h, grid_w = rendered.images[0].grid_thw
+    _, grid_h, grid_w = rendered.images[0].tensors["image_grid_thw"][0].tolist()
     assert length == span.num_tokens == grid_h * grid_w // 4 == len(rendered.token_ids_T)
     assert span.grid == (grid_h // 2, grid_w // 2)
 
@@ -64,7 +65,7 @@ def test_every_mode_becomes_rgb(renderer, mode, format):
     with Image.open(io.BytesIO(data)) as picture:
         as_rgb = file_of(picture.convert("RGB"), "png")
     expected = renderer.render(prompt(ImageChunk(data=as_rgb, format="png")), "prompt")
-    assert torch.equal(rendered.images[0].pixel_values_PD, expected.images[0].pixel_values_PD)
+    assert torch.equal(rendered.images[0].tensors["pixel_values"], expected.images[0].tensors["pixel_values"])
 
 
 def test_a_jpeg_called_png_is_an_image_all_the_same(renderer):

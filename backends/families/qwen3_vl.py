@@ -1,0 +1,163 @@
+"""Qwen3-VL: everything that knows it by name.
+
+T tokens, P patches, D values of a patch, N tokens of an image, H hidden width of the language model
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from backends.families.family import EngineField, ImageFeatures, ImageSpan, LoraFlag, RenderedImage
+from backends.families.lora_names import decoder_modules
+from backends.protocol import BackendFailed
+
+ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+
+
+class Qwen3VL:
+    """`Family` of the dense Qwen3-VL models: text and images; no video."""
+
+    model_class: Any = AutoModelForImageTextToText
+
+    def __init__(self, config: PretrainedConfig, source: str) -> None:
+        """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
+        self.vision = Qwen3VLVision(source, config.image_token_id)
+        self.placeholders: Mapping[int, str] = {
+            config.image_token_id: "<|image_pad|>",
+            config.video_token_id: "<|video_pad|>",
+        }
+
+    def attention(self, decoder: str) -> dict[str, str]:
+        """Images are few long sequences without a mask: SDPA is right for the vision tower everywhere."""
+        return {"text_config": decoder, "vision_config": "sdpa"}
+
+    def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
+        """[4, 1, T] int64: the position in the text, then time, height and width.
+
+        transformers builds the mask between packed samples from row 0. Without it samples attend to each
+        other, and nothing complains.
+        """
+        positions_41T = np.empty((4, 1, length), np.int64)
+        positions_41T[0] = np.arange(length)
+        positions_41T[1:, 0] = mrope_positions(length, spans)
+        return positions_41T
+
+    def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
+        """The decoder's attention and MLP, and the head; the vision tower is frozen."""
+        return decoder_modules(model)
+
+
+class Qwen3VLVision:
+    """`Vision`: an image becomes one placeholder for every merged patch."""
+
+    engine_fields: Mapping[str, EngineField] = {
+        "pixel_values": EngineField(),
+        "image_grid_thw": EngineField(one_row_each=True, stays_on_cpu=True),
+    }
+
+    def __init__(self, source: str, image_id: int) -> None:
+        try:
+            # Trainer and sampler must see the same pixels: those of the torchvision backend.
+            self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
+        except (OSError, ValueError) as error:
+            raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
+        self._image_id = image_id
+
+    def engine_options(self, max_images: int) -> dict[str, Any]:
+        """Pixels come normalised: the engine would do it again. Nor does it need a cache beside the renderer's."""
+        return {
+            "mm_device_do_normalize": False,
+            "mm_processor_cache_gb": 0,
+            "limit_mm_per_prompt": {"image": max_images, "video": 0},
+        }
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Merged patches in each direction, by the processor's own resize rule."""
+        size = self._processor.size
+        factor = self._processor.patch_size * self._processor.merge_size
+        resized = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+        return resized[0] // factor, resized[1] // factor
+
+    def image_ids(self, span: ImageSpan) -> np.ndarray:
+        """[N] int64."""
+        return np.full(span.num_tokens, self._image_id)
+
+    def process(self, rgb: Image.Image) -> dict[str, Tensor]:
+        """pixel_values [P, D] and image_grid_thw [1, 3], in patches before merging."""
+        features = self._processor(images=[rgb], return_tensors="pt")
+        return {name: features[name] for name in self.engine_fields}
+
+    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
+        """image_grid_thw [1, 3]."""
+        merge: int = self._processor.merge_size
+        return {"image_grid_thw": torch.tensor([[1, span.grid[0] * merge, span.grid[1] * merge]])}
+
+    def tower(self, model: PreTrainedModel) -> "Qwen3VLTower":
+        """Its tower and merger, with the taps that deepstack adds to the first decoder layers."""
+        return Qwen3VLTower(model.get_image_features)
+
+
+class Qwen3VLTower:
+    """`VisionTower`; an image's features are its tokens and one tap for each of the first decoder layers."""
+
+    def __init__(self, get_image_features: Callable[..., Any]) -> None:
+        self._run = get_image_features
+        self._output: type[Any]
+        self._splits_taps: bool
+
+    def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
+        """All images in one pass of the tower, without gradient."""
+        pixels_PD = torch.cat([image.tensors["pixel_values"] for image in images]).to(device)
+        with torch.no_grad():
+            output = self._run(pixels_PD, self._grids(images, device), return_dict=True)
+        self._output = type(output)
+        # transformers splits the taps by image since 5.18; before, it leaves them in one.
+        self._splits_taps = not any(isinstance(tap, Tensor) for tap in output.deepstack_features)
+        counts = [len(tokens) for tokens in output.pooler_output]
+        parts = [tap.split(counts) if isinstance(tap, Tensor) else tap for tap in output.deepstack_features]
+        # Clones: slices would keep the whole batch's memory alive.
+        of_image = zip(output.pooler_output, *parts, strict=True)
+        return [tuple(part.clone() for part in features) for features in of_image]
+
+    def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
+        """Pixels that say no more than that there are images, and the real grids."""
+        return {"pixel_values": torch.empty(0, device=device), "image_grid_thw": self._grids(images, device)}
+
+    def output(self, features: Sequence[ImageFeatures]) -> Any:
+        """In the form in which `compute` met them."""
+        taps = [list(tap) for tap in zip(*(one[1:] for one in features), strict=True)]
+        return self._output(
+            pooler_output=tuple(one[0] for one in features),
+            deepstack_features=taps if self._splits_taps else [torch.cat(tap) for tap in taps],
+        )
+
+    def _grids(self, images: Sequence[RenderedImage], device: torch.device) -> Tensor:
+        return torch.cat([image.tensors["image_grid_thw"] for image in images]).to(device)
+
+
+def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
+    """[3, T] temporal, height and width positions of one input (Qwen2-VL, arXiv:2409.12191, section 2.1).
+
+    As transformers' `get_rope_index`, but by spans: two images with no text between them stay two images.
+    """
+    positions_3T = np.empty((3, length), dtype=np.int64)
+    token, position = 0, 0
+    for span in spans:
+        text = span.offset - token
+        positions_3T[:, token : span.offset] = np.arange(position, position + text)
+        position += text
+        grid_h, grid_w = span.grid
+        token = span.offset + span.num_tokens
+        image = positions_3T[:, span.offset : token]
+        image[0] = position
+        image[1] = position + np.repeat(np.arange(grid_h), grid_w)
+        image[2] = position + np.tile(np.arange(grid_w), grid_h)
+        position += max(grid_h, grid_w)
+    positions_3T[:, token:] = np.arange(position, position + length - token)
+    return positions_3T

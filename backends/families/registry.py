@@ -1,0 +1,21 @@
+"""Which family a model belongs to, by its config alone."""
+
+from transformers import PretrainedConfig
+
+from backends.families import qwen3_vl
+from backends.families.family import Family
+from backends.families.text import Text
+from backends.protocol import BackendFailed
+
+SEEING = {qwen3_vl.ARCHITECTURE: qwen3_vl.Qwen3VL}
+"""Families that take images, by the architecture that a model's config names."""
+
+
+def find_family(config: PretrainedConfig, source: str) -> Family:
+    """The family of the model in the directory `source`. Raises BackendFailed for one that none of ours covers."""
+    (architecture, *_) = config.architectures or [""]
+    if architecture in SEEING:
+        return SEEING[architecture](config, source)
+    if any("vision" in key or "audio" in key for key in config.sub_configs):
+        raise BackendFailed(f"{source}: {architecture} is not supported; models that take images: {', '.join(SEEING)}")
+    return Text()
