@@ -1,13 +1,14 @@
 """A backend that satisfies the protocol and computes next to nothing."""
 
 import asyncio
+import json
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from api_schemas.inputs import EncodedTextChunk
+from api_schemas.inputs import Datum, EncodedTextChunk
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse
 from api_schemas.training import (
     AdamParams,
@@ -28,10 +29,15 @@ ADAPTER = {
 
 
 class FakeTrainer:
-    """Counts steps. A loss named `wrong` is invalid, and one named `broken` an unforeseen error."""
+    """Counts steps and keeps the books of gradients. A loss named `wrong` is invalid, and one named `broken` an
+    unforeseen error."""
 
     def __init__(self) -> None:
         self.steps: dict[str, int] = {}
+        self.gradients: dict[str, list[int] | None] = {}
+        """Per model, the first token of each datum whose gradient waits for a step; None where one is missing."""
+        self.applied: list[tuple[str, list[int]]] = []
+        """The model and gradient of every step that was taken."""
         self.calls: list[tuple[str, str]] = []
         self.at_once = 0
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
@@ -41,6 +47,7 @@ class FakeTrainer:
         if lora.rank > 64:
             raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
         self.steps[model_id] = 0
+        self.gradients[model_id] = []
         self.calls.append(("create_model", model_id))
 
     async def delete_model(self, model_id: str) -> None:
@@ -57,10 +64,14 @@ class FakeTrainer:
         finally:
             self.at_once -= 1
         self.calls.append((work.loss_fn, model_id))
-        if work.loss_fn == "wrong":
+        if work.loss_fn in ("wrong", "broken"):
+            if backward:
+                await self.mark_incomplete(model_id)
+            if work.loss_fn == "broken":
+                raise ZeroDivisionError("division by zero")
             raise InvalidInput("datum 0: loss_fn 'wrong' is not known")
-        if work.loss_fn == "broken":
-            raise ZeroDivisionError("division by zero")
+        if backward and (gradient := self.gradients[model_id]) is not None:
+            gradient += [_first_token(datum) for datum in work.data]
         outputs = [
             {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -1, np.float32)} for datum in work.data
         ]
@@ -69,9 +80,17 @@ class FakeTrainer:
             metrics["nan:mean"] = float("nan")
         return ForwardBackwardOutput(loss_fn_outputs=outputs, metrics=metrics)
 
+    async def mark_incomplete(self, model_id: str) -> None:
+        self._held(model_id)
+        self.gradients[model_id] = None
+
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         self._held(model_id)
         self.calls.append(("optim_step", model_id))
+        gradient, self.gradients[model_id] = self.gradients[model_id], []
+        if gradient is None:
+            raise InvalidInput("the gradient is incomplete")
+        self.applied.append((model_id, gradient))
         self.steps[model_id] += 1
         return OptimStepResponse(metrics={"grad_norm": 1.0, "step": self.steps[model_id]})
 
@@ -82,14 +101,17 @@ class FakeTrainer:
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         self._held(model_id)
         self.steps[model_id] = int((directory / "steps").read_text()) if with_optimizer else 0
+        self.gradients[model_id] = []
 
     async def suspend(self, model_id: str, directory: Path) -> None:
         await self.save_state(model_id, directory)
+        (directory / "gradient").write_text(json.dumps(self.gradients[model_id]))
         del self.steps[model_id]
 
     async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
         await self.create_model(model_id, lora)
         await self.load_state(model_id, directory, with_optimizer=True)
+        self.gradients[model_id] = json.loads((directory / "gradient").read_text())
 
     async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
         await self.save_state(model_id, directory)
@@ -163,6 +185,12 @@ class FakeBackend:
 def _write_steps(directory: Path, steps: int) -> None:
     directory.mkdir(parents=True)
     (directory / "steps").write_text(str(steps))
+
+
+def _first_token(datum: Datum) -> int:
+    """-1 where it does not begin with text."""
+    chunk = next(iter(datum.model_input.chunks), None)
+    return int(chunk.tokens[0]) if isinstance(chunk, EncodedTextChunk) and len(chunk.tokens) else -1
 
 
 def _open() -> asyncio.Event:

@@ -70,6 +70,8 @@ def test_the_sdk_raises_a_failed_operation_with_its_category(client: tinker.Serv
     with pytest.raises(tinker.RequestFailedError, match="loss_fn 'wrong' is not known") as caught:
         training.forward_backward([datum()], "wrong").result()  # type: ignore[arg-type]
     assert caught.value.category == "user"
+    with pytest.raises(tinker.RequestFailedError, match="incomplete"):
+        training.optim_step(types.AdamParams()).result()
     assert training.optim_step(types.AdamParams()).result().metrics is not None
     with pytest.raises(tinker.RequestFailedError, match="served: tiny"):
         client.create_lora_training_client("other", rank=8).result()

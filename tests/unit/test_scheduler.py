@@ -188,9 +188,10 @@ async def test_another_operation_under_a_used_number_is_refused(client: Client) 
 async def test_a_failed_operation_does_not_stop_the_lane(client: Client) -> None:
     invalid = await client.forward_backward(1, "wrong")
     broken = await client.forward_backward(2, "broken")
-    step = await client.optim_step(3)
+    incomplete, step = await client.optim_step(3), await client.optim_step(4)
     assert await client.error(invalid) == {"error": "datum 0: loss_fn 'wrong' is not known", "category": "user"}
     assert await client.error(broken) == {"error": "ZeroDivisionError: division by zero", "category": "server"}
+    assert await client.error(incomplete) == {"error": "the gradient is incomplete", "category": "user"}
     assert not (await client.result(step)).failed
 
 
