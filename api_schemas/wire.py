@@ -34,6 +34,7 @@ _DTYPE_OF: dict[int, np.dtype[Any]] = {
 _ZSTD_PIECE_BYTES = 1024
 
 
+JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 """The content type of everything encoded here."""
 

@@ -2,8 +2,9 @@
 
 import time
 from datetime import UTC, date, datetime
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 
 from api_schemas.admin import (
     ApiKeyDetails,
@@ -25,11 +26,13 @@ from api_schemas.admin import (
 )
 from api_schemas.listing import from_unix
 from tinker_server.auth.links import VALID_S
-from tinker_server.errors import BadRequest, KeysReadOnly
+from tinker_server.errors import BadRequest, KeysReadOnly, UnknownSession
 from tinker_server.store.catalog import DEFAULT_PROJECT
 from tinker_server.store.usage import HOUR_S
 from tinker_server.web.callers import ApiKey, Caller
 from tinker_server.web.deps import Audit, CatalogDep, Server, ServerUrl, Sessions, SignedLinks, UsageDep
+from tinker_server.web.parameters import ProjectInQuery, SessionIdInPath
+from tinker_server.web.refusals import refused
 
 router = APIRouter()
 GIGABYTE = 10**9
@@ -44,7 +47,10 @@ PREFIXES: dict[EventType, tuple[str, ...]] = {
 
 @router.get("/audit", response_model_exclude_none=True)
 async def get_audit(
-    audit: Audit, caller: Caller, event_type: EventType = "all", day: date | None = None
+    audit: Audit,
+    caller: Caller,
+    event_type: Annotated[EventType, Query(description="Which entries.")] = "all",
+    day: Annotated[date | None, Query(description="A date; absent: today, UTC.")] = None,
 ) -> AuditResponse:
     """What was done on one day, from midnight to midnight UTC; today if none is given."""
     day = day or datetime.now(UTC).date()
@@ -63,8 +69,13 @@ async def get_audit(
     )
 
 
-@router.get("/billing/usage/events", response_model_exclude_none=True)
-async def get_usage(starting_on: datetime, ending_before: datetime, usage: UsageDep, caller: Caller) -> UsageResponse:
+@router.get("/billing/usage/events", response_model_exclude_none=True, responses=refused(BadRequest))
+async def get_usage(
+    starting_on: Annotated[datetime, Query(description="Start of the time asked for; without a zone, UTC.")],
+    ending_before: Annotated[datetime, Query(description="End of the time asked for; without a zone, UTC.")],
+    usage: UsageDep,
+    caller: Caller,
+) -> UsageResponse:
     """Tokens and checkpoints by hour, session and base model."""
     start, end = _utc(starting_on), _utc(ending_before)
     if end <= start:
@@ -87,7 +98,7 @@ async def get_usage(starting_on: datetime, ending_before: datetime, usage: Usage
 
 
 @router.get("/billing/usage/checkpoints/current")
-async def get_storage(catalog: CatalogDep, caller: Caller, project_id: str | None = None) -> StorageUsageResponse:
+async def get_storage(catalog: CatalogDep, caller: Caller, project_id: ProjectInQuery = None) -> StorageUsageResponse:
     """Saved weights that are stored now, by project."""
     records = await catalog.storage(caller, project_id, time.time())
     return StorageUsageResponse(
@@ -104,9 +115,9 @@ async def get_storage(catalog: CatalogDep, caller: Caller, project_id: str | Non
     )
 
 
-@router.get("/sessions/{session_id}/trace_export")
+@router.get("/sessions/{session_id}/trace_export", responses=refused(UnknownSession))
 async def export_trace(
-    session_id: str, sessions: Sessions, links: SignedLinks, url: ServerUrl, caller: Caller
+    session_id: SessionIdInPath, sessions: Sessions, links: SignedLinks, url: ServerUrl, caller: Caller
 ) -> TraceExportResponse:
     """Where the session's timeline is."""
     await sessions.require(session_id, caller)
@@ -121,7 +132,7 @@ async def get_api_key(caller: Caller, server: Server) -> ApiKeyResponse:
     return ApiKeyResponse(key_id=0, name=caller, note=note, details=details)
 
 
-@router.delete("/auth/apikey/me", status_code=204)
+@router.delete("/auth/apikey/me", status_code=204, responses=refused(KeysReadOnly))
 async def delete_api_key(key: ApiKey, server: Server) -> Response:
     """Revoke the key of this request. What it owns stays with the other keys of its name."""
     try:

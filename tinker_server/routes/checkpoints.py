@@ -4,7 +4,7 @@ import time
 from email.utils import formatdate
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Response
+from fastapi import APIRouter, Depends, Header, Path, Response
 from fastapi.responses import RedirectResponse
 
 from api_schemas.checkpoints import (
@@ -22,7 +22,14 @@ from api_schemas.listing import Cursor, from_unix
 from api_schemas.old_clients.versions import shown_kinds
 from api_schemas.weights import Kind, TinkerPath, check_name
 from tinker_server.auth.links import VALID_S
-from tinker_server.errors import BadRequest
+from tinker_server.errors import (
+    BadRequest,
+    ModelIdTaken,
+    SessionFinished,
+    UnknownCheckpoint,
+    UnknownModel,
+    UnknownSession,
+)
 from tinker_server.store.catalog import Page
 from tinker_server.store.runs import parse_path
 from tinker_server.store.tables import Checkpoint
@@ -38,12 +45,21 @@ from tinker_server.web.deps import (
     StorageDep,
 )
 from tinker_server.web.paging import LongPage
+from tinker_server.web.parameters import IdempotencyKey, RunIdInPath
+from tinker_server.web.refusals import Described, refused
 from tinker_server.weights.saving import check_ttl
 
 router = APIRouter()
+ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+OF_WEIGHTS = refused(BadRequest, UnknownCheckpoint)
+MOVED: Described = {302: {"description": "`Location` is where the tar.gz is, for an hour."}}
 
 
-async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
+async def _path(
+    run_id: RunIdInPath,
+    kind: Annotated[str, Path(description="Kind of weights: weights, sampler_weights or external_weights.")],
+    name: Annotated[str, Path(description="Name of the saved weights within their run.")],
+) -> TinkerPath:
     try:
         check_name(name)
         return TinkerPath.parse(f"tinker://{run_id}/{kind}/{name}")
@@ -51,7 +67,11 @@ async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
         raise BadRequest(str(error)) from None
 
 
-async def _kinds(x_stainless_package_version: Annotated[str | None, Header()] = None) -> list[Kind]:
+async def _kinds(
+    x_stainless_package_version: Annotated[
+        str | None, Header(description="Version of the SDK: before 0.28 it takes no weights of type `external`.")
+    ] = None,
+) -> list[Kind]:
     return shown_kinds(x_stainless_package_version)
 
 
@@ -66,9 +86,9 @@ async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: CatalogDe
     return _listed(rows, page, total)
 
 
-@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
+@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True, responses=refused(UnknownModel))
 async def list_checkpoints_of_run(
-    run_id: str, page: LongPage, kinds: ShownKinds, catalog: CatalogDep
+    run_id: RunIdInPath, page: LongPage, kinds: ShownKinds, catalog: CatalogDep
 ) -> CheckpointsResponse:
     """A training run's saved weights, newest first."""
     await catalog.run(run_id, page.scope, time.time())
@@ -76,7 +96,7 @@ async def list_checkpoints_of_run(
     return _listed(rows, page, total)
 
 
-@router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
+@router.post(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
 async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Let every client load the weights. Doing it again changes nothing."""
     await checkpoints.set_public(path, True, caller, time.time())
@@ -84,7 +104,7 @@ async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, 
     return Response(status_code=204)
 
 
-@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
+@router.delete(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
 async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
     """Take publish back."""
     await checkpoints.set_public(path, False, caller, time.time())
@@ -92,7 +112,7 @@ async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit
     return Response(status_code=204)
 
 
-@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
+@router.put(f"{ONE}/ttl", status_code=204, responses=OF_WEIGHTS)
 async def set_ttl(
     path: CheckpointPath, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit, caller: Caller
 ) -> Response:
@@ -104,7 +124,7 @@ async def set_ttl(
     return Response(status_code=204)
 
 
-@router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
+@router.get(f"{ONE}/external_weights_urls", responses=OF_WEIGHTS)
 async def external_weights_urls(
     path: CheckpointPath,
     checkpoints: Checkpoints,
@@ -127,7 +147,7 @@ async def external_weights_urls(
     )
 
 
-@router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/archive", status_code=302)
+@router.get(f"{ONE}/archive", status_code=302, response_class=RedirectResponse, responses=OF_WEIGHTS | MOVED)
 async def archive(
     path: CheckpointPath, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit, caller: Caller
 ) -> Response:
@@ -139,7 +159,7 @@ async def archive(
     return RedirectResponse(f"{url}/{link}", 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
-@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
+@router.delete(ONE, status_code=204, responses=OF_WEIGHTS)
 async def delete(
     path: CheckpointPath, checkpoints: Checkpoints, storage: StorageDep, audit: Audit, caller: Caller
 ) -> Response:
@@ -149,7 +169,7 @@ async def delete(
     return Response(status_code=204)
 
 
-@router.post("/weights_info", response_model_exclude_none=True)
+@router.post("/weights_info", response_model_exclude_none=True, responses=OF_WEIGHTS)
 async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, caller: Caller) -> WeightsInfoResponse:
     """What the weights are of."""
     row = await checkpoints.require_readable(parse_path(request.tinker_path), {caller}, time.time())
@@ -162,15 +182,20 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, ca
     )
 
 
-@router.post("/copy_weights")
+@router.post(
+    "/copy_weights",
+    responses=refused(BadRequest, UnknownCheckpoint, ModelIdTaken, UnknownSession, SessionFinished),
+)
 async def copy_weights(
     request: CopyWeightsRequest,
     copying: CopyingDep,
     server: Server,
     audit: Audit,
     caller: Caller,
-    x_idempotency_key: Annotated[str | None, Header()] = None,
-    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
+    x_idempotency_key: IdempotencyKey = None,
+    x_tinker_weights_access_token: Annotated[
+        str | None, Header(description="An API key of the weights' owner, to read what is not published.")
+    ] = None,
 ) -> CopyWeightsResponse:
     """Copy weights to a path of their own. A retry, which has the same key, gets the first one's."""
     readers = server.keys.readers(caller, x_tinker_weights_access_token or request.weights_access_token)

@@ -2,27 +2,51 @@
 
 import asyncio
 from pathlib import Path
+from typing import Annotated
 
 from fastapi import APIRouter, Response
+from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, JSONResponse
 
-from tinker_server.errors import UnknownCheckpoint
+from api_schemas.wire import JSON
+from tinker_server.errors import LinkRefused, UnknownCheckpoint, UnknownSession
 from tinker_server.web.deps import ArchivesDep, CatalogDep, Sessions, SignedLinks, StorageDep
+from tinker_server.web.parameters import LinkEnd, LinkSignature, SessionIdInPath
+from tinker_server.web.refusals import DOWNLOAD, Described, refused
 
 router = APIRouter()
 MICROS = 1_000_000
+TRACE: Described = {
+    200: {"description": "Trace Event Format", "content": {JSON: {"schema": {"type": "object"}}}},
+}
 
 
-@router.get("/files/{path:path}")
-async def get_file(path: str, expires: int, signature: str, storage: StorageDep, links: SignedLinks) -> Response:
+@router.get(
+    "/files/{path:path}", response_class=FileResponse, responses=DOWNLOAD | refused(LinkRefused, UnknownCheckpoint)
+)
+async def get_file(
+    path: Annotated[str, PathParameter(description="The file that the link opens.")],
+    expires: LinkEnd,
+    signature: LinkSignature,
+    storage: StorageDep,
+    links: SignedLinks,
+) -> Response:
     """One file of exported weights."""
     links.check(f"files/{path}", expires, signature)
     return await _file(storage.downloadable(path))
 
 
-@router.get("/archives/{directory:path}")
+@router.get(
+    "/archives/{directory:path}",
+    response_class=FileResponse,
+    responses=DOWNLOAD | refused(LinkRefused, UnknownCheckpoint),
+)
 async def get_archive(
-    directory: str, expires: int, signature: str, archives: ArchivesDep, links: SignedLinks
+    directory: Annotated[str, PathParameter(description="The weights that the link opens.")],
+    expires: LinkEnd,
+    signature: LinkSignature,
+    archives: ArchivesDep,
+    links: SignedLinks,
 ) -> Response:
     """Weights as one tar.gz, packed when first asked for."""
     links.check(f"archives/{directory}", expires, signature)
@@ -32,9 +56,14 @@ async def get_archive(
         raise UnknownCheckpoint("the weights were deleted") from None
 
 
-@router.get("/traces/{session_id}")
+@router.get("/traces/{session_id}", responses=TRACE | refused(LinkRefused, UnknownSession))
 async def get_trace(
-    session_id: str, expires: int, signature: str, sessions: Sessions, catalog: CatalogDep, links: SignedLinks
+    session_id: SessionIdInPath,
+    expires: LinkEnd,
+    signature: LinkSignature,
+    sessions: Sessions,
+    catalog: CatalogDep,
+    links: SignedLinks,
 ) -> Response:
     """A session's operations in the Trace Event Format, which ui.perfetto.dev opens.
 

@@ -9,32 +9,65 @@ from api_schemas import wire
 from api_schemas.futures import (
     CancelFutureRequest,
     FutureCompletion,
+    FutureFailed,
     FutureMetadata,
     RetrieveFuturePending,
     RetrieveFutureRequest,
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
-from tinker_server.errors import UnknownFuture
+from api_schemas.old_clients import results
+from api_schemas.training import CreateModelResponse, OptimStepResponse, UnloadModelResponse
+from api_schemas.weights import (
+    LoadWeightsResponse,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+from tinker_server.errors import BadRequest, ResultExpired, UnknownFuture, UnknownSampler
 from tinker_server.offload import off_loop
 from tinker_server.scheduling.operations import OPERATIONS
 from tinker_server.store.completions import Target
 from tinker_server.store.results import Result
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep
+from tinker_server.web.refusals import BINARY, Described, refused
 
 router = APIRouter()
 LARGE_RESULT_BYTES = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
+ACCEPT = "`application/x-protobuf` for results as protobuf where there is such a form; else they are JSON."
+RESULT: Described = {
+    200: {
+        "description": "The result: forward_backward and samples as protobuf (messages ForwardBackwardOutput and "
+        "SampleResponse of tinker_wire.proto) where the client accepts it, all else as JSON. An operation that "
+        "failed is a FutureFailed. FutureMetadata comes once, before a large result, where the request allows it.",
+        "model": CreateModelResponse
+        | UnloadModelResponse
+        | LoadWeightsResponse
+        | results.ForwardBackwardJson
+        | OptimStepResponse
+        | results.SampleJson
+        | SaveWeightsResponse
+        | SaveWeightsForSamplerResponse
+        | SaveWeightsExternalResponse
+        | FutureMetadata
+        | FutureFailed,
+        "content": {wire.PROTOBUF: {"schema": BINARY}},
+    }
+}
+PENDING: Described = {
+    408: {"description": "There is no result yet: ask again at once.", "model": RetrieveFuturePending}
+}
 
 
-@router.post("/retrieve_future")
+@router.post("/retrieve_future", responses=RESULT | PENDING | refused(UnknownFuture, ResultExpired))
 async def retrieve_future(
     poll: RetrieveFutureRequest,
     futures: Futures,
     settings: AppSettings,
     caller: Caller,
-    accept: Annotated[str, Header()] = "",
+    accept: Annotated[str, Header(description=ACCEPT)] = "",
 ) -> Response:
     """The stored bytes as soon as they are there; after a while without them, 408, which means to ask again."""
     request_id = _checked(poll.request_id)
@@ -53,7 +86,7 @@ async def retrieve_future(
     return Response(result.body, media_type=wire.PROTOBUF)
 
 
-@router.post("/retrieve_futures", response_model_exclude_none=True)
+@router.post("/retrieve_futures", response_model_exclude_none=True, responses=refused(UnknownSampler))
 async def retrieve_futures(
     poll: RetrieveFuturesRequest, futures: Futures, samplers: Samplers, settings: AppSettings, caller: Caller
 ) -> RetrieveFuturesResponse:
@@ -77,7 +110,7 @@ async def retrieve_futures(
     )
 
 
-@router.post("/cancel_future", status_code=204)
+@router.post("/cancel_future", status_code=204, responses=refused(UnknownFuture, BadRequest))
 async def cancel_future(
     request: CancelFutureRequest, futures: Futures, scheduler: SchedulerDep, caller: Caller
 ) -> Response:

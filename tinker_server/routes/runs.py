@@ -6,11 +6,14 @@ from fastapi import APIRouter
 
 from api_schemas.listing import Cursor, from_unix
 from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
+from tinker_server.errors import UnknownModel
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord
 from tinker_server.web.callers import AskedScope
 from tinker_server.web.deps import CatalogDep
 from tinker_server.web.paging import ShortPage
+from tinker_server.web.parameters import RunIdInPath
+from tinker_server.web.refusals import refused
 
 router = APIRouter()
 
@@ -25,8 +28,8 @@ async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRu
     )
 
 
-@router.get("/training_runs/{run_id}", response_model_exclude_none=True)
-async def get_training_run(run_id: str, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
+@router.get("/training_runs/{run_id}", response_model_exclude_none=True, responses=refused(UnknownModel))
+async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
     """One run."""
     return _info(await catalog.run(run_id, scope, time.time()))
 

@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Path
 
 from api_schemas.futures import UntypedFuture
 from api_schemas.inputs import EncodedTextChunk
@@ -18,10 +18,19 @@ from api_schemas.sampling import (
     JoinSamplingSessionResponse,
     SampleRequest,
 )
-from tinker_server.errors import BadRequest
+from tinker_server.errors import (
+    BadRequest,
+    Busy,
+    SessionFinished,
+    UnknownBaseModel,
+    UnknownCheckpoint,
+    UnknownSampler,
+    UnknownSession,
+)
 from tinker_server.store.tables import SamplingSession
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import Checkpoints, Samplers, SchedulerDep, ServedModels, Sessions
+from tinker_server.web.refusals import SUBMIT, refused
 from tinker_server.web.submission import Submission, body_of
 from tinker_server.weights.lookup import find_weights
 
@@ -30,7 +39,10 @@ MAX_CLIENTS = 10**9
 """As the SDK has it, so that the numbers of samples stay below 2^63."""
 
 
-@router.post("/create_sampling_session")
+@router.post(
+    "/create_sampling_session",
+    responses=refused(UnknownSession, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel),
+)
 async def create_sampling_session(
     request: CreateSamplingSessionRequest,
     sessions: Sessions,
@@ -54,14 +66,16 @@ async def create_sampling_session(
     return CreateSamplingSessionResponse(sampling_session_id=await samplers.create(sampler))
 
 
-@router.get("/samplers/{sampler_id}")
-async def get_sampler(sampler_id: str, samplers: Samplers, caller: Caller) -> GetSamplerResponse:
+@router.get("/samplers/{sampler_id}", responses=refused(UnknownSampler))
+async def get_sampler(
+    sampler_id: Annotated[str, Path(description="A sampling session.")], samplers: Samplers, caller: Caller
+) -> GetSamplerResponse:
     """What a sampling session samples from."""
     sampler = await samplers.require(sampler_id, caller)
     return GetSamplerResponse(sampler_id=sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
 
 
-@router.post("/join_sampling_session")
+@router.post("/join_sampling_session", responses=refused(UnknownSampler))
 async def join_sampling_session(
     request: JoinSamplingSessionRequest, samplers: Samplers, caller: Caller
 ) -> JoinSamplingSessionResponse:
@@ -70,7 +84,11 @@ async def join_sampling_session(
     return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(MAX_CLIENTS))
 
 
-@router.post("/asample", response_model_exclude_none=True)
+@router.post(
+    "/asample",
+    response_model_exclude_none=True,
+    responses=refused(UnknownSampler, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel, Busy, *SUBMIT),
+)
 async def asample(
     submission: Annotated[Submission[SampleRequest], Depends(body_of("sample"))],
     sessions: Sessions,

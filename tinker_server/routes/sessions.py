@@ -1,9 +1,8 @@
 """Sessions: one per client, alive while heartbeats come."""
 
 import time
-from typing import Annotated
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Response
 
 from api_schemas.listing import from_unix
 from api_schemas.sessions import (
@@ -22,11 +21,14 @@ from api_schemas.sessions import (
     SessionStatus,
     SessionSummary,
 )
+from tinker_server.errors import BadRequest, HeartbeatEnded, UnknownSession
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
 from tinker_server.store.tables import Session
 from tinker_server.web.callers import AskedScope, Caller
 from tinker_server.web.deps import Audit, CatalogDep, Sessions
 from tinker_server.web.paging import ShortPage
+from tinker_server.web.parameters import IdempotencyKey, SessionIdInPath
+from tinker_server.web.refusals import refused
 
 router = APIRouter()
 
@@ -36,13 +38,13 @@ async def create_session(
     request: CreateSessionRequest,
     sessions: Sessions,
     caller: Caller,
-    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_idempotency_key: IdempotencyKey = None,
 ) -> CreateSessionResponse:
     """Start a session. A retry, which has the same key, gets the first one's."""
     return CreateSessionResponse(session_id=await sessions.create(request, x_idempotency_key, caller))
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", responses=refused(UnknownSession, HeartbeatEnded))
 async def session_heartbeat(
     request: SessionHeartbeatRequest, sessions: Sessions, caller: Caller
 ) -> SessionHeartbeatResponse:
@@ -51,9 +53,9 @@ async def session_heartbeat(
     return SessionHeartbeatResponse()
 
 
-@router.post("/sessions/{session_id}/finish", status_code=204)
+@router.post("/sessions/{session_id}/finish", status_code=204, responses=refused(UnknownSession))
 async def finish_session(
-    session_id: str, request: FinishSessionRequest, sessions: Sessions, caller: Caller
+    session_id: SessionIdInPath, request: FinishSessionRequest, sessions: Sessions, caller: Caller
 ) -> Response:
     """End a session; doing it again changes nothing."""
     await sessions.finish(session_id, request, caller)
@@ -66,7 +68,7 @@ async def list_sessions(catalog: CatalogDep, page: ShortPage) -> ListSessionsRes
     return ListSessionsResponse(sessions=await catalog.sessions(page))
 
 
-@router.post("/sessions/search", response_model_exclude_none=True)
+@router.post("/sessions/search", response_model_exclude_none=True, responses=refused(BadRequest))
 async def search_sessions(
     request: SearchSessionsRequest, sessions: Sessions, catalog: CatalogDep, caller: Caller
 ) -> SearchSessionsResponse:
@@ -84,9 +86,9 @@ async def search_sessions(
     return SearchSessionsResponse(sessions=[_summary(record, now) for record in page], next_cursor=following)
 
 
-@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+@router.get("/sessions/{session_id}", response_model_exclude_none=True, responses=refused(UnknownSession))
 async def get_session(
-    session_id: str, sessions: Sessions, catalog: CatalogDep, scope: AskedScope
+    session_id: SessionIdInPath, sessions: Sessions, catalog: CatalogDep, scope: AskedScope
 ) -> GetSessionResponse:
     """A session's models and samplers."""
     row = await sessions.require(session_id, scope.owner)
@@ -99,9 +101,9 @@ async def get_session(
     )
 
 
-@router.put("/sessions/{session_id}/project", status_code=204)
+@router.put("/sessions/{session_id}/project", status_code=204, responses=refused(UnknownSession))
 async def assign_project(
-    session_id: str, request: AssignProjectRequest, sessions: Sessions, audit: Audit, caller: Caller
+    session_id: SessionIdInPath, request: AssignProjectRequest, sessions: Sessions, audit: Audit, caller: Caller
 ) -> Response:
     """Move a session, with all that it made, to a project. Projects are mere names here."""
     await sessions.assign_project(session_id, request.project_id, caller)

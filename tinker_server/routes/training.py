@@ -18,15 +18,22 @@ from api_schemas.training import (
     UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
+from tinker_server.errors import SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
 from tinker_server.scheduling.scheduler import UNLOAD_SUFFIX
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import Runs, ServedModels
+from tinker_server.web.refusals import SUBMIT, refused
 from tinker_server.web.submission import OwnModels, Submission, body_of
 
 router = APIRouter()
+OF_MODEL = refused(UnknownModel, SessionFinished, *SUBMIT)
 
 
-@router.post("/create_model", response_model_exclude_none=True)
+@router.post(
+    "/create_model",
+    response_model_exclude_none=True,
+    responses=refused(UnknownSession, SessionFinished, *SUBMIT),
+)
 async def create_model(
     submission: Annotated[Submission[CreateModelRequest], Depends(body_of("create_model"))],
     models: OwnModels,
@@ -36,7 +43,7 @@ async def create_model(
     return await models.accept_new(submission, request.session_id, request.model_seq_id)
 
 
-@router.post("/get_info")
+@router.post("/get_info", responses=refused(UnknownModel, UnknownBaseModel))
 async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: ServedModels) -> GetInfoResponse:
     """What a client needs to know of its model."""
     run = await runs.require(request.model_id, caller)
@@ -50,7 +57,7 @@ async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: 
     )
 
 
-@router.post("/forward_backward", response_model_exclude_none=True)
+@router.post("/forward_backward", response_model_exclude_none=True, responses=OF_MODEL)
 async def forward_backward(
     submission: Annotated[Submission[ForwardBackwardRequest], Depends(body_of("forward_backward"))],
     models: OwnModels,
@@ -60,7 +67,7 @@ async def forward_backward(
     return await models.accept(submission, request.model_id, request.seq_id)
 
 
-@router.post("/forward", response_model_exclude_none=True)
+@router.post("/forward", response_model_exclude_none=True, responses=OF_MODEL)
 async def forward(
     submission: Annotated[Submission[ForwardRequest], Depends(body_of("forward"))],
     models: OwnModels,
@@ -70,7 +77,7 @@ async def forward(
     return await models.accept(submission, request.model_id, request.seq_id)
 
 
-@router.post("/unload_model", response_model_exclude_none=True)
+@router.post("/unload_model", response_model_exclude_none=True, responses=OF_MODEL)
 async def unload_model(
     submission: Annotated[Submission[UnloadModelRequest], Depends(body_of("unload_model"))],
     models: OwnModels,
@@ -80,7 +87,7 @@ async def unload_model(
     return await models.accept(submission, request.model_id, 0, UNLOAD_SUFFIX)
 
 
-@router.post("/optim_step", response_model_exclude_none=True)
+@router.post("/optim_step", response_model_exclude_none=True, responses=OF_MODEL)
 async def optim_step(
     submission: Annotated[Submission[OptimStepRequest], Depends(body_of("optim_step"))],
     models: OwnModels,

@@ -11,13 +11,15 @@ from api_schemas.weights import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinker_server.errors import BadRequest
+from tinker_server.errors import BadRequest, SessionFinished, UnknownModel, UnknownSession
+from tinker_server.web.refusals import SUBMIT, refused
 from tinker_server.web.submission import OwnModels, Submission, body_of
 
 router = APIRouter()
+OF_MODEL = refused(UnknownModel, SessionFinished, *SUBMIT)
 
 
-@router.post("/save_weights", response_model_exclude_none=True)
+@router.post("/save_weights", response_model_exclude_none=True, responses=OF_MODEL)
 async def save_weights(
     submission: Annotated[Submission[SaveWeightsRequest], Depends(body_of("save_weights"))],
     models: OwnModels,
@@ -27,7 +29,7 @@ async def save_weights(
     return await models.accept(submission, request.model_id, request.seq_id)
 
 
-@router.post("/save_weights_for_sampler", response_model_exclude_none=True)
+@router.post("/save_weights_for_sampler", response_model_exclude_none=True, responses=OF_MODEL)
 async def save_weights_for_sampler(
     submission: Annotated[Submission[SaveWeightsForSamplerRequest], Depends(body_of("save_weights_for_sampler"))],
     models: OwnModels,
@@ -37,7 +39,7 @@ async def save_weights_for_sampler(
     return await models.accept(submission, request.model_id, request.seq_id)
 
 
-@router.post("/save_weights_external", response_model_exclude_none=True)
+@router.post("/save_weights_external", response_model_exclude_none=True, responses=OF_MODEL)
 async def save_weights_external(
     submission: Annotated[Submission[SaveWeightsExternalRequest], Depends(body_of("save_weights_external"))],
     models: OwnModels,
@@ -47,7 +49,11 @@ async def save_weights_external(
     return await models.accept(submission, request.model_id, request.seq_id)
 
 
-@router.post("/load_weights", response_model_exclude_none=True)
+@router.post(
+    "/load_weights",
+    response_model_exclude_none=True,
+    responses=refused(BadRequest, UnknownSession, UnknownModel, SessionFinished, *SUBMIT),
+)
 async def load_weights(
     submission: Annotated[Submission[LoadWeightsRequest], Depends(body_of("load_weights"))],
     models: OwnModels,

@@ -32,8 +32,6 @@ from tinker_server.store.operations import Operation
 from tinker_server.store.results import Result
 from tinker_server.weights.saving import Saving
 
-JSON = "application/json"
-
 
 @dataclass(frozen=True)
 class Executors:
@@ -71,7 +69,7 @@ class OperationKind:
             return Result(self.protobuf_result(response), wire.PROTOBUF)
         # Strict JSON: the SDK's parser takes no NaN, so that is an error here.
         body = json.dumps(response.model_dump(mode="json", exclude_none=True), allow_nan=False)
-        return Result(body.encode(), JSON)
+        return Result(body.encode(), wire.JSON)
 
 
 OPERATIONS = {

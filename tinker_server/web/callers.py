@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from fastapi import Depends, Security
+from fastapi import Depends, Query, Security
 from fastapi.security import APIKeyHeader
 
 from tinker_server.errors import Unauthenticated
@@ -40,7 +40,12 @@ async def caller(key: ApiKey, server: Server) -> str:
 Caller = Annotated[str, Depends(caller)]
 
 
-async def _scope(caller: Caller, access_scope: AccessScope = "owned") -> Scope:
+async def _scope(
+    caller: Caller,
+    access_scope: Annotated[
+        AccessScope, Query(description="`owned`: one's own; `accessible`: also what others have published.")
+    ] = "owned",
+) -> Scope:
     return Scope(caller, access_scope == "accessible")
 
 

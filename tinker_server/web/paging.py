@@ -7,6 +7,7 @@ from fastapi import Depends, Query
 
 from tinker_server.store.catalog import Page
 from tinker_server.web.callers import AskedScope
+from tinker_server.web.parameters import ProjectInQuery
 
 MAX_LIMIT = 1000
 
@@ -16,9 +17,9 @@ def paged(default_limit: int) -> Callable[..., Awaitable[Page]]:
 
     async def page(
         scope: AskedScope,
-        limit: Annotated[int, Query(ge=0)] = default_limit,
-        offset: Annotated[int, Query(ge=0, lt=2**62)] = 0,
-        project_id: str | None = None,
+        limit: Annotated[int, Query(ge=0, description="Most entries to answer.")] = default_limit,
+        offset: Annotated[int, Query(ge=0, lt=2**62, description="How many entries to skip.")] = 0,
+        project_id: ProjectInQuery = None,
     ) -> Page:
         return Page(scope, min(limit, MAX_LIMIT), offset, project_id)
 

@@ -17,7 +17,7 @@ from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
 from tinker_server.errors import BadRequest
 from tinker_server.offload import off_loop
-from tinker_server.scheduling.operations import JSON, OPERATIONS, OperationKind
+from tinker_server.scheduling.operations import OPERATIONS, OperationKind
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.store.operations import Operation
 from tinker_server.web.callers import Caller
@@ -108,11 +108,11 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
 def _content_type(http: HttpRequest, kind: OperationKind) -> str:
     """JSON, whatever a client calls it, unless the kind of operation may come as protobuf too."""
     if kind.protobuf_request is None:
-        return JSON
+        return wire.JSON
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type not in (JSON, wire.PROTOBUF):
+    if content_type not in (wire.JSON, wire.PROTOBUF):
         given = content_type or "a body without a type"
-        raise BadRequest(f"{kind.name} takes {wire.PROTOBUF} or {JSON}, not {given}")
+        raise BadRequest(f"{kind.name} takes {wire.PROTOBUF} or {wire.JSON}, not {given}")
     return content_type
 
 
