@@ -14,7 +14,7 @@ from backends.config import BackendConfig
 from backends.protocol import Backend, BackendFailed, BaseModelInfo
 from backends.rendering import Renderer
 from backends.sampler.checks import check_sample
-from backends.sampler.client import VllmSampler
+from backends.sampler.client import SamplerClient
 from backends.sampler.commands import SamplerConfig
 from backends.sources import check_memory, check_tokenizer, count_parameters, kv_bytes_per_token, local_directory
 from backends.trainer.client import TrainerClient
@@ -32,7 +32,7 @@ class LocalModel:
 
     info: BaseModelInfo
     trainer: TrainerClient
-    sampler: VllmSampler
+    sampler: SamplerClient
     renderer: Renderer
     max_images: int
 
@@ -160,7 +160,7 @@ def _describe(
     return LocalModel(
         info,
         TrainerClient(trainer_config, renderer, num_ranks=config.ranks, max_context_length=context),
-        VllmSampler(sampler_config),
+        SamplerClient(sampler_config),
         renderer,
         config.max_images_per_prompt,
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from api_schemas.sampling import SampleRequest, SampleResponse
+from api_schemas.inputs import ModelInput, TensorData
+from api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import (
     AdamParams,
     ForwardBackwardInput,
@@ -86,12 +87,66 @@ class Trainer(Protocol):
         """Write the adapter in PEFT's form into `directory`, which appears whole or not at all."""
 
 
+@dataclass(frozen=True)
+class PromptScores:
+    """What to say of a prompt's own tokens."""
+
+    logprobs: bool = False
+    """Log probability of each prompt token."""
+    last_n: int | None = None
+    """Only of that many tokens at the end; None: of all."""
+    topk: int = 0
+    """So many of the likeliest tokens at each position."""
+    targets: TensorData | None = None
+    """Chosen tokens, int64 [prompt length - 1, K]; -1, or left out of a sparse tensor: none."""
+    num_draws: int = 0
+    """So many random draws at each position."""
+
+
+@dataclass(frozen=True)
+class SamplingTask:
+    """What a sampler is asked for, once `BaseModel.check_sample` has passed it."""
+
+    prompt: ModelInput
+    params: SamplingParams
+    num_samples: int
+    weights: Path | None
+    """Directory of an adapter that save_sampler_weights wrote, never changed after; None: the base model."""
+    owner: str
+    """Whose work it is. Owners share the sampler evenly."""
+    topk: int = 0
+    """So many of the likeliest tokens beside each sampled one."""
+    scores: PromptScores = PromptScores()
+
+    @classmethod
+    def from_request(cls, request: SampleRequest, weights: Path | None, owner: str) -> "SamplingTask":
+        """The one place that turns a client's request into a task."""
+        return cls(
+            prompt=request.prompt,
+            params=request.sampling_params,
+            num_samples=request.num_samples,
+            weights=weights,
+            owner=owner,
+            topk=request.topk_sample_logprobs,
+            scores=PromptScores(
+                logprobs=request.prompt_logprobs,
+                last_n=request.prompt_logprobs_last_n,
+                topk=request.topk_prompt_logprobs,
+                targets=request.target_prompt_logprobs,
+                num_draws=request.prompt_alt_tokens_k,
+            ),
+        )
+
+
 class Sampler(Protocol):
     """Continuations and prompt scores from one base model and any saved adapter."""
 
-    async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
-        """Sample from the adapter in `weights` (written by save_sampler_weights, never changed after), or
-        from the base model. Cancelling the call stops the work."""
+    async def sample(self, task: SamplingTask) -> SampleResponse:
+        """Do the task. Cancelling the call stops the work.
+
+        Raises InvalidInput where the prompt's images do not decode or the weights are gone or diverged,
+        BackendFailed where the engine cannot do this task. An engine that dies is started again under it.
+        """
 
 
 class BaseModel(Protocol):

@@ -17,7 +17,7 @@ from api_schemas.training import (
     LoraConfig,
     OptimStepResponse,
 )
-from backends.protocol import BaseModelInfo, InvalidInput, ModelLost
+from backends.protocol import BaseModelInfo, InvalidInput, ModelLost, SamplingTask
 from backends.sampler.checks import check_support
 
 ADAPTER = {
@@ -131,20 +131,20 @@ class FakeSampler:
         self.running = 0
         self.num_begun = 0
 
-    async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
+    async def sample(self, task: SamplingTask) -> SampleResponse:
         self.num_begun += 1
         self.running += 1
         try:
             await self.gate.wait()
         finally:
             self.running -= 1
-        token = 100 if weights is None else int((weights / "steps").read_text())
+        token = 100 if task.weights is None else int((task.weights / "steps").read_text())
         sequence = SampledSequence(
             stop_reason="length", tokens=np.array([token], np.int32), logprobs=np.array([-0.5], np.float32)
         )
-        length = sum(len(chunk.tokens) for chunk in request.prompt.chunks if isinstance(chunk, EncodedTextChunk))
-        scores = np.append(np.nan, np.full(length - 1, -1)).astype(np.float32) if request.prompt_logprobs else None
-        return SampleResponse(sequences=[sequence] * request.num_samples, prompt_logprobs=scores)
+        length = sum(len(chunk.tokens) for chunk in task.prompt.chunks if isinstance(chunk, EncodedTextChunk))
+        scores = np.append(np.nan, np.full(length - 1, -1)).astype(np.float32) if task.scores.logprobs else None
+        return SampleResponse(sequences=[sequence] * task.num_samples, prompt_logprobs=scores)
 
 
 class FakeBaseModel:

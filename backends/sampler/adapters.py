@@ -19,13 +19,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
-
-MAX_ADAPTERS = 32
-"""Adapters held in main memory and in the scratch directory; more only while in use."""
+from backends.sampler.engine import MAX_ADAPTERS
 
 
-class _Held:
-    """One adapter and who uses it."""
+class _LoadedAdapter:
+    """One adapter, loaded or about to be, and how many use it."""
 
     def __init__(self, loading: asyncio.Task[LoRARequest]) -> None:
         self.loading = loading
@@ -47,12 +45,12 @@ class EngineAdapters:
         self._scratch_dir = scratch_dir.absolute()
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
         self._scratch_dir.mkdir(parents=True)
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._loaded: OrderedDict[Path, _LoadedAdapter] = OrderedDict()
         self._numbers = itertools.count(1)
         self._dropping: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def use(self, weights: str | None) -> AsyncIterator[LoRARequest | None]:
+    async def use(self, weights: Path | None) -> AsyncIterator[LoRARequest | None]:
         """The engine's name for the adapter saved in `weights`, which stays loadable inside; None for the base.
 
         Raises InvalidInput where the directory is gone, BackendFailed where the engine cannot load it.
@@ -60,29 +58,29 @@ class EngineAdapters:
         if weights is None:
             yield None
             return
-        held = self._held.get(weights)
-        if held is None:
-            held = _Held(asyncio.create_task(self._load(weights)))
-            held.loading.add_done_callback(lambda task: self._forget_failed(weights, task))
-            self._held[weights] = held
-        self._held.move_to_end(weights)
-        held.users += 1
+        adapter = self._loaded.get(weights)
+        if adapter is None:
+            adapter = _LoadedAdapter(asyncio.create_task(self._load(weights)))
+            adapter.loading.add_done_callback(lambda task: self._forget_failed(weights, task))
+            self._loaded[weights] = adapter
+        self._loaded.move_to_end(weights)
+        adapter.users += 1
         try:
             # Others may wait for the same adapter: one cancelled request does not stop the loading.
-            yield await asyncio.shield(held.loading)
+            yield await asyncio.shield(adapter.loading)
         finally:
-            held.users -= 1
+            adapter.users -= 1
             self._drop_idle()
 
-    def _forget_failed(self, weights: str, task: asyncio.Task[LoRARequest]) -> None:
+    def _forget_failed(self, weights: Path, task: asyncio.Task[LoRARequest]) -> None:
         if task.cancelled() or task.exception() is not None:
-            self._held.pop(weights, None)
+            self._loaded.pop(weights, None)
 
-    async def _load(self, weights: str) -> LoRARequest:
+    async def _load(self, weights: Path) -> LoRARequest:
         number = next(self._numbers)
         request = LoRARequest(f"adapter-{number}", number, str(self._scratch_dir / str(number)))
         try:
-            await asyncio.to_thread(_link, Path(weights), Path(request.lora_path))
+            await asyncio.to_thread(_link, weights, Path(request.lora_path))
             await self._engine.add_lora(request)
             (ignored,) = await self._engine.collective_rpc("ignored_modules", args=(number,))
             if ignored:
@@ -100,9 +98,9 @@ class EngineAdapters:
 
     def _drop_idle(self) -> None:
         """Forget the adapters least recently used while there are too many."""
-        idle = [weights for weights, held in self._held.items() if held.is_idle]
-        for weights in idle[: max(0, len(self._held) - MAX_ADAPTERS)]:
-            task = asyncio.create_task(self._remove(self._held.pop(weights).loading.result()))
+        idle = [weights for weights, adapter in self._loaded.items() if adapter.is_idle]
+        for weights in idle[: max(0, len(self._loaded) - MAX_ADAPTERS)]:
+            task = asyncio.create_task(self._remove(self._loaded.pop(weights).loading.result()))
             self._dropping.add(task)
             task.add_done_callback(self._dropping.discard)
 

@@ -1,7 +1,7 @@
 """What is wrong with a sample request, found before anything is computed.
 
-Runs in the server and again in the sampler; needs no weights and no engine. A request that passes can
-only fail on pixels that do not decode.
+Runs once, in the server; needs no weights and no engine. A request that passes can only fail on pixels
+that do not decode.
 """
 
 from api_schemas.inputs import ImageChunk, TensorData

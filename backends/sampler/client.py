@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from api_schemas.sampling import SampleRequest, SampleResponse
+from api_schemas.sampling import SampleResponse
 from backends.children import SHARING_CORES, Child, ChildDied
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, SamplingTask
 from backends.sampler.commands import Sample, SamplerConfig, Start
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _MAX_STARTS, _WINDOW_S = 4, 300
 _PROGRESS_S = 15
 
 
-class VllmSampler:
+class SamplerClient:
     """`protocol.Sampler`."""
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -45,13 +45,12 @@ class VllmSampler:
             await self._child.stop()
             self._child = None
 
-    async def sample(self, request: SampleRequest, weights: Path | None) -> SampleResponse:
-        """As the protocol says. A request whose engine died under it is tried once more, on a new one."""
-        command = Sample(request, weights)
+    async def sample(self, task: SamplingTask) -> SampleResponse:
+        """As the protocol says. A task whose engine died under it is tried once more, on a new one."""
         try:
-            return await (await self._running()).call(command)
+            return await (await self._running()).call(Sample(task))
         except ChildDied:
-            return await (await self._running()).call(command)
+            return await (await self._running()).call(Sample(task))
 
     async def _running(self) -> Child:
         """The living child; the first caller after its death starts another, and all wait for that."""

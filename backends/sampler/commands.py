@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from api_schemas.sampling import SampleRequest, SampleResponse
+from api_schemas.sampling import SampleResponse
 from backends.children import Command
+from backends.protocol import SamplingTask
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ class Start(Command[None]):
 
 @dataclass(frozen=True)
 class Sample(Command[SampleResponse]):
-    """`protocol.Sampler.sample`; `weights` is a directory, or None for the base model."""
+    """Do the task; the answer comes when all its samples are done."""
 
-    request: SampleRequest
-    weights: Path | None
+    task: SamplingTask

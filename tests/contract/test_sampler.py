@@ -24,9 +24,10 @@ from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import LoraConfig
 from backends.families.qwen3_vl import mrope_positions
-from backends.protocol import BackendFailed, InvalidInput
+from backends.protocol import BackendFailed, InvalidInput, SamplingTask
 from backends.rendering import Renderer
-from backends.sampler.client import VllmSampler
+from backends.sampler.checks import check_sample
+from backends.sampler.client import SamplerClient
 from backends.sampler.commands import SamplerConfig
 from backends.trainer.checkpoint import ADAPTER_FILE, write_adapter, write_directory
 from tests.factories import MIXED, image, make_renderer, prompt, words
@@ -58,8 +59,8 @@ def sampler_config(source: Path, scratch_dir: Path) -> SamplerConfig:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmSampler]:
-    running = VllmSampler(sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch")))
+async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerClient]:
+    running = SamplerClient(sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch")))
     await running.start()
     yield running
     await running.stop()
@@ -164,8 +165,12 @@ def scoring(model_input: ModelInput) -> SampleRequest:
     return request(model_input, {"max_tokens": 1}, prompt_logprobs=True)
 
 
-async def drawn(sampler: VllmSampler, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
-    response = await sampler.sample(request(model_input, params, **fields), None)
+async def sample(sampler: SamplerClient, one: SampleRequest, weights: Path | None) -> SampleResponse:
+    return await sampler.sample(SamplingTask.from_request(one, weights, owner="somebody"))
+
+
+async def drawn(sampler: SamplerClient, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
+    response = await sample(sampler, request(model_input, params, **fields), None)
     return response.sequences[0]
 
 
@@ -181,13 +186,13 @@ async def test_other_models_with_adapters_on_the_head_are_those_of_peft(model, t
     reference = Reference(source, make_renderer(source), RANKS)
     names = [None, *RANKS]
     saved = {name: reference.save(name, rank, tmp_path / name) for name, rank in RANKS.items()}
-    running = VllmSampler(sampler_config(source, tmp_path / "scratch"))
+    running = SamplerClient(sampler_config(source, tmp_path / "scratch"))
     await running.start()
     try:
         inputs = [prompt(words(20 + i, i)) for i in range(24)]
         works = [request(one, prompt_logprobs=True) for one in inputs]
         responses = await asyncio.gather(
-            *(running.sample(work, saved.get(names[i % 6])) for i, work in enumerate(works))
+            *(sample(running, work, saved.get(names[i % 6])) for i, work in enumerate(works))
         )
     finally:
         await running.stop()
@@ -202,21 +207,23 @@ async def test_other_models_with_adapters_on_the_head_are_those_of_peft(model, t
 @pytest.mark.parametrize("name", [*MIXED, "adjacent images"])
 async def test_prompt_and_sample_logprobs_are_those_of_transformers(sampler, reference, name):
     model_input = MIXED.get(name, ADJACENT)
-    response = await sampler.sample(request(model_input, prompt_logprobs=True), None)
+    response = await sample(sampler, request(model_input, prompt_logprobs=True), None)
     assert_close(response.prompt_logprobs, reference.prompt_logprobs(model_input))
     assert_sequence_close(response, reference, model_input, None)
 
 
 async def test_temperature_scales_logprobs_of_samples_but_not_of_the_prompt(sampler, reference, adapters):
     model_input = MIXED["one image"]
-    response = await sampler.sample(request(model_input, {"temperature": 0.5}, prompt_logprobs=True), adapters["small"])
+    response = await sample(
+        sampler, request(model_input, {"temperature": 0.5}, prompt_logprobs=True), adapters["small"]
+    )
     assert_close(response.prompt_logprobs, reference.prompt_logprobs(model_input, "small"))
     assert_sequence_close(response, reference, model_input, "small", temperature=0.5)
 
 
 async def test_samples_of_five_adapters_and_the_base_at_once_are_those_of_peft(sampler, reference, adapters):
     async def one(name: str | None, model_input: ModelInput, seed: int) -> None:
-        response = await sampler.sample(request(model_input, {"max_tokens": 12 + seed}), adapters[name])
+        response = await sample(sampler, request(model_input, {"max_tokens": 12 + seed}), adapters[name])
         assert_sequence_close(response, reference, model_input, name)
 
     inputs = [*MIXED.values(), ADJACENT]
@@ -231,9 +238,9 @@ async def test_two_hundred_prompts_scored_at_once_are_those_of_peft(sampler, ref
     random = np.random.default_rng(0)
     inputs = [prompt(words(int(random.integers(2, 60)), seed)) for seed in range(197)]
     inputs += [MIXED["three images of different sizes"], ADJACENT, prompt(words(2500, 7))]
-    works = [sampler.sample(scoring(one), adapters[names[i % 6]]) for i, one in enumerate(inputs)]
+    works = [sample(sampler, scoring(one), adapters[names[i % 6]]) for i, one in enumerate(inputs)]
     drawing = [request(prompt(words(9, i)), {"max_tokens": 40}) for i in range(12)]
-    works += [sampler.sample(one, adapters[names[i % 6]]) for i, one in enumerate(drawing)]
+    works += [sample(sampler, one, adapters[names[i % 6]]) for i, one in enumerate(drawing)]
     responses = await asyncio.gather(*works)
     for i, model_input in enumerate(inputs):
         assert_close(responses[i].prompt_logprobs, reference.prompt_logprobs(model_input, names[i % 6]))
@@ -247,8 +254,8 @@ async def test_top_k_and_top_p_shut_out_unlikely_tokens_and_renormalise(sampler,
     order = np.argsort(-logprobs_V)
     nucleus = order[: int(np.searchsorted(np.exp(logprobs_V[order]).cumsum(), 0.4)) + 1]
     for params, allowed in (({"top_k": 3}, order[:3]), ({"top_p": 0.4}, nucleus)):
-        response = await sampler.sample(
-            request(model_input, {"max_tokens": 1, "seed": 1, **params}, num_samples=64), None
+        response = await sample(
+            sampler, request(model_input, {"max_tokens": 1, "seed": 1, **params}, num_samples=64), None
         )
         normaliser = np.logaddexp.reduce(logprobs_V[allowed])
         drawn_tokens = {int(one.tokens[0]) for one in response.sequences}
@@ -260,8 +267,10 @@ async def test_top_k_and_top_p_shut_out_unlikely_tokens_and_renormalise(sampler,
 
 async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference, adapters):
     model_input = MIXED["one image"]
-    response = await sampler.sample(
-        request(model_input, prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=5), adapters["large"]
+    response = await sample(
+        sampler,
+        request(model_input, prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=5),
+        adapters["large"],
     )
     sequence, length = response.sequences[0], len(response.prompt_logprobs)
     logprobs, token_ids = reference.logprobs_TV(model_input, sequence.tokens, "large").topk(5)
@@ -286,7 +295,7 @@ async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(
         tables.append((logprobs_TV, ids))
         fields = {"topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2, "prompt_logprobs": True}
         one = request(model_input, {"max_tokens": 2}, target_prompt_logprobs=targets(ids), num_samples=2, **fields)
-        works.append(sampler.sample(one, adapters[names[index]]))
+        works.append(sample(sampler, one, adapters[names[index]]))
     for model_input, name, response, (logprobs_TV, ids) in zip(
         inputs, names, await asyncio.gather(*works), tables, strict=False
     ):
@@ -307,7 +316,7 @@ async def test_chosen_tokens_in_sparse_rows_come_back_in_sparse_rows(sampler, re
     asked = TensorData(
         data=[7, -1, 9], dtype="int64", shape=[3, 5], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 3, 4]
     )
-    response = await sampler.sample(request(model_input, target_prompt_logprobs=asked), None)
+    response = await sample(sampler, request(model_input, target_prompt_logprobs=asked), None)
     logprobs_TV = reference.logprobs_TV(model_input, [], None).numpy()
     chosen = response.target_prompt_logprobs
     np.testing.assert_allclose(chosen.values, [logprobs_TV[0, 7], 0, logprobs_TV[2, 9]], atol=ATOL)
@@ -319,7 +328,7 @@ async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler,
     model_input, k = prompt(words(60, 3)), 100
     scaled_TV = reference.logprobs_TV(model_input, [], "small", temperature=0.5)[:-1].double().numpy()
     fields = {"params": {"temperature": 0.5, "seed": 3}, "prompt_alt_tokens_k": k}
-    first, again = [await sampler.sample(request(model_input, **fields), adapters["small"]) for _ in range(2)]
+    first, again = [await sample(sampler, request(model_input, **fields), adapters["small"]) for _ in range(2)]
     tokens = first.prompt_alt_tokens.tokens
     assert tokens.shape == (59, k) and (tokens == again.prompt_alt_tokens.tokens).all()
     # The mean log probability of draws is minus the entropy, up to the error of a mean.
@@ -327,13 +336,13 @@ async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler,
     entropy_T = -(np.exp(scaled_TV) * scaled_TV).sum(-1)
     variance_T = (np.exp(scaled_TV) * (scaled_TV + entropy_T[:, None]) ** 2).sum(-1)
     assert abs(drawn.mean() + entropy_T.mean()) < 4 * np.sqrt(variance_T.mean() / drawn.size)
-    greedy = await sampler.sample(request(model_input, {"temperature": 0}, prompt_alt_tokens_k=2), adapters["small"])
+    greedy = await sample(sampler, request(model_input, {"temperature": 0}, prompt_alt_tokens_k=2), adapters["small"])
     assert (greedy.prompt_alt_tokens.tokens == scaled_TV.argmax(-1)[:, None]).all()
 
 
 async def test_last_n_leaves_everything_before_it_undefined(sampler, reference):
     model_input = MIXED["image last"]
-    response = await sampler.sample(request(model_input, prompt_logprobs=True, prompt_logprobs_last_n=3), None)
+    response = await sample(sampler, request(model_input, prompt_logprobs=True, prompt_logprobs_last_n=3), None)
     expected = reference.prompt_logprobs(model_input)
     expected[:-3] = np.nan
     assert_close(response.prompt_logprobs, expected)
@@ -360,7 +369,7 @@ async def test_the_same_seed_gives_the_same_tokens_and_its_samples_differ(sample
         return request(MIXED["one image"], {"seed": seed}, num_samples=4)
 
     first, second, other, huge = await asyncio.gather(
-        *(sampler.sample(seeded(seed), None) for seed in (7, 7, 8, 2**64 - 1))
+        *(sample(sampler, seeded(seed), None) for seed in (7, 7, 8, 2**64 - 1))
     )
     texts = [[one.tokens.tolist() for one in response.sequences] for response in (first, second, other, huge)]
     assert texts[0] == texts[1]
@@ -369,14 +378,14 @@ async def test_the_same_seed_gives_the_same_tokens_and_its_samples_differ(sample
 
 
 async def test_without_a_seed_samples_differ(sampler):
-    responses = await asyncio.gather(*(sampler.sample(request(MIXED["text"], num_samples=3), None) for _ in range(2)))
+    responses = await asyncio.gather(*(sample(sampler, request(MIXED["text"], num_samples=3), None) for _ in range(2)))
     assert len({str(one.tokens.tolist()) for response in responses for one in response.sequences}) == 6
 
 
 async def test_a_repeated_prompt_is_found_in_the_cache(sampler):
     model_input = prompt(words(300, 42))
-    first = await sampler.sample(request(model_input), None)
-    second = await sampler.sample(request(model_input), None)
+    first = await sample(sampler, request(model_input), None)
+    second = await sample(sampler, request(model_input), None)
     assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, 256)
 
 
@@ -390,8 +399,8 @@ async def test_without_stop_the_models_end_tokens_stop_and_stay(sampler, tiny_vl
     ends = set(json.loads((tiny_vl / "generation_config.json").read_text())["eos_token_id"])
     assert len(ends) == 2
     ended, free = await asyncio.gather(
-        sampler.sample(request(MIXED["text"], LONG, num_samples=16), None),
-        sampler.sample(request(MIXED["text"], LONG | {"stop": []}, num_samples=16), None),
+        sample(sampler, request(MIXED["text"], LONG, num_samples=16), None),
+        sample(sampler, request(MIXED["text"], LONG | {"stop": []}, num_samples=16), None),
     )
     seen = set()
     for one, whole in zip(ended.sequences, free.sequences, strict=True):
@@ -461,14 +470,14 @@ async def test_without_max_tokens_a_sample_runs_to_the_context_limit(sampler):
         (request(MIXED["text"], {"stop": [""]}), "empty string"),
     ],
 )
-async def test_what_cannot_be_sampled_is_refused_by_name(sampler, bad, text):
+async def test_what_cannot_be_sampled_is_refused_by_name(renderer, bad, text):
     with pytest.raises(InvalidInput, match=text):
-        await sampler.sample(bad, None)
+        check_sample(renderer, bad, max_context_length=4096, max_images=8)
 
 
 async def test_weights_that_are_gone_are_refused(sampler, tmp_path):
     with pytest.raises(InvalidInput, match="no longer exist"):
-        await sampler.sample(request(MIXED["text"]), tmp_path / "gone")
+        await sample(sampler, request(MIXED["text"]), tmp_path / "gone")
 
 
 async def test_weights_that_cannot_be_loaded_fail_alone(sampler, reference, adapters, tmp_path):
@@ -478,9 +487,9 @@ async def test_weights_that_cannot_be_loaded_fail_alone(sampler, reference, adap
     write_directory(tmp_path / "strange", lambda at: write_adapter(at, tensors, LoraConfig(rank=4), "base"))
     write_directory(tmp_path / "wide", lambda at: write_adapter(at, tensors, LoraConfig(rank=128), "base"))
     for bad in (torn, tmp_path / "strange", tmp_path / "wide", torn):
-        good = asyncio.create_task(sampler.sample(scoring(MIXED["text"]), adapters["large"]))
+        good = asyncio.create_task(sample(sampler, scoring(MIXED["text"]), adapters["large"]))
         with pytest.raises(BackendFailed, match="cannot load these weights"):
-            await sampler.sample(request(MIXED["text"]), bad)
+            await sample(sampler, request(MIXED["text"]), bad)
         assert_close((await good).prompt_logprobs, reference.prompt_logprobs(MIXED["text"], "large"))
 
 
@@ -490,34 +499,34 @@ async def test_weights_that_cannot_be_loaded_fail_alone(sampler, reference, adap
 async def test_weights_sample_on_after_their_directory_is_deleted(sampler, reference, adapters, tmp_path):
     """Also once as many others as the sampler holds have been used in between."""
     first = shutil.copytree(adapters["small"], tmp_path / "first")
-    await sampler.sample(request(MIXED["text"]), first)
+    await sample(sampler, request(MIXED["text"]), first)
     shutil.rmtree(first)
     others = [shutil.copytree(adapters["large"], tmp_path / str(i)) for i in range(31)]
-    await asyncio.gather(*(sampler.sample(request(MIXED["text"]), other) for other in others))
-    response = await sampler.sample(scoring(MIXED["text"]), first)
+    await asyncio.gather(*(sample(sampler, request(MIXED["text"]), other) for other in others))
+    response = await sample(sampler, scoring(MIXED["text"]), first)
     assert_close(response.prompt_logprobs, reference.prompt_logprobs(MIXED["text"], "small"))
 
 
 async def test_cancelling_frees_the_engine(sampler):
     endless = request(MIXED["text"], {"max_tokens": 4000, "stop": []}, num_samples=256)
-    call = asyncio.create_task(sampler.sample(endless, None))
+    call = asyncio.create_task(sample(sampler, endless, None))
     await asyncio.sleep(1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     async with asyncio.timeout(15):
-        await sampler.sample(request(MIXED["text"], num_samples=200), None)
+        await sample(sampler, request(MIXED["text"], num_samples=200), None)
 
 
 @pytest.mark.parametrize("victim", ["engine", "host"])
 async def test_a_crash_is_survived_by_the_running_call_and_the_next(sampler, reference, adapters, victim):
-    call = asyncio.create_task(sampler.sample(request(MIXED["text"], {"max_tokens": 1500, "stop": []}), None))
+    call = asyncio.create_task(sample(sampler, request(MIXED["text"], {"max_tokens": 1500, "stop": []}), None))
     await asyncio.sleep(0.5)
     host = psutil.Process(sampler._child._process.pid)
     engine = next(child for child in host.children(recursive=True) if child.memory_info().rss > 300 << 20)
     (engine if victim == "engine" else host).kill()
     assert len((await call).sequences[0].tokens) == 1500
-    response = await sampler.sample(scoring(MIXED["one image"]), adapters["small"])
+    response = await sample(sampler, scoring(MIXED["one image"]), adapters["small"])
     assert_close(response.prompt_logprobs, reference.prompt_logprobs(MIXED["one image"], "small"))
     assert not psutil.pid_exists(engine.pid)
 

@@ -1,6 +1,7 @@
 """Drawing samples from a base model or saved weights."""
 
 from api_schemas.sampling import SampleRequest, SampleResponse
+from backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
 from tinker_server.models import Models
 from tinker_server.scheduling.counting import count_sample
@@ -50,7 +51,7 @@ class Sampling:
             if not self._storage.holds(directory):
                 raise UnknownCheckpoint(f"{model_path or 'the weights of the sampling session'} were deleted")
             weights = self._storage.path(directory)
-        response = await base.sampler.sample(request, weights)
+        response = await base.sampler.sample(SamplingTask.from_request(request, weights, owner))
         if session_id is not None:
             count_sample(self._usage, session_id, base_model, request, response)
         return response

@@ -1,0 +1,95 @@
+"""How a base model's vLLM engine is set up: its arguments, its version, what it must be able to hold."""
+
+import contextlib
+import secrets
+from typing import Any
+
+import vllm
+from transformers import GenerationConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from backends.families.family import Vision
+from backends.families.lora_names import ENGINE_MODULES
+from backends.protocol import BackendFailed
+from backends.rendering import Renderer
+from backends.sampler.checks import MAX_TOPK
+from backends.sampler.commands import SamplerConfig
+from backends.sources import kv_bytes_per_token
+
+VLLM_VERSION = "0.32.0"
+"""What `worker_fixes.py`, `lora_fixes.py` and `prompt_columns.py` reach into; another version may differ silently."""
+MAX_ADAPTERS = 32
+"""Adapters held in main memory and in the scratch directory; more only while in use."""
+_ADAPTER_SLOTS = 4
+"""Adapters in one step of the engine; requests for more take turns."""
+
+
+def check_version(found: str = vllm.__version__) -> None:
+    """Raises BackendFailed for a vLLM that our changes of its inside were not written for."""
+    if found.partition("+")[0] != VLLM_VERSION:
+        raise BackendFailed(
+            f"the sampler needs vLLM {VLLM_VERSION}, whose inside it changes, and found {found}: install that version"
+        )
+
+
+def check_kv_cache(renderer: Renderer, config: SamplerConfig) -> None:
+    """Raises BackendFailed for a cache that cannot hold one whole context, which the engine would refuse too,
+    but only deep in another process."""
+    token_bytes = kv_bytes_per_token(renderer.config.get_text_config(), config.dtype)
+    num_tokens = config.kv_cache_bytes // token_bytes
+    if num_tokens < config.max_context_length:
+        raise BackendFailed(
+            f"kv_cache_bytes {config.kv_cache_bytes} holds {num_tokens} tokens, less than the context window of"
+            f" {config.max_context_length}: set it to {token_bytes * config.max_context_length} or more,"
+            " or set a smaller max_context_length"
+        )
+
+
+def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs:
+    """The arguments of vLLM's engine for this model on this device."""
+    return AsyncEngineArgs(
+        model=config.source,
+        dtype=config.dtype,
+        # Samples without a seed of their own should not repeat when the engine starts again.
+        seed=secrets.randbelow(2**31),
+        max_model_len=config.max_context_length,
+        max_num_seqs=config.max_concurrent_samples,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
+        enable_lora=True,
+        max_lora_rank=config.max_lora_rank,
+        max_loras=_ADAPTER_SLOTS,
+        max_cpu_loras=MAX_ADAPTERS,
+        lora_target_modules=list(ENGINE_MODULES),
+        worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
+        disable_log_stats=True,
+        enable_log_requests=False,
+        **_device_args(config),
+        **({} if vision is None else vision.engine_options(config.max_images_per_prompt)),
+    )
+
+
+def _device_args(config: SamplerConfig) -> dict[str, Any]:
+    if config.device == "cpu":
+        return {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "max_num_batched_tokens": max(4096, config.max_concurrent_samples),
+        }
+    # Decode graphs without torch.compile: as fast as both, and up in a third of the time.
+    return {
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "gpu_memory_utilization": config.gpu_memory_fraction,
+        "max_num_batched_tokens": max(8192, config.max_concurrent_samples),
+    }
+
+
+def end_tokens(renderer: Renderer, source: str) -> list[int]:
+    """What stops a sequence when the request says nothing: as the model's generation config says, else its config."""
+    ids = None
+    with contextlib.suppress(OSError):
+        ids = GenerationConfig.from_pretrained(source).eos_token_id
+    if ids is None:
+        ids = renderer.config.get_text_config().eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
