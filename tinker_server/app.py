@@ -87,64 +87,82 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         db = Database(settings.resolved_database_url())
         stack.push_async_callback(db.close)
         await db.migrate()
-
-        if backend is None:
-            from backends.create import create_backend  # slow to import: brings torch and vLLM
-
-            backend = create_backend(settings.resolved_backend())
+        backend = backend or _described_backend(settings)
         stack.push_async_callback(backend.stop)
         await backend.start()
+        services = build_services(settings, db, backend)
+        stack.callback(services.archives.close)
+        await stack.enter_async_context(working(services))
+        yield services
 
-        storage = Storage(settings.data_dir)
-        archives = Archives(storage)
-        stack.callback(archives.close)
-        runs, checkpoints = RunStore(db), CheckpointStore(db)
-        clients, samplers = SessionStore(db), SamplerStore(db)
-        models = Models(backend.models, runs, storage)
-        usage, audit = UsageStore(db), AuditStore(db)
-        keys = Keys(settings.resolved_keys_file())
-        executors = Executors(
-            ModelOperations(keys, models, runs, checkpoints, storage, usage),
-            Saving(models, checkpoints, samplers, storage, usage, audit),
-            Sampling(models, checkpoints, samplers, storage, usage),
-        )
-        future_store = FutureStore(db, RECENT_RESULTS_BYTES)
-        admission = Admission(
-            SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples, BODIES_IN_FLIGHT * settings.max_body_bytes
-        )
-        scheduler = Scheduler(future_store, OperationRunner(executors), admission, settings.gap_grace_s)
-        services = Services(
-            settings=settings,
-            keys=keys,
-            models=models,
-            sessions=clients,
-            runs=runs,
-            checkpoints=checkpoints,
-            samplers=samplers,
-            futures=future_store,
-            scheduler=scheduler,
-            catalog=Catalog(db),
-            usage=usage,
-            audit=audit,
-            storage=storage,
-            copying=Copying(clients, runs, checkpoints, storage),
-            archives=archives,
-            links=Links(settings.data_dir),
-        )
 
-        await runs.mark_all_lost()
-        unfinished = await future_store.start()
-        stack.push_async_callback(clients.save_heartbeats)
-        stack.push_async_callback(usage.save)
-        stack.push_async_callback(future_store.stop)
+def _described_backend(settings: Settings) -> Backend:
+    from backends.create import create_backend  # slow to import: brings torch and vLLM
+
+    return create_backend(settings.resolved_backend())
+
+
+def build_services(settings: Settings, db: Database, backend: Backend) -> Services:
+    """The services on an open database and loaded models; nothing runs yet."""
+    storage = Storage(settings.data_dir)
+    runs, checkpoints = RunStore(db), CheckpointStore(db)
+    sessions, samplers = SessionStore(db), SamplerStore(db)
+    models = Models(backend.models, runs, storage)
+    usage, audit = UsageStore(db), AuditStore(db)
+    keys = Keys(settings.resolved_keys_file())
+    executors = Executors(
+        ModelOperations(keys, models, runs, checkpoints, storage, usage),
+        Saving(models, checkpoints, samplers, storage, usage, audit),
+        Sampling(models, checkpoints, samplers, storage, usage),
+    )
+    futures = FutureStore(db, RECENT_RESULTS_BYTES)
+    admission = Admission(
+        SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples, BODIES_IN_FLIGHT * settings.max_body_bytes
+    )
+    return Services(
+        settings=settings,
+        keys=keys,
+        models=models,
+        sessions=sessions,
+        runs=runs,
+        checkpoints=checkpoints,
+        samplers=samplers,
+        futures=futures,
+        scheduler=Scheduler(futures, OperationRunner(executors), admission, settings.gap_grace_s),
+        catalog=Catalog(db),
+        usage=usage,
+        audit=audit,
+        storage=storage,
+        copying=Copying(sessions, runs, checkpoints, storage),
+        archives=Archives(storage),
+        links=Links(settings.data_dir),
+    )
+
+
+@asynccontextmanager
+async def working(services: Services) -> AsyncIterator[None]:
+    """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
+    async with AsyncExitStack() as stack:
+        await services.runs.mark_all_lost()
+        unfinished = await services.futures.start()
+        stack.push_async_callback(services.sessions.save_heartbeats)
+        stack.push_async_callback(services.usage.save)
+        stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)
-        scheduler.resume(unfinished)
-
-        timeout_s = settings.session_timeout_s
-        reaper = Reaper(clients, runs, samplers, models, scheduler, storage, timeout_s)
+        services.scheduler.resume(unfinished)
+        del unfinished  # else its bodies stay in memory as long as the server runs
+        reaper = Reaper(
+            services.sessions,
+            services.runs,
+            services.samplers,
+            services.models,
+            services.scheduler,
+            services.storage,
+            services.settings.session_timeout_s,
+        )
         housekeeping = asyncio.create_task(keep_house(services, reaper), name="housekeeping")
         stack.callback(housekeeping.cancel)
-        yield services
+        yield
 
 
 async def keep_house(services: Services, reaper: Reaper) -> None:
