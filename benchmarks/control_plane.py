@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,13 @@ class Client:
         return answer
 
     async def session(self) -> str:
-        return (await self.post("/create_session", {}))["session_id"]
+        session_id: str = (await self.post("/create_session", {}))["session_id"]
+        return session_id
 
     async def model(self, session_id: str, number: int) -> str:
         body = {"session_id": session_id, "model_seq_id": number, "base_model": "tiny", "lora_config": {"rank": 8}}
-        return (await self.result((await self.post("/create_model", body))["request_id"]))["model_id"]
+        model_id: str = (await self.result((await self.post("/create_model", body))["request_id"]))["model_id"]
+        return model_id
 
 
 async def timed(calls: list[Callable[[], Awaitable[Any]]]) -> list[float]:
@@ -140,14 +143,14 @@ async def accept(client: Client, session_id: str, model_id: str, first: int, cou
     async def submit(body: bytes) -> None:
         accepted.append((await client.post("/forward_backward", body, PROTOBUF))["request_id"])
 
-    times = await timed([lambda body=body: submit(body) for body in bodies])
+    times = await timed([partial(submit, body) for body in bodies])
     done.set()
     await beating
     assert len(set(accepted)) == count, "a submit was lost"
     for request_id in accepted:
         await client.result(request_id)
     bare = Client(client._http, client._api.removesuffix("/api/v1"))
-    bare_times = await timed([lambda body=body: bare.post("/bare", body, PROTOBUF) for body in bodies])
+    bare_times = await timed([partial(bare.post, "/bare", body, PROTOBUF) for body in bodies])
     return {
         "p50": 1e3 * statistics.median(times),
         "p99": 1e3 * times[int(0.99 * count)],

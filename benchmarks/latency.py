@@ -45,7 +45,7 @@ def bare_training(model_dir: Path, rounds: int) -> dict[str, float]:
     def logprobs(batch: int) -> torch.Tensor:
         ids = torch.randint(0, VOCAB, (1, batch * LENGTH))
         positions = torch.arange(LENGTH).repeat(batch)[None]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+        logits: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
         return logits.gather(-1, ids[..., None]) - logits.logsumexp(-1, keepdim=True)
 
     def forward() -> None:

@@ -11,6 +11,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -135,7 +136,9 @@ def _tokenizer(directory: Path) -> tuple[PreTrainedTokenizerFast, dict[str, int]
     return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
 
 
-def _save(kind: type[PreTrainedModel], config: object, directory: Path, ids: dict[str, int], seed: int) -> None:
+def _save(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, directory: Path, ids: dict[str, int], seed: int
+) -> None:
     config.architectures = [kind.__name__]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

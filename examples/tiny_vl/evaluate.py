@@ -6,6 +6,9 @@ LoRA as the server trains it: rank 32, alpha 32, on attention, MLP and head of t
 Everything is counted on all test photographs of the archive.
 """
 
+# mypy: disable-error-code="no-any-return, operator"
+# What a torch module holds is a Tensor or a Module to mypy.
+
 import argparse
 import json
 import random
@@ -15,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from conversation import ANSWER_START, IGNORED, QUESTION, Tokens, last_states, recipe_form
@@ -236,7 +240,7 @@ def main() -> None:
     subject = Subject(args.model, device)
     results: dict[str, object] = {}
 
-    def report(name: str, value: object) -> None:
+    def report(name: str, value: Any) -> None:
         results[name] = {k: asdict(v) for k, v in value.items()} if name == "probe" else value
         print(f"[{time.monotonic() - started:5.0f} s] {name}: {results[name]}", flush=True)
         args.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -8,6 +8,9 @@ The second program run folds every batch norm into its convolution and keeps flo
 Legend: B images, H W pixels, Y X cells of 32 pixels a side.
 """
 
+# mypy: disable-error-code="no-any-return, call-overload"
+# What a torch module holds is a Tensor or a Module to mypy.
+
 import sys
 from pathlib import Path
 

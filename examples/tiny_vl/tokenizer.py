@@ -10,6 +10,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -59,7 +60,8 @@ Merge = tuple[str, str]
 
 def merges_of(word: str, ranks: dict[Merge, int]) -> list[Merge]:
     """The merges by which byte-level BPE builds `word`, in order."""
-    parts, used = list(word), []
+    parts = list(word)
+    used: list[Merge] = []
     while True:
         pairs = [pair for pair in pairwise(parts) if pair in ranks]
         if not pairs:
@@ -89,10 +91,14 @@ def kept_merges(merges: list[Merge], count: int) -> list[Merge]:
     return sorted(kept, key=ranks.__getitem__)
 
 
-def prune(whole: dict, vocab_size: int) -> dict:
+def prune(whole: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """The content of the small tokenizer.json. A merge needs its parts, and merges are kept with theirs."""
     model = whole["model"]
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    merges: list[Merge] = [
+        (first, second)
+        for merge in model["merges"]
+        for first, second in [merge.split(" ") if isinstance(merge, str) else merge]
+    ]
     results = {"".join(merge) for merge in merges}
     alphabet = [token for token in model["vocab"] if token not in results]
     assert len(alphabet) == 256

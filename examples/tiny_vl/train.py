@@ -8,6 +8,9 @@ model learns to name the 91 classes outside the demo's ten, and to carry the tea
 Test photographs are only counted in the log. `--resume DIR` goes on from an earlier OUT.
 """
 
+# mypy: disable-error-code="no-any-return"
+# What a torch module holds is a Tensor or a Module to mypy.
+
 import argparse
 import csv
 import random
@@ -125,7 +128,9 @@ class Run:
         return BatchedVision(self.model.model.visual, dtype, compiled and self.device.type == "cuda")
 
     def probe(self, teacher: Teacher | None = None) -> float | None:
-        return self.probes and self.probes.accuracy(self.vision(compiled=False), teacher, PROBE_BATCH)
+        if self.probes is None:
+            return None
+        return self.probes.accuracy(self.vision(compiled=False), teacher, PROBE_BATCH)
 
     def view_maker(self, batch: int, strengths: list[Strength], shares: list[float]) -> Callable[[], View]:
         """Makes views of random photographs, all of one random grid and strength."""

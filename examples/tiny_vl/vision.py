@@ -4,6 +4,9 @@ transformers computes attention image by image in a Python loop; here a batch is
 checked by `check.py`. Legend: B images, H W pixels, Y X token grid, P patches, D tower width, O text width.
 """
 
+# mypy: disable-error-code="union-attr, misc, arg-type"
+# What a torch module holds is a Tensor or a Module to mypy.
+
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """The first tables: sessions, training runs, sampling sessions, checkpoints, futures."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -77,7 +79,7 @@ def upgrade() -> None:
     op.create_index("ix_futures_status_finished_at", "futures", ["status", "finished_at"])
 
 
-def lora_columns() -> list[sa.Column]:
+def lora_columns() -> list[sa.Column[Any]]:
     return [
         sa.Column("lora_rank", sa.BigInteger, nullable=False),
         sa.Column("lora_seed", sa.BigInteger, nullable=False),

@@ -128,7 +128,7 @@ def test_035_soft_targets_dense_sparse_and_of_mixed_width(
         "torch": [
             types.Datum(
                 model_input=sdk_datum(item).model_input,
-                loss_fn_inputs={name: torch.from_numpy(array) for name, array in item.loss_fn_inputs.items()},
+                loss_fn_inputs={name: torch.from_numpy(array) for name, array in item.loss_fn_inputs.items()},  # type: ignore[misc]
             )
             for item in data
         ],

@@ -8,6 +8,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -46,7 +47,7 @@ def datum(chunks: list[types.ModelInputChunk], targets: list[int], weights: list
     )
 
 
-def count(processor: object, data: bytes) -> tuple[int, dict[str, torch.Tensor]]:
+def count(processor: Any, data: bytes) -> tuple[int, dict[str, torch.Tensor]]:
     """An image's tokens, and what the model takes, by transformers alone."""
     with Image.open(io.BytesIO(data)) as image:
         features = processor(images=[image.convert("RGB")], return_tensors="pt")

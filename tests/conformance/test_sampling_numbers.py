@@ -36,7 +36,7 @@ def ask(
     return sampler.sample(sdk_input(prompt), n, parameters)
 
 
-def draw(sampler: tinker.SamplingClient, n: int = 1, **asked: object) -> list[types.SampledSequence]:
+def draw(sampler: tinker.SamplingClient, n: int = 1, **asked: object) -> Sequence[types.SampledSequence]:
     return ask(sampler, n, **asked).result().sequences  # type: ignore[arg-type]
 
 
@@ -64,17 +64,17 @@ def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Pat
         assert one.tokens == (free.tokens if at is None else free.tokens[: at + 1])
         assert one.stop_reason == ("length" if at is None else "stop")
 
-    free = whole[0].tokens
-    ids = [free[80], free[60]]
-    at = next(i for i in range(20, 90) if tokenizer.decode(free[i : i + 2]).strip().isalnum())
-    word = tokenizer.decode(free[at : at + 2])
+    drawn = whole[0].tokens
+    ids = [drawn[80], drawn[60]]
+    at = next(i for i in range(20, 90) if tokenizer.decode(drawn[i : i + 2]).strip().isalnum())
+    word = tokenizer.decode(drawn[at : at + 2])
     by_id, by_text, by_texts = (ask(sampler, **long | {"stop": stop}) for stop in (ids, word, ["never seen", word]))
     (cut,) = by_id.result().sequences
-    assert (cut.tokens, cut.stop_reason) == (free[: min(map(free.index, ids)) + 1], "stop")
+    assert (cut.tokens, cut.stop_reason) == (drawn[: min(map(drawn.index, ids)) + 1], "stop")
     assert len(cut.logprobs) == len(cut.tokens)
     for form in (by_text, by_texts):
         (cut,) = form.result().sequences
-        assert cut.stop_reason == "stop" and cut.tokens == free[: len(cut.tokens)]
+        assert cut.stop_reason == "stop" and cut.tokens == drawn[: len(cut.tokens)]
         assert word in tokenizer.decode(cut.tokens) and word not in tokenizer.decode(cut.tokens[:-1])
 
 

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,19 +18,19 @@ import pytest
 import pytest_asyncio
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import LoraConfig
 from backends.families.qwen3_vl import mrope_positions
-from backends.protocol import BackendFailed, InvalidInput, SamplingTask
+from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput, SamplingTask
 from backends.rendering import Renderer
 from backends.sampler.checks import check_sample
 from backends.sampler.client import SamplerClient
 from backends.sampler.commands import SamplerConfig
-from backends.trainer.checkpoint import ADAPTER_FILE, write_adapter, write_directory
+from backends.trainer.checkpoint import write_adapter, write_directory
 from tests.factories import MIXED, image, make_renderer, prompt, words
 from tests.models import make_tiny_text, make_tiny_vl
 
@@ -71,7 +72,7 @@ class Reference:
 
     def __init__(self, source: Path, renderer: Renderer, ranks: dict[str, int]) -> None:
         self._renderer = renderer
-        self._model: PeftModel | None = None
+        self._model: Any = None
         kind = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
         base = kind.from_pretrained(source).eval()
         self.image_token_id = base.config.image_token_id if renderer.takes_images else -1

@@ -6,6 +6,7 @@ pytest tests/contract/test_trainer.py
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -464,7 +465,7 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
     good = datum(MIXED["text"], renderer)
     inputs = good.loss_fn_inputs
 
-    def changed(**changes: object) -> Datum:
+    def changed(**changes: Any) -> Datum:
         return Datum(
             model_input=good.model_input,
             loss_fn_inputs={k: v for k, v in {**inputs, **changes}.items() if v is not None},

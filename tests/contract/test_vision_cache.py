@@ -3,7 +3,7 @@
 pytest tests/contract/test_vision_cache.py
 """
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetti
     probe = trainer(tiny_vl, 1 << 26)
     probe.forward_backward("m", cross_entropy([one]), False)
     size = probe._vision._kept.size
-    assert size == sum(part.nbytes for features in probe._vision._kept._values.values() for part in features) > 0
+    assert size == sum(part.nbytes for features in probe._vision._kept._values.values() for part in features) > 0  # type: ignore[misc]
     rank = trainer(tiny_vl, 3 * size)
     tower = Tower(rank)
     squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
@@ -171,7 +171,7 @@ def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, m
 
 
 @pytest.fixture
-async def two_ranks(tiny_vl, renderer) -> Iterator[TrainerClient]:
+async def two_ranks(tiny_vl, renderer) -> AsyncIterator[TrainerClient]:
     ranked = TrainerClient(config(tiny_vl, max_tokens=60), renderer, num_ranks=2, max_context_length=1024)
     await ranked.start()
     yield ranked

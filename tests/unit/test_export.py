@@ -92,7 +92,10 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
 
 def test_tensors_keep_their_type_and_the_file_its_metadata(tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
-    tensors = {name: np.arange(3, dtype=np.float16)[None], name.replace("_A", "_B"): np.ones((5, 1), np.float64)}
+    tensors: dict[str, np.ndarray] = {
+        name: np.arange(3, dtype=np.float16)[None],
+        name.replace("_A", "_B"): np.ones((5, 1), np.float64),
+    }
     save_file(tensors, tmp_path / "a", {"format": "pt"})
     assert sorted(export.rename_tensors(tmp_path / "a", tmp_path / "b")) == sorted(tensors)
     with safe_open(tmp_path / "b", "np") as file:
