@@ -1,4 +1,4 @@
-"""The losses of the protocol (section 8): one pure function each, and the table that names them.
+"""The losses of the protocol (docs/protocol.md, Training): one pure function each, and the table that names them.
 
 Every loss is a sum over positions, never a mean: requests, microbatches and ranks then add up.
 

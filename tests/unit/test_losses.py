@@ -1,4 +1,4 @@
-"""The losses against the protocol's reference vector (section 8.10), which was computed from the formulas."""
+"""The losses against a reference vector that was computed from their formulas."""
 
 import numpy as np
 import pytest
