@@ -9,10 +9,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from api_schemas.sampling import SampleResponse
-from backends.children import SHARING_CORES, Child, ChildDied
+from backends.children import Child, ChildDied
+from backends.launcher import launch_sampler
 from backends.protocol import BackendFailed, SamplingTask
 from backends.sampler.commands import Sample, SamplerConfig, Start
 
@@ -70,7 +70,7 @@ class SamplerClient:
         if len(self._starts) == _MAX_STARTS and now - self._starts[0] < _WINDOW_S:
             raise BackendFailed(f"{name}: the sampler died {_MAX_STARTS} times within {_WINDOW_S} s; try later")
         self._starts.append(now)
-        child = await Child.start(f"sampler {name}", "backends.sampler.process", environment(self._config))
+        child = await launch_sampler(name, device=self._config.device, gpus=self._config.gpus)
         try:
             async with _progress(name):
                 await child.call(Start(self._config))
@@ -97,18 +97,3 @@ async def _progress(name: str) -> AsyncIterator[None]:
         yield
     finally:
         reporting.cancel()
-
-
-def environment(config: SamplerConfig) -> dict[str, str]:
-    """What vLLM and torch read from the environment, set for the child alone."""
-    env = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if Path(config.source).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
-    if config.device == "cpu":
-        # The engine without a further worker process, and no inductor builds of half a minute for a
-        # function that counts ranks.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", **SHARING_CORES}
-    else:
-        # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
-        env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return env

@@ -27,6 +27,8 @@ class SamplerConfig:
     image_cache_bytes: int
     max_image_pixels: int
     scratch_dir: Path
+    gpus: tuple[int, ...] = ()
+    """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ counts. Input is checked here first, so that what reaches the ranks can fail on 
 
 import asyncio
 import logging
-import socket
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +16,8 @@ from api_schemas.training import (
     LoraConfig,
     OptimStepResponse,
 )
-from backends.children import SHARING_CORES, Child, Command
+from backends.children import Child, Command
+from backends.launcher import launch_trainer
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from backends.rendering import Renderer
 from backends.trainer import commands
@@ -44,17 +44,9 @@ class TrainerClient:
 
     async def start(self) -> None:
         """Load the base on every rank. Raises BackendFailed."""
-        env = {"WORLD_SIZE": str(self._num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        if self._config.device == "cpu":
-            env |= SHARING_CORES
-        self._ranks = [
-            await Child.start(
-                f"trainer {self._config.name} rank {rank}",
-                "backends.trainer.process",
-                {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(self._num_ranks)
-        ]
+        self._ranks = await launch_trainer(
+            self._config.name, num_ranks=self._num_ranks, device=self._config.device, gpus=self._config.gpus
+        )
         try:
             await self._on_all(commands.Start(self._config))
         except BaseException:
@@ -150,10 +142,3 @@ class TrainerClient:
         finally:
             for call in calls:
                 call.cancel()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -27,6 +27,10 @@ class TrainerConfig:
     max_tokens_per_microbatch: int
     image_cache_bytes: int
     max_image_pixels: int
+    gpus: tuple[int, ...] = ()
+    """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
+    gpu_memory_fraction: float = 1.0
+    """Part of its GPU's memory that each rank may take."""
 
 
 @dataclass(frozen=True)

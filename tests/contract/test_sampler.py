@@ -523,7 +523,7 @@ async def test_cancelling_frees_the_engine(sampler):
 async def test_a_crash_is_survived_by_the_running_call_and_the_next(sampler, reference, adapters, victim):
     call = asyncio.create_task(sample(sampler, request(MIXED["text"], {"max_tokens": 1500, "stop": []}), None))
     await asyncio.sleep(0.5)
-    host = psutil.Process(sampler._child._process.pid)
+    host = psutil.Process(sampler._child.process.pid)
     engine = next(child for child in host.children(recursive=True) if child.memory_info().rss > 300 << 20)
     (engine if victim == "engine" else host).kill()
     assert len((await call).sequences[0].tokens) == 1500

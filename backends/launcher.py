@@ -1,0 +1,116 @@
+"""Starts child processes on this machine and ends them: processes, ports and environments are known here alone.
+
+A child leads a session of its own, so that Ctrl-C reaches the server alone and a child is ended together with
+everything it started. A guard in the same session ends them all at once when the server is gone, whatever it
+died of: Linux's parent-death signal would reach the child, and not the processes that vLLM starts beneath it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from backends.children import Child, Process
+from backends.messages import STREAM_LIMIT
+
+log = logging.getLogger(__name__)
+Device = Literal["cpu", "cuda"]
+
+_GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
+"""The guard waits on a pipe whose other end the server alone holds; the shell itself becomes the child. As part of
+the group that it ends, the guard also keeps the group's number from being given to others."""
+_SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation once other
+processes want the cores: a training step of 2 s took 14."""
+
+
+async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
+    """Run `python -m module FD`, which ends in `children.serve` or `serve_async`; `env` is added to the server's."""
+    ours, theirs = socket.socketpair()
+    guarding, guard = os.pipe()
+    with theirs, os.fdopen(guarding):
+        process = await asyncio.create_subprocess_exec(
+            *("/bin/sh", "-c", _GUARDED, str(guarding)),
+            *(sys.executable, "-m", module, str(theirs.fileno())),
+            pass_fds=[theirs.fileno(), guarding],
+            env={**os.environ, **env},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr,  # the server's own output is for its user alone
+            start_new_session=True,
+        )
+
+    async def end(grace_s: float) -> None:
+        try:
+            await asyncio.wait_for(process.wait(), grace_s)
+        except TimeoutError:
+            log.warning("the %s process did not end within %s s and is killed", name, grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        os.close(guard)
+
+    reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
+    return Child(name, Process(process.pid, end), reader, writer)
+
+
+async def launch_trainer(name: str, *, num_ranks: int, device: Device, gpus: Sequence[int] = ()) -> list[Child]:
+    """The ranks of one base model's trainer, in order, with the variables that torchrun would set.
+
+    Rank i takes the i-th of `gpus`, by the server's numbers; none given: all that the server sees.
+    """
+    env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    env |= _for_device(device, gpus)
+    if device == "cuda":
+        # Sequences of all lengths would leave memory in pieces too small for the next long one.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    ranks: list[Child] = []
+    try:
+        for rank in range(num_ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(await launch(f"trainer {name} rank {rank}", "backends.trainer.process", env | own))
+    except BaseException:
+        await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
+        raise
+    return ranks
+
+
+async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ()) -> Child:
+    """The process of one base model's sampler, on the first of `gpus`; its engine starts with the first command."""
+    env = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",  # the model is a local directory
+        **_for_device(device, gpus[:1]),
+    }
+    if device == "cpu":
+        # The engine without a further worker process, and no inductor builds of half a minute for a
+        # function that counts ranks.
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+    else:
+        # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
+        env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return await launch(f"sampler {name}", "backends.sampler.process", env)
+
+
+def _for_device(device: Device, gpus: Sequence[int]) -> dict[str, str]:
+    if device == "cpu":
+        return _SHARING_CORES
+    if not gpus:
+        return {}
+    # The server may see only some of the machine's GPUs itself, by numbers of its own.
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(number) for number in range(max(gpus) + 1)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

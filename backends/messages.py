@@ -1,0 +1,92 @@
+"""Messages between the server and its children, over a socket: any Python object, pickled.
+
+A message is sent as the number of its parts and their lengths, the pickled object, then its large buffers.
+"""
+
+import asyncio
+import contextlib
+import pickle
+import socket
+import struct
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+_LARGE_BYTES = 64 << 10
+"""A buffer (`pickle.PickleBuffer`, a numpy array) of this size is sent beside the pickled message, not in it."""
+_PIECE_BYTES = 1 << 20
+"""What is handed to a socket at once, so that the event loop stays free."""
+STREAM_LIMIT = 1 << 20
+"""Of the StreamReader that `read_message` reads from."""
+
+
+def parts(message: Any) -> list[bytes | memoryview]:
+    """A message as it is sent: lengths of all parts, the pickled message, its large buffers."""
+    buffers: list[memoryview] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= _LARGE_BYTES:
+            buffers.append(raw)
+        return raw.nbytes < _LARGE_BYTES
+
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=keep_inside)
+    lengths = [len(data), *(buffer.nbytes for buffer in buffers)]
+    header = b"".join(map(_LENGTH.pack, (len(lengths), *lengths)))
+    return [header + data, *buffers]
+
+
+class Outbox:
+    """One end's writing half: messages go out whole and in order, whatever becomes of who sent them."""
+
+    def __init__(self, writer: asyncio.StreamWriter, name: str) -> None:
+        self._writer = writer
+        self._queue: asyncio.Queue[list[bytes | memoryview]] = asyncio.Queue()
+        self._writing = asyncio.create_task(self._write(), name=f"messages to {name}")
+
+    def send(self, message: Any) -> None:
+        """Raises whatever pickling the message raises; a closed connection is for the reading half to notice."""
+        self._queue.put_nowait(parts(message))
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._writing.cancel()
+        self._writer.close()
+
+    async def _write(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                for part in await self._queue.get():
+                    for start in range(0, len(part), _PIECE_BYTES):
+                        self._writer.write(part[start : start + _PIECE_BYTES])
+                        await self._writer.drain()
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """Raises IncompleteReadError or ConnectionError where the other end has closed."""
+    (count,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    lengths = [_LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0] for _ in range(count)]
+    data, *buffers = [await reader.readexactly(length) for length in lengths]
+    return pickle.loads(data, buffers=buffers)
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next message; None where the server has closed its end."""
+    try:
+        (count,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
+        lengths = [_LENGTH.unpack(_read_exactly(connection, _LENGTH.size))[0] for _ in range(count)]
+        data, *buffers = [_read_exactly(connection, length) for length in lengths]
+    except (EOFError, ConnectionError):
+        return None
+    return pickle.loads(data, buffers=buffers)
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Raises EOFError where the server has closed its end."""
+    buffer = bytearray(size)
+    view, at = memoryview(buffer), 0
+    while at < size:
+        count = connection.recv_into(view[at:])
+        if count == 0:
+            raise EOFError
+        at += count
+    return bytes(buffer)

@@ -1,0 +1,53 @@
+"""A child process that works without giving way: `python -m tests.busy_child FD`."""
+
+import ctypes
+import os
+import pickle
+import subprocess
+from dataclasses import dataclass
+
+from backends.children import Command, serve
+
+
+@dataclass(frozen=True)
+class Grandchild(Command[str]):
+    """Start a process of the child's own; answers both process ids."""
+
+
+@dataclass(frozen=True)
+class Nap(Command[None]):
+    """Do nothing for so long, and let no other thread run."""
+
+    seconds: int
+
+
+@dataclass(frozen=True)
+class NotToBeRead(Command[None]):
+    """Answer with what the server cannot load."""
+
+
+class Unloadable:
+    """Fails where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (pickle.loads, ("no bytes",))
+
+
+def handle(command: object) -> object:
+    """What each command does."""
+    match command:
+        case Grandchild():
+            started = subprocess.Popen(["sleep", "60"])
+            return f"{os.getpid()} {started.pid}"
+        case Nap(seconds):
+            ctypes.PyDLL(None).sleep(seconds)  # unlike time.sleep, keeps the interpreter's lock
+            return None
+        case NotToBeRead():
+            return Unloadable()
+    raise AssertionError(command)
+
+
+if __name__ == "__main__":
+    from tests import busy_child  # whose classes the commands are, and not this module's run as a program
+
+    serve(busy_child.handle)

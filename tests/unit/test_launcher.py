@@ -1,0 +1,85 @@
+"""Child processes end with the server, whatever it died of, and everything that they started ends with them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from backends.children import ChildDied
+from backends.launcher import launch
+from tests.busy_child import Grandchild, Nap, NotToBeRead
+
+SERVER = """
+import asyncio
+from backends.launcher import launch
+from tests.busy_child import Grandchild, Nap
+
+async def main():
+    child = await launch("busy", "tests.busy_child", {})
+    print(await child.call(Grandchild()), flush=True)
+    await child.call(Nap(60))
+
+asyncio.run(main())
+"""
+
+
+def survivors(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def test_a_killed_server_takes_busy_children_and_their_children_with_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        pids = [int(pid) for pid in server.stdout.readline().split()]
+        assert len(survivors(pids)) == 2
+        time.sleep(0.2)  # the child is in its nap, holding the interpreter's lock
+        server.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        while survivors(pids) and time.monotonic() - killed_at < 2:
+            time.sleep(0.02)
+        assert survivors(pids) == []
+
+
+async def test_a_stopped_child_leaves_nothing_behind() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    child = await launch("busy", "tests.busy_child", {})
+    pids = [int(pid) for pid in (await child.call(Grandchild())).split()]
+    leader = psutil.Process(pids[0])
+    group = [pid for pid in psutil.pids() if _group(pid) == leader.pid]
+    assert len(group) == 3  # the child, its own, and the guard
+    await child.stop()
+    await asyncio.sleep(0.1)
+    assert survivors(group) == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # the event loop's watcher of children
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+async def test_an_answer_that_cannot_be_read_ends_the_child_and_fails_its_calls() -> None:
+    child = await launch("busy", "tests.busy_child", {})
+    try:
+        with pytest.raises(ChildDied):
+            await asyncio.wait_for(child.call(NotToBeRead()), 20)
+        assert child.died.is_set()
+        with pytest.raises(ChildDied):
+            await child.call(Nap(0))
+    finally:
+        await child.stop(grace_s=1)
