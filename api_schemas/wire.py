@@ -4,7 +4,7 @@ All packed arrays are little-endian. Results are kept as protobuf; `old_clients/
 """
 
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
@@ -89,13 +89,26 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     )
 
 
-def number_of(body: bytes) -> tuple[str, int] | None:
-    """(model_id, seq_id) of a forward_backward that decode_forward_backward refused; None where it has none."""
+def canonical(body: bytes) -> bytes:
+    """The same ForwardBackwardRequest in the one form that equal messages share. The body has been decoded before."""
+    return pb.ForwardBackwardRequest.FromString(body).SerializeToString(deterministic=True)
+
+
+class Envelope(NamedTuple):
+    """Where a forward_backward belongs."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+
+
+def envelope_of(body: bytes) -> Envelope | None:
+    """Of a forward_backward that decode_forward_backward refused; None where it has none."""
     try:
         message = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
         return None
-    return message.model_id, message.seq_id
+    return Envelope(message.model_id, message.seq_id, message.forward_only)
 
 
 def _datum(index: int, message: pb.Datum) -> Datum:

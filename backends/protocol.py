@@ -68,6 +68,9 @@ class Trainer(Protocol):
         A failure with `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
         """
 
+    async def mark_incomplete(self, model_id: str) -> None:
+        """A part of the model's gradient never came here: the next optim_step clears it and fails."""
+
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         """Apply the gradient, then clear it. InvalidInput where there is none, or part of it is missing."""
 

@@ -52,7 +52,9 @@ HOUSEKEEPING_S = 60.0
 RECENT_RESULTS_BYTES = 64 << 20
 """Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
-"""Samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
+"""An owner's samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
+QUEUED_BODIES = 4
+"""An owner\'s training requests that wait are bound to so many of the largest bodies; beyond it, 429."""
 
 
 def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
@@ -117,7 +119,9 @@ def build_services(settings: Settings, db: Database, backend: Backend) -> Servic
     )
     futures = FutureStore(db, RECENT_RESULTS_BYTES)
     admission = Admission(
-        SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples, BODIES_IN_FLIGHT * settings.max_body_bytes
+        SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
+        BODIES_IN_FLIGHT * settings.max_body_bytes,
+        QUEUED_BODIES * settings.max_body_bytes,
     )
     return Services(
         settings=settings,
@@ -143,14 +147,14 @@ def build_services(settings: Settings, db: Database, backend: Backend) -> Servic
 async def working(services: Services) -> AsyncIterator[None]:
     """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
     async with AsyncExitStack() as stack:
-        await services.runs.mark_all_lost()
         unfinished = await services.futures.start()
+        await services.runs.forget_unanswered({one.lane for one in unfinished if one.seq_id == 0})
+        await services.runs.mark_all_lost()
         stack.push_async_callback(services.sessions.save_heartbeats)
         stack.push_async_callback(services.usage.save)
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)
-        services.scheduler.resume(unfinished)
-        del unfinished  # else its bodies stay in memory as long as the server runs
+        await services.scheduler.resume(unfinished)
         reaper = Reaper(
             services.sessions,
             services.runs,

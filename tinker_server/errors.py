@@ -6,7 +6,8 @@ TinkerServerError
 ├── KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
 ├── LostModel 500: only in futures
-├── Busy 429: only for samples, whose clients wait and try again
+├── ResultTooLarge, GradientIncomplete 400: only in futures
+├── Busy 429: for what an owner may have waiting at once; its clients wait and try again
 ├── Cancelled 410: only in futures of samples
 └── ShuttingDown 503
 
@@ -55,6 +56,14 @@ class ModelIdTaken(BadRequest):
 
 class Unsupported(BadRequest):
     """The operation cannot be done as it was asked."""
+
+
+class ResultTooLarge(BadRequest):
+    """The operation's result is larger than can be stored."""
+
+
+class GradientIncomplete(BadRequest):
+    """A part of the gradient is missing, so it is not applied."""
 
 
 class BodyTooLarge(TinkerServerError):

@@ -46,6 +46,10 @@ class Models:
         async with self._turns[base_model].turn(owner, model_id):
             yield base.trainer
 
+    def has_turn(self, model_id: str) -> bool:
+        """Whether a trainer works for a model now."""
+        return any(turns.holds(model_id) for turns in self._turns.values())
+
     async def suspend(self, run: TrainingRun) -> None:
         """Move a model from memory to disk. Nothing happens where it is not in memory."""
         async with self.turn(run.base_model, run.owner, run.model_id) as trainer:

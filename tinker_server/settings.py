@@ -37,8 +37,8 @@ class Settings(BaseSettings):
     """How long results can be fetched; later polls are answered 410."""
     session_timeout_s: float = Field(default=900, ge=1)
     """How long a session may go without a heartbeat before its models are moved from memory to disk."""
-    drain_s: float = Field(default=10, ge=0)
-    """How long running work may go on when the server is told to stop."""
+    drain_s: float = Field(default=5, ge=0)
+    """How long running work may go on when the server is told to stop; `docker stop` kills after 10 s."""
 
     def resolved_keys_file(self) -> Path:
         """The file in use, with the default filled in."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ class FairTurns:
         self._served: dict[tuple[str, ...], int] = {}
         """When an owner, and an owner's key, had its last turn."""
         self._count = itertools.count(1)
+        self._held: Counter[str] = Counter()
 
     @asynccontextmanager
     async def turn(self, owner: str, key: str, size: int = 1) -> AsyncIterator[None]:
@@ -44,13 +45,22 @@ class FairTurns:
         self._grant()
         try:
             await granted
-            yield
+            self._held[key] += 1
+            try:
+                yield
+            finally:
+                self._held[key] -= 1
+                self._held += Counter()  # forgets zeros
         finally:
             if granted.done() and not granted.cancelled():
                 self._free += size
             else:
                 self._leave(queue, granted)
             self._grant()
+
+    def holds(self, key: str) -> bool:
+        """Whether somebody has a turn under this key now."""
+        return self._held[key] > 0
 
     def _leave(self, queue: _Queue, granted: asyncio.Future[None]) -> None:
         """One who waited is gone without a turn."""

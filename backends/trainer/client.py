@@ -98,6 +98,9 @@ class TrainerClient:
             raise
         return await self._run(model_id, commands.ForwardBackward(model_id, loss_input, backward))
 
+    async def mark_incomplete(self, model_id: str) -> None:
+        await self._run(model_id, commands.MarkIncomplete(model_id))
+
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         return await self._run(model_id, commands.OptimStep(model_id, adam))
 

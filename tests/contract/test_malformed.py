@@ -109,7 +109,7 @@ def test_the_undamaged_body_is_read() -> None:
 @given(damaged())
 def test_a_damaged_protobuf_is_read_or_refused(body: bytes) -> None:
     decodes(body)
-    wire.number_of(body)
+    wire.envelope_of(body)
 
 
 @MANY

@@ -160,7 +160,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run.server.stop()
 
 
-@pytest.mark.xfail(strict=True, reason="a refused request, or one that never arrived, does not mark the gradient yet")
 @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(actions=st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=10))
 @example(actions=["good", "refused"])

@@ -3,116 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from api_schemas.base import Request
-from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from api_schemas.sampling import SampleRequest, SamplingParams
-from api_schemas.sessions import CreateSessionRequest
 from api_schemas.training import (
-    CreateModelRequest,
-    ForwardBackwardInput,
-    ForwardBackwardRequest,
     LoraConfig,
     OptimizerConfig,
     OptimStepRequest,
 )
-from api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
-from tests.fakes import FakeBackend
-from tinker_server.app import serving
-from tinker_server.auth.keys import LOCAL
+from api_schemas.weights import SaveWeightsForSamplerRequest
+from tests.submitting import GRACE_S, Client, server
 from tinker_server.errors import SequenceConflict, ShuttingDown
-from tinker_server.settings import Settings
-from tinker_server.store.operations import Operation
-from tinker_server.store.results import Result
-from tinker_server.store.tables import SamplingSession
-from tinker_server.web.deps import Services
-
-GRACE_S = 0.3
-
-
-class Client:
-    """Submits as the routes do."""
-
-    def __init__(self, services: Services, backend: FakeBackend, session_id: str) -> None:
-        self.services = services
-        self.trainer = backend.tiny.trainer
-        self.sampler = backend.tiny.sampler
-        self.session_id = session_id
-        self.model_id = f"{session_id}:train:0"
-
-    async def submit(self, kind: str, request: Request, seq_id: int, lane: str | None = None) -> str:
-        body = request.model_dump_json().encode()
-        operation = Operation(kind, lane or self.model_id, seq_id, body, "application/json", LOCAL, request=request)
-        return await self.services.scheduler.submit(operation)
-
-    async def create_model(self, number: int = 0, **fields: object) -> str:
-        values = {"base_model": "tiny", "lora_config": LoraConfig(rank=8)} | fields
-        request = CreateModelRequest(session_id=self.session_id, model_seq_id=number, **values)
-        return await self.submit("create_model", request, 0, f"{self.session_id}:train:{number}")
-
-    async def forward_backward(self, seq_id: int, loss_fn: str | None = None, model_id: str | None = None) -> str:
-        lane = model_id or self.model_id
-        datum = Datum(model_input=ModelInput(chunks=[]), loss_fn_inputs={"target_tokens": np.array([1, 2])})
-        work = ForwardBackwardInput(data=[datum], loss_fn=loss_fn or f"loss {seq_id}")
-        request = ForwardBackwardRequest(model_id=lane, seq_id=seq_id, forward_backward_input=work)
-        return await self.submit("forward_backward", request, seq_id, lane)
-
-    async def optim_step(self, seq_id: int) -> str:
-        return await self.submit("optim_step", OptimStepRequest(model_id=self.model_id, seq_id=seq_id), seq_id)
-
-    async def save(self, seq_id: int, path: str, **fields: object) -> str:
-        request = SaveWeightsRequest(model_id=self.model_id, seq_id=seq_id, path=path, **fields)
-        return await self.submit("save_weights", request, seq_id)
-
-    async def load_as(self, number: int, path: str, **fields: object) -> str:
-        request = LoadWeightsRequest(session_id=self.session_id, model_seq_id=number, path=path, **fields)
-        return await self.submit("load_weights", request, 0, f"{self.session_id}:train:{number}")
-
-    async def sample(self, seq_id: int = 0) -> str:
-        sampler_id = f"{self.session_id}:sample:0"
-        await self.services.samplers.create(
-            SamplingSession(
-                owner=LOCAL,
-                sampling_session_id=sampler_id,
-                session_id=self.session_id,
-                base_model="tiny",
-                created_at=1.0,
-            )
-        )
-        request = SampleRequest(
-            sampling_session_id=sampler_id,
-            seq_id=seq_id,
-            prompt=ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2])]),
-            sampling_params=SamplingParams(max_tokens=1),
-        )
-        return await self.submit("sample", request, seq_id, sampler_id)
-
-    async def result(self, request_id: str) -> Result:
-        result = await self.services.futures.wait(request_id, LOCAL, 10)
-        assert result is not None
-        return result
-
-    async def error(self, request_id: str) -> dict[str, str]:
-        result = await self.result(request_id)
-        assert result.failed, result.body
-        return json.loads(result.body)
-
-    def ran(self) -> list[str]:
-        return [name for name, model_id in self.trainer.calls if model_id == self.model_id][1:]
-
-
-@asynccontextmanager
-async def server(data_dir: Path, database_url: str = "") -> AsyncIterator[Client]:
-    backend = FakeBackend()
-    settings = Settings(data_dir=data_dir, database_url=database_url, gap_grace_s=GRACE_S, drain_s=0.1)
-    async with serving(settings, backend) as services:
-        yield Client(services, backend, await services.sessions.create(CreateSessionRequest(), None, LOCAL))
-    assert not backend.running
 
 
 @pytest.fixture
@@ -158,9 +60,9 @@ async def test_a_later_optim_step_settles_the_numbers_before_it(client: Client) 
 async def test_a_refused_number_is_not_waited_for(client: Client) -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
-    client.services.scheduler.refuse_number(client.model_id, 1)
+    client.services.scheduler.refuse_number(client.model_id, 1, "forward_backward")
     request_id = await client.forward_backward(3)
-    client.services.scheduler.refuse_number(client.model_id, 2)
+    client.services.scheduler.refuse_number(client.model_id, 2, "forward_backward")
     await client.result(request_id)
     assert loop.time() - started < GRACE_S
 
@@ -191,7 +93,10 @@ async def test_a_failed_operation_does_not_stop_the_lane(client: Client) -> None
     incomplete, step = await client.optim_step(3), await client.optim_step(4)
     assert await client.error(invalid) == {"error": "datum 0: loss_fn 'wrong' is not known", "category": "user"}
     assert await client.error(broken) == {"error": "ZeroDivisionError: division by zero", "category": "server"}
-    assert await client.error(incomplete) == {"error": "the gradient is incomplete", "category": "user"}
+    assert await client.error(incomplete) == {
+        "error": "the gradient is incomplete (forward_backward 2 failed)",
+        "category": "user",
+    }
     assert not (await client.result(step)).failed
 
 

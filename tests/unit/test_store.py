@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tinker_server.store.catalog import Catalog
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore
-from tinker_server.store.operations import Operation
+from tinker_server.store.operations import Accepted, Operation
 from tinker_server.store.results import Result
 from tinker_server.store.runs import CheckpointStore, RunStore
 from tinker_server.store.sessions import SamplerStore, SessionStore
@@ -55,8 +56,8 @@ async def futures(db: Database) -> AsyncIterator[FutureStore]:
     await store.stop()
 
 
-def step(seq_id: int, lane: str = "model", kind: str = "optim_step") -> Operation:
-    return Operation(kind, lane, seq_id, b'{"a":1}', "application/json", OWNER)
+def step(seq_id: int, lane: str = "model", kind: str = "optim_step", digest: str = "one") -> Operation:
+    return Operation(kind, lane, seq_id, b'{"a":1}', "application/json", OWNER, digest, 7)
 
 
 def done(text: str = "{}", failed: bool = False) -> Result:
@@ -72,37 +73,47 @@ async def test_the_migrations_make_the_tables_that_the_code_declares(db: Databas
     assert differences == []
 
 
+async def accept(futures: FutureStore, operation: Operation) -> str:
+    return (await futures.enqueue(operation)).request_id
+
+
 async def test_the_same_number_again_gives_the_first_request_id(futures: FutureStore) -> None:
     first = step(1)
-    assert await futures.enqueue(first) == first.request_id
-    assert await futures.enqueue(step(1)) == first.request_id
+    assert await futures.enqueue(first) == Accepted(first.request_id, is_new=True)
+    repeat = Accepted(first.request_id, is_new=False)
+    assert await futures.enqueue(step(1)) == repeat
     futures.complete(first.request_id, done())
     assert await futures.wait(first.request_id, OWNER, 5) is not None
-    assert await futures.enqueue(step(1)) == first.request_id
+    assert await futures.enqueue(step(1)) == repeat
 
 
 async def test_retries_in_one_commit_agree_on_one_request_id(futures: FutureStore) -> None:
-    ids = await asyncio.gather(*(futures.enqueue(step(seq_id)) for seq_id in [1, 2, 1, 1, 2]))
+    accepted = await asyncio.gather(*(futures.enqueue(step(seq_id)) for seq_id in [1, 2, 1, 1, 2]))
+    ids = [one.request_id for one in accepted]
     assert ids[0] == ids[2] == ids[3] and ids[1] == ids[4] and ids[0] != ids[1]
+    assert [one.is_new for one in accepted] == [True, True, False, False, False]
 
 
 async def test_another_operation_under_a_used_number_is_refused_and_harms_no_other(futures: FutureStore) -> None:
     await futures.enqueue(step(1))
     outcomes = await asyncio.gather(
-        futures.enqueue(step(1, kind="save_weights")), futures.enqueue(step(2)), return_exceptions=True
+        futures.enqueue(step(1, kind="save_weights")),
+        futures.enqueue(step(1, digest="another")),
+        futures.enqueue(step(2)),
+        return_exceptions=True,
     )
-    assert isinstance(outcomes[0], SequenceConflict) and isinstance(outcomes[1], str)
+    assert [type(outcome) for outcome in outcomes] == [SequenceConflict, SequenceConflict, Accepted]
 
 
 async def test_numbers_have_64_bits(futures: FutureStore) -> None:
     work = step(10**18)
-    assert await futures.enqueue(work) == work.request_id
+    assert await accept(futures, work) == work.request_id
     with pytest.raises(BadRequest):
         await futures.enqueue(step(2**63))
 
 
 async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureStore) -> None:
-    request_id = await futures.enqueue(step(1))
+    request_id = await accept(futures, step(1))
     waits = [asyncio.create_task(futures.wait(request_id, OWNER, 30)) for _ in range(2)]
     await asyncio.sleep(0.05)
     started = time.perf_counter()
@@ -113,7 +124,7 @@ async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureSt
 
 
 async def test_a_wait_for_nothing_yet_ends_empty_handed(futures: FutureStore) -> None:
-    assert await futures.wait(await futures.enqueue(step(1)), OWNER, 0.02) is None
+    assert await futures.wait(await accept(futures, step(1)), OWNER, 0.02) is None
 
 
 async def test_an_unknown_request_id_is_told(futures: FutureStore) -> None:
@@ -122,14 +133,14 @@ async def test_an_unknown_request_id_is_told(futures: FutureStore) -> None:
 
 
 async def test_results_too_large_for_memory_come_from_the_database(futures: FutureStore) -> None:
-    request_id = await futures.enqueue(step(1))
+    request_id = await accept(futures, step(1))
     futures.complete(request_id, Result(b"x" * 5000, "application/x-protobuf"))
     result = await futures.wait(request_id, OWNER, 5)
     assert result is not None and result.body == b"x" * 5000 and result.content_type == "application/x-protobuf"
 
 
 async def test_expired_results_leave_a_tombstone(futures: FutureStore) -> None:
-    request_id = await futures.enqueue(step(1))
+    request_id = await accept(futures, step(1))
     futures.complete(request_id, done())
     await futures.wait(request_id, OWNER, 5)
     await futures.expire(time.time() + 1)
@@ -146,7 +157,8 @@ async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -
     first.complete(finished.request_id, done("no", failed=True))
     await first.stop()
     second = FutureStore(db, recent_bytes=0)
-    assert await second.start() == [left]
+    assert await second.start() == [replace(left, body=None)]
+    assert await second.body(left.request_id) == left.body
     result = await second.wait(finished.request_id, OWNER, 1)
     assert result is not None and result.body == b"no" and result.failed
     assert await second.wait(left.request_id, OWNER, 0.01) is None
@@ -155,7 +167,7 @@ async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -
 
 async def test_a_thousand_futures_at_once_cost_a_few_commits(futures: FutureStore) -> None:
     async def one(seq_id: int) -> None:
-        request_id = await futures.enqueue(step(seq_id))
+        request_id = await accept(futures, step(seq_id))
         futures.complete(request_id, done())
         assert await futures.wait(request_id, OWNER, 30) is not None
 
@@ -182,13 +194,13 @@ async def test_the_database_file_shrinks_when_results_have_expired(tmp_path: Pat
     await futures.expire(0)
     empty = size()
     for number in range(20):
-        futures.complete(await futures.enqueue(step(number)), done("x" * 500_000))
+        futures.complete(await accept(futures, step(number)), done("x" * 500_000))
     await futures.expire(0)
     assert size() > empty + 9_000_000
     await futures.expire(time.time() + 1)
     assert size() < empty + 100_000
     with pytest.raises(ResultExpired):
-        request_id = await futures.enqueue(step(0))
+        request_id = await accept(futures, step(0))
         await futures.wait(request_id, OWNER, 1)
     await futures.expire(time.time() + TOMBSTONES_KEPT_S + 1)
     with pytest.raises(UnknownFuture):

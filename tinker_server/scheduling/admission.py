@@ -1,34 +1,62 @@
-"""How many samples may be in flight: a bound on what waiting requests hold in memory and in the database."""
+"""How much an owner may have waiting at once: a bound on what its requests hold in memory and in the database."""
+
+from collections import defaultdict
 
 from tinker_server.errors import Busy
 
 
-class Admission:
-    """Counts sequences, not requests: one request for a thousand samples is a thousand."""
+class Budget:
+    """So much of something for each owner: what one has in flight takes nothing from another."""
 
-    def __init__(self, max_sequences: int, max_bytes: int) -> None:
-        self._max_sequences = max_sequences
-        self._max_bytes = max_bytes
-        self.num_sequences = 0
-        self.size_bytes = 0
+    def __init__(self, most: int, what: str) -> None:
+        self._most = most
+        self._what = what
+        self._in_flight: defaultdict[str, int] = defaultdict(int)
 
-    def enter(self, num_sequences: int, size_bytes: int) -> None:
-        """Raises Busy where there is no room. A request larger than all room is let in alone."""
-        crowded = self.num_sequences + num_sequences > self._max_sequences or (
-            self.size_bytes + size_bytes > self._max_bytes
-        )
-        if crowded and self.num_sequences:
+    def require(self, owner: str, amount: int) -> None:
+        """Raises Busy where there is no room. What is larger than all room is let in alone."""
+        used = self._in_flight.get(owner, 0)
+        if used and used + amount > self._most:
             raise Busy(
-                f"{self.num_sequences} samples ({self.size_bytes} bytes of prompts) are in flight;"
-                f" {self._max_sequences} ({self._max_bytes} bytes) are allowed; send this one again a little later"
+                f"{used} {self._what} are in flight; {self._most} are allowed; send this one again a little later"
             )
-        self.force(num_sequences, size_bytes)
 
-    def force(self, num_sequences: int, size_bytes: int) -> None:
+    def enter(self, owner: str, amount: int) -> None:
+        """Count what was let in."""
+        self._in_flight[owner] += amount
+
+    def leave(self, owner: str, amount: int) -> None:
+        """It has ended."""
+        self._in_flight[owner] -= amount
+        if not self._in_flight[owner]:
+            del self._in_flight[owner]
+
+    @property
+    def total(self) -> int:
+        """Of all owners."""
+        return sum(self._in_flight.values())
+
+
+class Admission:
+    """Of samples, by sequences and by the bytes of their prompts; of training, by the bytes that wait."""
+
+    def __init__(self, max_sequences: int, max_sample_bytes: int, max_queued_bytes: int) -> None:
+        self.sequences = Budget(max_sequences, "samples")
+        self.sample_bytes = Budget(max_sample_bytes, "bytes of prompts")
+        self.queued_bytes = Budget(max_queued_bytes, "bytes of training operations")
+
+    def enter_sample(self, owner: str, num_samples: int, size_bytes: int) -> None:
+        """One request for a thousand samples counts as a thousand. Raises Busy."""
+        self.sequences.require(owner, num_samples)
+        self.sample_bytes.require(owner, size_bytes)
+        self.force_sample(owner, num_samples, size_bytes)
+
+    def force_sample(self, owner: str, num_samples: int, size_bytes: int) -> None:
         """Count a request that was let in by an earlier server."""
-        self.num_sequences += num_sequences
-        self.size_bytes += size_bytes
+        self.sequences.enter(owner, num_samples)
+        self.sample_bytes.enter(owner, size_bytes)
 
-    def leave(self, num_sequences: int, size_bytes: int) -> None:
-        self.num_sequences -= num_sequences
-        self.size_bytes -= size_bytes
+    def leave_sample(self, owner: str, num_samples: int, size_bytes: int) -> None:
+        """It has ended."""
+        self.sequences.leave(owner, num_samples)
+        self.sample_bytes.leave(owner, size_bytes)

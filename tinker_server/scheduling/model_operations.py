@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Set
 
+from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import (
     AdamParams,
     CreateModelRequest,
@@ -22,7 +23,7 @@ from api_schemas.training import (
 )
 from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
 from tinker_server.auth.keys import Keys
-from tinker_server.errors import Unsupported
+from tinker_server.errors import ModelIdTaken, Unsupported
 from tinker_server.models import Models, lora_of
 from tinker_server.scheduling.counting import count_training
 from tinker_server.store.directories import Storage
@@ -51,13 +52,33 @@ class ModelOperations:
         self._usage = usage
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        """Log probabilities, and unless `forward_only` the gradient added to the model's."""
+        """Log probabilities, and the gradient added to the model's."""
+        return await self._train(request, backward=True)
+
+    async def forward(self, request: ForwardRequest | ForwardBackwardRequest) -> ForwardBackwardOutput:
+        """Log probabilities alone."""
+        same = request.as_forward_backward() if isinstance(request, ForwardRequest) else request
+        return await self._train(same, backward=False)
+
+    async def _train(self, request: ForwardBackwardRequest, *, backward: bool) -> ForwardBackwardOutput:
         async with self._models.training(request.model_id) as (run, trainer):
-            output = await trainer.forward_backward(
-                request.model_id, request.forward_backward_input, backward=not request.forward_only
-            )
+            output = await trainer.forward_backward(request.model_id, request.forward_backward_input, backward=backward)
         count_training(self._usage, run.session_id, run.base_model, output)
         return output
+
+    async def mark_incomplete(self, model_id: str) -> None:
+        """Have the model's next optim_step fail and clear the gradient."""
+        async with self._models.training(model_id) as (_, trainer):
+            await trainer.mark_incomplete(model_id)
+
+    async def is_on_disk(self, model_id: str) -> bool:
+        """Whether a model outlived the process that held it."""
+        run = await self._runs.find(model_id)
+        return run is not None and run.status == "suspended"
+
+    def has_turn(self, model_id: str) -> bool:
+        """Whether the trainer works for a model now."""
+        return self._models.has_turn(model_id)
 
     async def optim_step(self, request: OptimStepRequest) -> OptimStepResponse:
         """Apply the gradient, then clear it."""
@@ -109,6 +130,10 @@ class ModelOperations:
     async def _create(self, run: TrainingRun, checkpoint: Checkpoint | None, *, with_optimizer: bool) -> None:
         """The run is recorded once the model is in memory, and is not in memory unless it is recorded."""
         async with self._models.turn(run.base_model, run.owner, run.model_id) as trainer:
+            if await self._runs.find(run.model_id) is not None:  # before the trainer would lose the one it has
+                raise ModelIdTaken(
+                    f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
+                )
             await trainer.create_model(run.model_id, lora_of(run))
             try:
                 if checkpoint is not None:

@@ -3,10 +3,14 @@
 A submit decodes and refuses by this table, a restart takes up what was left by it, and a poll answers by it.
 """
 
+import contextlib
+import hashlib
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import ValidationError
 
 from api_schemas import wire
 from api_schemas.base import Request, Response
@@ -56,12 +60,22 @@ class OperationKind:
     """Encodes a response that is answered as protobuf; the others are answered as JSON."""
     json_form: Callable[[bytes], bytes] | None = None
     """A result in protobuf as JSON, for clients that take no protobuf."""
+    json_request: Callable[[bytes], Request] | None = None
+    """Decodes a request that is not only `request` in JSON."""
 
     def decode(self, body: bytes, content_type: str) -> Request:
         """A stored or received body. Raises pydantic's ValidationError, MalformedBody."""
         if content_type == wire.PROTOBUF and self.protobuf_request is not None:
             return self.protobuf_request(body)
+        if self.json_request is not None:
+            return self.json_request(body)
         return self.request.model_validate_json(body)
+
+    def digest(self, body: bytes, content_type: str) -> str:
+        """A hash by which a repeat is told from another operation under the same number."""
+        if content_type == wire.PROTOBUF:
+            body = wire.canonical(body)  # the entries of a map come in any order
+        return hashlib.sha256(body).hexdigest()
 
     def encode(self, response: Response) -> Result:
         """The response as it is stored and sent."""
@@ -70,6 +84,18 @@ class OperationKind:
         # Strict JSON: the SDK's parser takes no NaN, so that is an error here.
         body = json.dumps(response.model_dump(mode="json", exclude_none=True), allow_nan=False)
         return Result(body.encode(), wire.JSON)
+
+
+def _forward_request(body: bytes) -> Request:
+    """As `/forward` takes it, or as a forward_backward with `forward_only`, which is stored as a forward too."""
+    try:
+        return ForwardRequest.model_validate_json(body)
+    except ValidationError as error:
+        with contextlib.suppress(ValidationError):
+            request = ForwardBackwardRequest.model_validate_json(body)
+            if request.forward_only:
+                return request
+        raise error
 
 
 OPERATIONS = {
@@ -89,10 +115,11 @@ OPERATIONS = {
         OperationKind(
             "forward",
             ForwardRequest,
-            lambda do, _, request: do.models.forward_backward(request.as_forward_backward()),
-            None,
+            lambda do, _, request: do.models.forward(request),
+            wire.decode_forward_backward,
             wire.encode_forward_backward,
             results.forward_backward_json,
+            _forward_request,
         ),
         OperationKind("optim_step", OptimStepRequest, lambda do, _, request: do.models.optim_step(request)),
         OperationKind("unload_model", UnloadModelRequest, lambda do, _, request: do.models.unload_model(request)),
@@ -132,12 +159,25 @@ class OperationRunner:
         """The operation with its request at hand. Raises ValidationError, MalformedBody."""
         if operation.request is not None:
             return operation
+        assert operation.body is not None, "the scheduler has read the body"
         kind = OPERATIONS[operation.operation_kind]
         return replace(operation, request=kind.decode(operation.body, operation.content_type))
 
+    async def is_on_disk(self, model_id: str) -> bool:
+        """Whether a model outlived the process that held it."""
+        return await self._executors.models.is_on_disk(model_id)
+
+    def has_begun(self, model_id: str) -> bool:
+        """Whether a model has its turn on the trainer."""
+        return self._executors.models.has_turn(model_id)
+
+    async def mark_incomplete(self, model_id: str) -> None:
+        """Have the model's next optim_step fail and clear the gradient."""
+        await self._executors.models.mark_incomplete(model_id)
+
     async def run(self, operation: Operation) -> Result:
         """Raises InvalidInput, BackendFailed or a TinkerServerError; its text is for the user."""
-        kind, size_bytes = OPERATIONS[operation.operation_kind], len(operation.body)
-        operation = await off_loop(size_bytes, self.decoded, operation)
+        kind = OPERATIONS[operation.operation_kind]
+        operation = await off_loop(operation.size_bytes, self.decoded, operation)
         response = await kind.run(self._executors, operation, operation.request)
-        return await off_loop(size_bytes, kind.encode, response)
+        return await off_loop(operation.size_bytes, kind.encode, response)

@@ -3,19 +3,25 @@
 import asyncio
 import contextlib
 import logging
-from typing import Protocol
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any, Protocol
 
 from api_schemas.sampling import SampleRequest
-from tinker_server.errors import Cancelled, LostModel, ShuttingDown, failure
+from backends.protocol import InvalidInput
+from tinker_server.errors import Busy, Cancelled, GradientIncomplete, LostModel, ShuttingDown
+from tinker_server.offload import INLINE_BYTES
 from tinker_server.scheduling.admission import Admission
-from tinker_server.scheduling.lanes import Lane
+from tinker_server.scheduling.lanes import Lane, lane_after
 from tinker_server.store.futures import FutureStore
-from tinker_server.store.operations import Operation
+from tinker_server.store.operations import Operation, PastOperation
 from tinker_server.store.results import Result
 
 log = logging.getLogger(__name__)
 UNLOAD_SUFFIX = ":unload"
 """A model's unloading is kept in a lane of its own, as number 0."""
+CLOSE_S = 1.0
+"""For what is cancelled to end, when the server stops."""
 
 
 class Runner(Protocol):
@@ -23,6 +29,15 @@ class Runner(Protocol):
 
     def decoded(self, operation: Operation) -> Operation:
         """The operation with its request at hand."""
+
+    async def is_on_disk(self, model_id: str) -> bool:
+        """Whether a model outlived the process that held it."""
+
+    def has_begun(self, model_id: str) -> bool:
+        """Whether a model has its turn on the trainer: what only waits for it has changed nothing yet."""
+
+    async def mark_incomplete(self, model_id: str) -> None:
+        """Have the model's next optim_step fail and clear the gradient."""
 
     async def run(self, operation: Operation) -> Result:
         """Raises whatever the operation failed with."""
@@ -37,54 +52,86 @@ class Scheduler:
         self._admission = admission
         self._gap_grace_s = gap_grace_s
         self._lanes: dict[str, Lane] = {}
-        self._samples: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
+        self._samples: dict[str, tuple[Operation, asyncio.Task[str | None]]] = {}
         """By request_id, those that wait or run."""
         self._unloads: set[asyncio.Task[None]] = set()
+        self._cut_off: set[str] = set()
+        """Models whose operation was stopped half-way, when the server stopped."""
         self._closing = False
 
-    def resume(self, unfinished: list[Operation]) -> None:
-        """Take up what an earlier server left: samples run again, training cannot, for its models are gone."""
+    async def resume(self, unfinished: list[Operation]) -> None:
+        """Take up what an earlier server left: samples, and the operations of models that are still to be had."""
+        training = [operation for operation in unfinished if operation.operation_kind != "sample"]
+        created = {operation.lane for operation in training if operation.seq_id == 0}
+        lanes = {operation.lane for operation in training}
+        alive = {lane for lane in lanes if lane in created or await self._runner.is_on_disk(lane)}
         for operation in unfinished:
             if operation.operation_kind == "sample":
-                again = self._runner.decoded(operation)
-                assert isinstance(again.request, SampleRequest)
-                self._admission.force(again.request.num_samples, len(again.body))
-                self._start_sample(again, again.request.num_samples)
+                await self._resume_sample(operation)
+            elif operation.lane in alive:
+                self._admission.queued_bytes.enter(operation.owner, operation.size_bytes)
+                await self._start(operation)
             else:
-                lost = LostModel(
-                    f"the server was restarted before this {operation.operation_kind} was done, and {operation.lane}"
-                    " is no longer in memory; create the model again from a checkpoint"
+                lost = f"the server was restarted before this {operation.operation_kind} was done, and {operation.lane}"
+                self._fail(
+                    operation, LostModel(f"{lost} is no longer in memory; create the model again from a checkpoint")
                 )
-                self._fail(operation, lost)
+
+    async def _resume_sample(self, operation: Operation) -> None:
+        try:
+            body = await self._futures.body(operation.request_id)
+            again = self._runner.decoded(replace(operation, body=body))
+        except Exception as error:  # one that cannot be read any more must not stop the server
+            self._fail(operation, error)
+            return
+        assert isinstance(again.request, SampleRequest)
+        self._admission.force_sample(again.owner, again.request.num_samples, again.size_bytes)
+        self._start_sample(again, again.request.num_samples)
 
     async def submit(self, operation: Operation) -> str:
         """Accept an operation, durably when this returns, and have it run; its request_id.
 
-        Raises SequenceConflict, ShuttingDown, BadRequest, and Busy for a sample.
+        Raises SequenceConflict, ShuttingDown, BadRequest, Busy.
         """
         if self._closing:
             raise ShuttingDown("the server is stopping")
         if isinstance(operation.request, SampleRequest):
             return await self._submit_sample(operation, operation.request.num_samples)
-        request_id = await self._futures.enqueue(operation)
-        if request_id == operation.request_id and not self._closing:
-            if operation.operation_kind == "unload_model":
-                self._start_unload(operation)
-            else:
-                self._queue(operation)
-        return request_id
+        lane = await self._lane(operation)
+        queued_bytes, accepted = self._admission.queued_bytes, None
+        try:
+            if not lane.is_awaited(operation.seq_id):  # what all others of its model wait for is always let in
+                queued_bytes.require(operation.owner, operation.size_bytes)
+        except Busy:
+            lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
+            raise
+        queued_bytes.enter(operation.owner, operation.size_bytes)
+        try:
+            accepted = await self._futures.enqueue(operation)
+        finally:
+            if accepted is None or not accepted.is_new or self._closing:
+                queued_bytes.leave(operation.owner, operation.size_bytes)
+        if accepted.is_new and not self._closing:
+            await self._start(replace(operation, request_id=accepted.request_id))
+        return accepted.request_id
+
+    async def _start(self, operation: Operation) -> None:
+        if operation.operation_kind == "unload_model":
+            self._start_unload(operation)
+        else:
+            self._queue(await self._lane(operation), operation)
 
     async def _submit_sample(self, operation: Operation, num_samples: int) -> str:
-        self._admission.enter(num_samples, len(operation.body))
-        request_id = ""
+        self._admission.enter_sample(operation.owner, num_samples, operation.size_bytes)
+        accepted = None
         try:
-            request_id = await self._futures.enqueue(operation)
+            accepted = await self._futures.enqueue(operation)
         finally:
-            if request_id == operation.request_id and not self._closing:
-                self._start_sample(operation, num_samples)
+            if accepted is not None and accepted.is_new and not self._closing:
+                self._start_sample(replace(operation, request_id=accepted.request_id), num_samples)
             else:
-                self._admission.leave(num_samples, len(operation.body))
-        return request_id
+                self._admission.leave_sample(operation.owner, num_samples, operation.size_bytes)
+        return accepted.request_id
 
     def cancel(self, request_id: str, owner: str) -> bool:
         """Stop a sample of the owner's that waits or runs, whose result then says so; whether there was one."""
@@ -104,36 +151,63 @@ class Scheduler:
             return False
         return lane.last_arrival_s + for_s <= asyncio.get_running_loop().time()
 
+    def is_settled(self, model_id: str) -> bool:
+        """Whether what has been done to a model is stored, and nothing is under way: the rest waits or is to come."""
+        return model_id not in self._cut_off and not (
+            self._runner.has_begun(model_id) or self._futures.has_unstored(model_id)
+        )
+
     def forget(self, model_id: str) -> None:
         """A model is gone for good: drop what is kept of its numbers, unless something has just arrived."""
         if self.is_idle(model_id, 0):
             self._lanes.pop(model_id, None)
 
-    def refuse_number(self, model_id: str, seq_id: int) -> None:
+    def refuse_number(self, model_id: str, seq_id: int, operation_kind: str) -> None:
         """Note that an operation was refused before it had a future, so that none waits for it."""
         if (lane := self._lanes.get(model_id)) is not None:
-            lane.refuse(seq_id)
+            lane.refuse(seq_id, operation_kind)
 
     async def drain(self, timeout_s: float) -> None:
         """Start nothing more; let what runs end, and stop it after `timeout_s`. The rest stays queued."""
         self._closing = True
         for lane in self._lanes.values():
             lane.arrived.set()
-        drivers = {lane.driver for lane in self._lanes.values() if lane.driver is not None}
+        drivers: dict[asyncio.Task[Any], str] = {
+            lane.driver: model_id
+            for model_id, lane in self._lanes.items()
+            if lane.driver is not None and not lane.driver.done()
+        }
+        for driver, model_id in drivers.items():
+            if not self._runner.has_begun(model_id):
+                driver.cancel()
         samples = {task for _, task in self._samples.values()}
-        running = {task for task in drivers | samples | self._unloads if not task.done()}
+        running = {*drivers, *samples, *self._unloads}
         if not running:
             return
         _, late = await asyncio.wait(running, timeout=timeout_s)
+        self._cut_off |= {drivers[task] for task in late if task in drivers}
         for task in late:
             task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        if late:  # a trainer's command runs to its end; the end of its process will stop it
+            await asyncio.wait(late, timeout=CLOSE_S)
 
-    def _queue(self, operation: Operation) -> None:
-        lane = self._lanes.get(operation.lane)
-        if lane is None:
-            # A lane starts with the model's creation, number 0; without it the model is not in memory.
-            lane = self._lanes[operation.lane] = Lane(expected=operation.seq_id)
+    async def _lane(self, operation: Operation) -> Lane:
+        """A lane that is not known here begins where its stored operations end."""
+        if (lane := self._lanes.get(operation.lane)) is None:
+            lane = await lane_after(self._past(operation.lane), operation.seq_id)
+            lane = self._lanes.setdefault(operation.lane, lane)
+        return lane
+
+    async def _past(self, model_id: str) -> AsyncIterator[PastOperation]:
+        before = None
+        while page := await self._futures.past(model_id, before):
+            for operation in page:
+                yield operation
+            before = page[-1].seq_id
+
+    def _queue(self, lane: Lane, operation: Operation) -> None:
+        if operation.size_bytes > INLINE_BYTES and lane.is_busy:
+            operation = replace(operation, body=None, request=None)  # it is in the database
         lane.add(operation, asyncio.get_running_loop().time())
         if lane.driver is None or lane.driver.done():
             lane.driver = asyncio.create_task(self._drive(lane), name=f"lane {operation.lane}")
@@ -141,22 +215,22 @@ class Scheduler:
     async def _drive(self, lane: Lane) -> None:
         loop = asyncio.get_running_loop()
         while lane.waiting and not self._closing:
-            wait_s = lane.last_arrival_s + self._gap_grace_s - loop.time()
-            if lane.has_gap() and wait_s > 0:
+            if (wait_s := lane.wait_s(loop.time(), self._gap_grace_s)) > 0:
                 lane.arrived.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await lane.arrived.wait()
                 continue
-            await self._run(lane.take())
+            operation = lane.take()
+            lane.note(operation, await self._run(operation, lane.missing))
 
     def _start_sample(self, operation: Operation, num_samples: int) -> None:
-        task = asyncio.create_task(self._run(operation), name=f"sample {operation.request_id}")
+        task = asyncio.create_task(self._carry_out(operation, ""), name=f"sample {operation.request_id}")
         self._samples[operation.request_id] = (operation, task)
 
-        def ended(_: asyncio.Task[None]) -> None:
+        def ended(_: asyncio.Task[str | None]) -> None:
             del self._samples[operation.request_id]
-            self._admission.leave(num_samples, len(operation.body))
+            self._admission.leave_sample(operation.owner, num_samples, operation.size_bytes)
 
         task.add_done_callback(ended)
 
@@ -167,21 +241,35 @@ class Scheduler:
         async def unload() -> None:
             if lane is not None and lane.driver is not None:
                 await asyncio.wait([lane.driver])
-            await self._run(operation)
+            await self._run(operation, "")
 
         task = asyncio.create_task(unload(), name=f"unload {operation.lane}")
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
 
-    async def _run(self, operation: Operation) -> None:
+    async def _run(self, operation: Operation, missing: str) -> str | None:
+        """Carry out an operation on a model; the category of its failure."""
         try:
-            result = await self._runner.run(operation)
-        except Exception as error:  # one operation's failure must not stop the lane
-            self._fail(operation, error)
-        else:
-            self._futures.complete(operation.request_id, result)
+            return await self._carry_out(operation, missing)
+        finally:
+            self._admission.queued_bytes.leave(operation.owner, operation.size_bytes)
 
-    def _fail(self, operation: Operation, error: Exception) -> None:
-        body = failure(error).model_dump_json().encode()
+    async def _carry_out(self, operation: Operation, missing: str) -> str | None:
+        try:
+            if operation.body is None:
+                operation = replace(operation, body=await self._futures.body(operation.request_id))
+            if missing and operation.operation_kind == "optim_step":
+                await self._runner.mark_incomplete(operation.lane)
+            result = await self._runner.run(operation)
+        except InvalidInput as error:
+            return self._fail(operation, GradientIncomplete(f"{error} ({missing})") if missing else error)
+        except Exception as error:  # one operation's failure must not stop the lane
+            return self._fail(operation, error)
+        self._futures.complete(operation.request_id, result)
+        return result.failure_category
+
+    def _fail(self, operation: Operation, error: Exception) -> str | None:
         log.info("%s %d of %s failed: %s", operation.operation_kind, operation.seq_id, operation.lane, error)
-        self._futures.complete(operation.request_id, Result(body, "application/json", failed=True))
+        result = Result.of_error(error)
+        self._futures.complete(operation.request_id, result)
+        return result.failure_category

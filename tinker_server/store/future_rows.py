@@ -1,13 +1,14 @@
 """All SQL on the futures table."""
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tinker_server.errors import SequenceConflict
 from tinker_server.store.completions import CLIENT_SPAN, Completion, Target
 from tinker_server.store.database import Database
-from tinker_server.store.operations import Operation
+from tinker_server.store.operations import Operation, PastOperation
 from tinker_server.store.results import Result
 from tinker_server.store.tables import Future
 
@@ -15,6 +16,14 @@ FUTURES = cast(Table, Future.__table__)
 IDS_AT_ONCE = 500
 """In one statement: databases limit its parameters."""
 FINISHED = ("done", "failed")
+PAST_AT_ONCE = 1000
+
+
+class First(NamedTuple):
+    """The first operation that was accepted under a number."""
+
+    request_id: str
+    is_queued: bool
 
 
 class FutureRows:
@@ -24,12 +33,43 @@ class FutureRows:
         self._db = db
 
     async def queued(self) -> list[Operation]:
-        """The operations without a result, in order of arrival."""
-        query = select(Future).where(Future.status == "queued").order_by(Future.created_at)
+        """The operations without a result, in order of arrival, their bodies left where they are."""
+        size = func.length(Future.request).label("size_bytes")
+        columns = (
+            Future.kind,
+            Future.lane,
+            Future.seq_id,
+            Future.request_type,
+            Future.owner,
+            Future.digest,
+            size,
+            Future.request_id,
+        )
+        query = select(*columns).where(Future.status == "queued").order_by(Future.created_at)
         async with self._db.read() as session:
             return [
-                Operation(row.kind, row.lane, row.seq_id, row.request, row.request_type, row.owner, row.request_id)
-                for row in await session.scalars(query)
+                Operation(kind, lane, seq_id, None, content_type, owner, digest or "", size_bytes, request_id)
+                for kind, lane, seq_id, content_type, owner, digest, size_bytes, request_id in await session.execute(
+                    query
+                )
+            ]
+
+    async def body(self, request_id: str) -> bytes:
+        """As the operation was received; empty once it is finished."""
+        async with self._db.read() as session:
+            return await session.scalar(select(Future.request).where(Future.request_id == request_id)) or b""
+
+    async def past(self, lane: str, before: int | None) -> list[PastOperation]:
+        """The operations of a lane that have ended, the largest number first: some, those below `before`."""
+        columns = (Future.seq_id, Future.kind, Future.status, Future.failure_category)
+        query = select(*columns).where(Future.lane == lane, Future.status != "queued")
+        if before is not None:
+            query = query.where(Future.seq_id < before)
+        async with self._db.read() as session:
+            rows = await session.execute(query.order_by(Future.seq_id.desc()).limit(PAST_AT_ONCE))
+            return [
+                PastOperation(seq_id, kind, status == "failed" or category is not None, category)
+                for seq_id, kind, status, category in rows
             ]
 
     async def get(self, request_id: str) -> Future | None:
@@ -37,23 +77,16 @@ class FutureRows:
         async with self._db.read() as session:
             return await session.get(Future, request_id)
 
-    async def insert(self, operations: list[Operation], now: float) -> list[str | SequenceConflict]:
-        """Add what is new; per operation the request_id of the first one under its number, or the conflict with it."""
+    async def insert(self, operations: list[Operation], now: float) -> list[First | SequenceConflict]:
+        """Add what is new; per operation the first one under its number, or the conflict with it."""
         async with self._db.write() as session:
             connection = await session.connection()
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
             rows = [_new_columns(operation, now) for operation in operations]
             outcome: CursorResult[Any] = await connection.execute(insert, rows)
             if outcome.rowcount == len(operations):
-                return [operation.request_id for operation in operations]
-            firsts: list[str | SequenceConflict] = []
-            for operation in operations:
-                query = select(FUTURES.c.request_id, FUTURES.c.kind).where(
-                    FUTURES.c.lane == operation.lane, FUTURES.c.seq_id == operation.seq_id
-                )
-                request_id, kind = (await connection.execute(query)).one()
-                firsts.append(request_id if kind == operation.operation_kind else _conflict(operation, kind))
-            return firsts
+                return [First(operation.request_id, is_queued=True) for operation in operations]
+            return [await _first(connection, operation) for operation in operations]
 
     async def finish(self, results: list[tuple[str, Result]]) -> None:
         """Store results by request_id, of those that have none yet."""
@@ -111,10 +144,16 @@ class FutureRows:
         await self._db.shrink()
 
 
-def _conflict(operation: Operation, first_kind: str) -> SequenceConflict:
-    return SequenceConflict(
-        f"seq_id {operation.seq_id} of {operation.lane} was {first_kind} before, and is {operation.operation_kind} now"
-    )
+async def _first(connection: AsyncConnection, operation: Operation) -> First | SequenceConflict:
+    columns = (FUTURES.c.request_id, FUTURES.c.kind, FUTURES.c.digest, FUTURES.c.status)
+    query = select(*columns).where(FUTURES.c.lane == operation.lane, FUTURES.c.seq_id == operation.seq_id)
+    request_id, kind, digest, status = (await connection.execute(query)).one()
+    place = f"seq_id {operation.seq_id} of {operation.lane}"
+    if kind != operation.operation_kind:
+        return SequenceConflict(f"{place} was {kind} before, and is {operation.operation_kind} now")
+    if digest not in (None, operation.digest):
+        return SequenceConflict(f"{place} was {kind} with another body before; a repeat must be equal")
+    return First(request_id, status == "queued")
 
 
 def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
@@ -124,6 +163,7 @@ def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
         "lane": operation.lane,
         "seq_id": operation.seq_id,
         "request": operation.body,
+        "digest": operation.digest,
         "request_type": operation.content_type,
         "owner": operation.owner,
         "status": "queued",
@@ -138,5 +178,6 @@ def _finished_columns(request_id: str, result: Result) -> dict[str, Any]:
         "status": "failed" if result.failed else "done",
         "result": result.body,
         "result_type": result.content_type,
+        "failure_category": result.failure_category,
         "finished_at": result.finished_at,
     }

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
 from backends.lru import LRU
-from tinker_server.errors import BadRequest, ResultExpired, UnknownFuture
+from tinker_server.errors import BadRequest, ResultExpired, ResultTooLarge, UnknownFuture
 from tinker_server.store.completions import Completion, Completions, Target
 from tinker_server.store.database import Database
-from tinker_server.store.future_rows import FutureRows
-from tinker_server.store.operations import Operation
+from tinker_server.store.future_rows import First, FutureRows
+from tinker_server.store.operations import Accepted, Operation, PastOperation
 from tinker_server.store.results import Result
 from tinker_server.store.waiters import Waiters
 from tinker_server.store.writer import BatchWriter
@@ -25,14 +28,25 @@ TOMBSTONES_KEPT_S = 7 * 24 * 3600
 RETRY_S = 1.0
 """Pause after the database refused to store results, before they are offered again."""
 SUBMITS_AT_ONCE, RESULTS_AT_ONCE, DELETIONS_AT_ONCE = 1000, 1000, 5000
+MAX_RESULT_BYTES = 512 << 20
+"""Of one operation. SQLite takes 10^9 bytes in one value, PostgreSQL 2^30."""
+
+Submit = tuple[Operation, asyncio.Future[Accepted]]
 
 
 class FutureStore:
     """What becomes of accepted operations."""
 
-    def __init__(self, db: Database, recent_bytes: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        db: Database,
+        recent_bytes: int,
+        clock: Callable[[], float] = time.time,
+        max_result_bytes: int = MAX_RESULT_BYTES,
+    ) -> None:
         self._rows = FutureRows(db)
         self._clock = clock
+        self._max_result_bytes = max_result_bytes
         self._recent: LRU[str, Result] = LRU(recent_bytes, lambda result: len(result.body))
         self._waiters = Waiters()
         self._completions = Completions(self._rows.completions)
@@ -57,30 +71,43 @@ class FutureStore:
         for writer in (self._submits, self._results, self._deletions):
             await writer.stop()
 
-    async def enqueue(self, operation: Operation) -> str:
-        """Store an operation, durably when this returns, and give its request_id.
+    async def enqueue(self, operation: Operation) -> Accepted:
+        """Store an operation, durably when this returns.
 
-        The same lane and seq_id again gives the first request_id. Raises SequenceConflict where the first
-        one was another kind of operation.
+        The same lane and seq_id with an equal body again gives the first request_id. Raises SequenceConflict
+        where the first one was another operation.
         """
         if not 0 <= operation.seq_id < 2**63:
             raise BadRequest(f"seq_id {operation.seq_id} is not between 0 and 2^63 - 1")
-        accepted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         self._waiters.add(operation)
         self._submits.put((operation, accepted))
-        first = ""
+        first = None
         try:
             first = await accepted
         finally:
-            if first != operation.request_id:
+            if first is None or first.request_id != operation.request_id:
                 self._waiters.remove(operation.request_id)
         return first
+
+    async def body(self, request_id: str) -> bytes:
+        """Of an unfinished operation, as it was received."""
+        return await self._rows.body(request_id)
+
+    async def past(self, lane: str, before: int | None = None) -> list[PastOperation]:
+        """The operations of a lane that have ended, the largest number first: some, those below `before`."""
+        return await self._rows.past(lane, before)
 
     def complete(self, request_id: str, result: Result) -> None:
         """Store a result, and wake those who wait for it once it is stored. The first one of an operation stays."""
         operation = self._waiters.get(request_id)
         if operation is None or operation.result is not None:
             return
+        if (size_bytes := len(result.body)) > self._max_result_bytes:
+            text = (
+                f"the result has {size_bytes} bytes, and {self._max_result_bytes} can be stored; ask for less at once"
+            )
+            result = Result.of_error(ResultTooLarge(text))
         operation.result = replace(
             result,
             operation_kind=operation.operation_kind,
@@ -128,6 +155,10 @@ class FutureStore:
         """Whether a lane has a result that is not stored yet."""
         return self._waiters.has_unstored(lane)
 
+    async def flush(self) -> None:
+        """Returns once all results that are there are stored."""
+        await self._results.flush()
+
     def acknowledge(self, lane: str, request_ids: list[str]) -> None:
         """The client has these results of its lane: they may go. Those that are not finished stay."""
         self._deletions.put(*((lane, request_id) for request_id in request_ids))
@@ -153,20 +184,36 @@ class FutureStore:
             raise ResultExpired(f"the result of {request_id} was fetched, or kept for its time, and is gone")
         if row.result is None or row.result_type is None or row.finished_at is None:
             return None
-        failed = row.status == "failed"
-        result = Result(row.result, row.result_type, failed, row.finished_at, row.kind, row.lane, row.seq_id, owner)
+        result = Result(
+            row.result,
+            row.result_type,
+            row.status == "failed",
+            row.failure_category,
+            row.finished_at,
+            row.kind,
+            row.lane,
+            row.seq_id,
+            owner,
+        )
         self._recent.put(request_id, result)
         return result
 
-    async def _write_submits(self, batch: list[tuple[Operation, asyncio.Future[str]]]) -> None:
+    async def _write_submits(self, batch: list[Submit]) -> None:
         try:
-            firsts = await self._rows.insert([operation for operation, _ in batch], self._clock())
+            try:
+                firsts = await self._insert(batch)
+            except Exception as error:
+                if not _is_transient(error):
+                    raise
+                # A connection that was lost at its commit does not say whether the rows are there; this does.
+                firsts = await self._insert(batch)
         except Exception as error:  # one bad moment of the database must not end the server
             log.exception("the database did not take %d operations", len(batch))
-            for _, accepted in batch:
-                if not accepted.done():
-                    accepted.set_exception(error)
-            return
+            if len(batch) > 1 and not _is_transient(error):
+                for submit in batch:
+                    await self._write_submits([submit])
+                return
+            firsts = [error] * len(batch)
         for (_, accepted), first in zip(batch, firsts, strict=True):
             if accepted.done():
                 continue
@@ -175,18 +222,57 @@ class FutureStore:
             else:
                 accepted.set_result(first)
 
+    async def _insert(self, batch: list[Submit]) -> list[Accepted | Exception]:
+        firsts = await self._rows.insert([operation for operation, _ in batch], self._clock())
+        # Nothing is awaited from here on, so that no result is stored between the look and its consequence.
+        return [
+            self._accept(operation, first) if isinstance(first, First) else first
+            for (operation, _), first in zip(batch, firsts, strict=True)
+        ]
+
+    def _accept(self, operation: Operation, first: First) -> Accepted:
+        """A row that waits and that nobody here knows of was stored by a commit that seemed to fail: it is adopted."""
+        if first.request_id == operation.request_id:
+            return Accepted(first.request_id, is_new=True)
+        is_new = first.is_queued and self._waiters.get(first.request_id) is None
+        if is_new:
+            self._waiters.add(replace(operation, request_id=first.request_id))
+        return Accepted(first.request_id, is_new)
+
     async def _write_results(self, batch: list[tuple[str, Result]]) -> None:
-        while True:
-            stamped = [(request_id, self._stamp(result)) for request_id, result in batch]
+        """Until they are stored, or the server stops while the database takes nothing."""
+        while batch:
             try:
-                await self._rows.finish(stamped)
-            except Exception:  # one bad moment of the database must not end the server
+                await self._store(batch)
+                return
+            except Exception as error:
                 log.exception("the database did not take %d results", len(batch))
-                if self._results.is_stopping:
-                    return
+                if not _is_transient(error):
+                    batch = [pair for pair in batch if not await self._store_alone(*pair)]
+            if self._results.is_stopping:
+                return
+            if batch:
                 await asyncio.sleep(RETRY_S)
-            else:
-                break
+
+    async def _store_alone(self, request_id: str, result: Result) -> bool:
+        """Store one result, or in place of one that cannot be stored that it could not."""
+        try:
+            await self._store([(request_id, result)])
+        except Exception as error:
+            if _is_transient(error):
+                return False
+            failed = Result.of_error(ResultTooLarge(f"the result of {len(result.body)} bytes could not be stored"))
+            named = replace(result, body=failed.body, content_type=failed.content_type, failed=True)
+            try:
+                await self._store([(request_id, replace(named, failure_category=failed.failure_category))])
+            except Exception:  # then it is the database, not the result
+                log.exception("the database takes no results")
+                return False
+        return True
+
+    async def _store(self, batch: list[tuple[str, Result]]) -> None:
+        stamped = [(request_id, self._stamp(result)) for request_id, result in batch]
+        await self._rows.finish(stamped)
         for request_id, result in stamped:
             self._recent.put(request_id, result)
             self._waiters.remove(request_id)
@@ -210,6 +296,13 @@ class FutureStore:
             for request_id in request_ids:
                 if (recent := self._recent.get(request_id)) is not None and recent.lane == lane:
                     self._recent.pop(request_id)
+
+
+def _is_transient(error: Exception) -> bool:
+    """Whether the database may take the same a little later: it is locked, or its connection was lost."""
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    return isinstance(error, (OperationalError, InterfaceError, PoolTimeout, OSError))
 
 
 def _unknown(request_id: str) -> UnknownFuture:

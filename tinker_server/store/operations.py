@@ -1,4 +1,4 @@
-"""An accepted operation as it is stored."""
+"""An accepted operation as it is stored, and what is known of those before it."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -15,9 +15,34 @@ class Operation:
     lane: str
     """model_id for training operations, sampling_session_id for samples."""
     seq_id: int
-    body: bytes
+    body: bytes | None
+    """None where it is left in the database until it is needed."""
     content_type: str
     owner: str
+    digest: str = ""
+    """Hash of the body: an equal one under the same number is a repeat."""
+    size_bytes: int = 0
+    """Of the body."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     request: Request | None = field(default=None, compare=False, repr=False)
     """The decoded body, where it is at hand and will be needed soon. It is not stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a submit is answered."""
+
+    request_id: str
+    is_new: bool
+    """Whether it must be run: it is neither a repeat of one that runs or waits, nor finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastOperation:
+    """One that has ended."""
+
+    seq_id: int
+    operation_kind: str
+    failed: bool
+    failure_category: str | None
+    """Of a failed one: `user` or `server`."""

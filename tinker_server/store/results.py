@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from tinker_server.errors import failure
 from tinker_server.store.completions import Target
 
 
@@ -13,12 +14,20 @@ class Result:
     body: bytes
     content_type: str
     failed: bool = False
+    failure_category: str | None = None
+    """Of a failed one: `user` or `server`."""
     finished_at: float = field(default_factory=time.time)
     operation_kind: str = ""
     """The store fills it in, with the operation's lane, number and owner."""
     lane: str = ""
     seq_id: int = 0
     owner: str = ""
+
+    @classmethod
+    def of_error(cls, error: Exception) -> "Result":
+        """What an operation answers that failed with this."""
+        said = failure(error)
+        return cls(said.model_dump_json().encode(), "application/json", True, said.category)
 
     @property
     def completion(self) -> tuple[Target, int]:

@@ -63,6 +63,14 @@ class RunStore:
         except UnknownModel:
             return None
 
+    async def forget_unanswered(self, model_ids: Set[str]) -> None:
+        """Models whose creation nobody was told of, when the server that made them ended: they will be made again."""
+        async with self._db.write() as session:
+            for model_id in model_ids:
+                unanswered = (TrainingRun.model_id == model_id) & (TrainingRun.status == "active")
+                await session.execute(delete(TrainingRun).where(unanswered))
+        self._known.clear()
+
     async def mark_all_lost(self) -> None:
         """Record that no model is in memory: a server has just started."""
         async with self._db.write() as session:

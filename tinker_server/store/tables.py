@@ -106,7 +106,7 @@ class Checkpoint(Table):
 
 
 class Future(Table):
-    """The stored promise of one operation."""
+    """One accepted operation and its result."""
 
     __tablename__ = "futures"
     __table_args__ = (
@@ -123,11 +123,15 @@ class Future(Table):
     request: Mapped[bytes]
     """The body as received; emptied once finished."""
     request_type: Mapped[str]
+    digest: Mapped[str | None]
+    """Hash of the body; none: accepted before they were noted."""
     status: Mapped[str]
     """`queued`, `done`, `failed`, or `expired`: the result was deleted."""
     result: Mapped[bytes | None]
     """The body ready to send; of a failed one a FutureFailed."""
     result_type: Mapped[str | None]
+    failure_category: Mapped[str | None]
+    """Of a failed one, also when its result has expired: `user` or `server`."""
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
 

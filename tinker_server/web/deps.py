@@ -10,6 +10,7 @@ from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.models import Models
 from tinker_server.scheduling.scheduler import Scheduler
+from tinker_server.scheduling.stopping import stop_work
 from tinker_server.settings import Settings
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.directories import Storage
@@ -45,9 +46,8 @@ class Services:
     links: Links
 
     async def drain(self) -> None:
-        """Let running work end for a while, then answer all held polls."""
-        await self.scheduler.drain(self.settings.drain_s)
-        self.futures.release()
+        """Let running work end for a while, answer all held polls, and move idle models to disk."""
+        await stop_work(self.scheduler, self.futures, self.runs, self.models, self.settings.drain_s)
 
 
 async def _services(request: Request) -> Services:

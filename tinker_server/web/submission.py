@@ -15,15 +15,17 @@ from pydantic import BaseModel, ValidationError
 from api_schemas import wire
 from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
+from api_schemas.training import ForwardBackwardRequest
 from tinker_server.errors import BadRequest
 from tinker_server.offload import off_loop
 from tinker_server.scheduling.operations import OPERATIONS, OperationKind
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.store.operations import Operation
 from tinker_server.web.callers import Caller
-from tinker_server.web.deps import AppSettings, SchedulerDep, Server, Services
+from tinker_server.web.deps import AppSettings, Server, Services
 
 R = TypeVar("R", bound=Request)
+FORWARD = "forward"
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,20 @@ class Submission(Generic[R]):
     request: R
     body: bytes
     content_type: str
+    digest: str
 
     async def accept(self, scheduler: Scheduler, owner: str, lane: str, seq_id: int) -> UntypedFuture:
         """Queue it; answered as soon as that is durable."""
         operation = Operation(
-            self.operation_kind, lane, seq_id, self.body, self.content_type, owner, request=self.request
+            self.operation_kind,
+            lane,
+            seq_id,
+            self.body,
+            self.content_type,
+            owner,
+            self.digest,
+            len(self.body),
+            request=self.request,
         )
         return UntypedFuture(request_id=await scheduler.submit(operation))
 
@@ -64,6 +75,12 @@ class ModelQueue:
         lane = f"{session_id}:train:{model_seq_id}"
         return await submission.accept(self.server.scheduler, self.caller, lane, 0)
 
+    async def note_refusal(self, model_id: str, seq_id: int, operation_kind: str) -> None:
+        """An operation was refused before it had a future. Another owner's model is left alone."""
+        run = await self.server.runs.find(model_id)
+        if run is not None and run.owner == self.caller:
+            self.server.scheduler.refuse_number(model_id, seq_id, operation_kind)
+
 
 async def _model_queue(server: Server, caller: Caller) -> ModelQueue:
     return ModelQueue(server, caller)
@@ -77,13 +94,14 @@ class Numbered(BaseModel):
 
     model_id: str
     seq_id: int
+    forward_only: bool = False
 
 
 def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
     """A dependency that reads the body of one kind of operation."""
     kind = OPERATIONS[operation_kind]
 
-    async def read(http: HttpRequest, scheduler: SchedulerDep, settings: AppSettings) -> Submission[Any]:
+    async def read(http: HttpRequest, models: OwnModels, settings: AppSettings) -> Submission[Any]:
         content_type = _content_type(http, kind)
         body = await http.body()
         encoding = http.headers.get("content-encoding", "identity")
@@ -92,17 +110,24 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
         elif encoding != "identity":
             raise BadRequest(f"Content-Encoding {encoding!r} is not supported; zstd is, or none")
         try:
-            request = await off_loop(len(body), kind.decode, body, content_type)
+            request, digest = await off_loop(len(body), _decode, kind, body, content_type)
         except (ValidationError, wire.MalformedBody) as error:
-            number = await off_loop(len(body), _number_of, body, content_type)
-            if number is not None:
-                scheduler.refuse_number(*number)
+            numbered = await off_loop(len(body), _number_of, body, content_type)
+            if numbered is not None:
+                name = FORWARD if numbered.forward_only else operation_kind
+                await models.note_refusal(numbered.model_id, numbered.seq_id, name)
             if isinstance(error, ValidationError):
                 raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
             raise
-        return Submission(operation_kind, request, body, content_type)
+        # What leaves the gradient alone is of a kind of its own, however it is asked for.
+        name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
+        return Submission(name, request, body, content_type, digest)
 
     return read
+
+
+def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Request, str]:
+    return kind.decode(body, content_type), kind.digest(body, content_type)
 
 
 def _content_type(http: HttpRequest, kind: OperationKind) -> str:
@@ -116,12 +141,12 @@ def _content_type(http: HttpRequest, kind: OperationKind) -> str:
     return content_type
 
 
-def _number_of(body: bytes, content_type: str) -> tuple[str, int] | None:
-    """(model_id, seq_id) of a body that was refused, where it has them."""
+def _number_of(body: bytes, content_type: str) -> Numbered | None:
+    """The place of a body that was refused, where it has one."""
     if content_type == wire.PROTOBUF:
-        return wire.number_of(body)
+        envelope = wire.envelope_of(body)
+        return None if envelope is None else Numbered(**envelope._asdict())
     try:
-        numbered = Numbered.model_validate_json(body)
+        return Numbered.model_validate_json(body)
     except ValidationError:
         return None
-    return numbered.model_id, numbered.seq_id
