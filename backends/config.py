@@ -28,7 +28,7 @@ class BackendConfig(BaseModel):
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Sequences the sampler decodes at once; more wait their turn."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
-    """Part of each GPU's memory that the sampler takes for weights and KV cache; the rest is the trainer's."""
+    """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """KV cache of the sampler on CPU; absent: room for two whole contexts, and at least 512 MiB."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)

@@ -1,4 +1,4 @@
-"""Where a base model's files are, and whether this machine can hold it. Loads no weights."""
+"""Where a base model's files are, and what they say of it. Loads no weights."""
 
 import json
 import math
@@ -6,16 +6,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from backends.protocol import BackendFailed
 
-_PROCESS_BYTES = 3 << 29  # 1.5 GiB: torch, transformers or vLLM, before any weights
-_SIZE_OF = {"float32": 4, "bfloat16": 2}
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
 
 def local_directory(source: str) -> Path:
@@ -60,32 +57,4 @@ def kv_bytes_per_token(text_config: Any, dtype: str) -> int:
     """Keys and values of all layers, for one token."""
     # Older architectures' configs name no head_dim.
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    return int(2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * _SIZE_OF[dtype])
-
-
-def check_memory(
-    name: str, num_parameters: int, dtype: str, device: str, *, ranks: int, sampler_fraction: float, kv_bytes: int
-) -> None:
-    """Refuse a base that cannot fit, with the figures, before minutes of loading end in a kill."""
-    copy = num_parameters * _SIZE_OF[dtype]
-    if device == "cpu":
-        needed = copy * (ranks + 1) + kv_bytes + _PROCESS_BYTES * (ranks + 1)
-        available = psutil.virtual_memory().available
-        if needed > available:
-            raise BackendFailed(
-                f"{name}: too little memory: the trainer ({ranks} x {_gib(copy)}) and the sampler ({_gib(copy)} and"
-                f" {_gib(kv_bytes)} of KV cache) need about {_gib(needed)}, {_gib(available)} are free"
-            )
-        return
-    for index in range(ranks):
-        _, total = torch.cuda.mem_get_info(index)
-        sampler, trainer = total * sampler_fraction, total * (1 - sampler_fraction)
-        if copy + (1 << 30) > sampler or copy / ranks + (2 << 30) > trainer:
-            raise BackendFailed(
-                f"{name}: too little GPU memory: its weights take {_gib(copy)}; of {_gib(total)} the sampler has"
-                f" {_gib(sampler)} (gpu_memory_fraction {sampler_fraction}) and the trainer {_gib(trainer)}"
-            )
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"
+    return int(2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * BYTES_PER_NUMBER[dtype])

@@ -3,6 +3,8 @@
 import logging
 from typing import assert_never
 
+import torch
+
 from backends.children import serve
 from backends.trainer import commands
 from backends.trainer.parallel import join_world
@@ -18,7 +20,11 @@ class Process:
     def handle(self, command: commands.Start | commands.ModelCommand) -> object:
         """Run one command; its answer is of the type that the command names."""
         if isinstance(command, commands.Start):
-            self._rank = TrainerRank(command.config, join_world(command.config.device))
+            world = join_world(command.config.device)
+            if world.device.type == "cuda":
+                # The rest is the sampler's, also while it is away to start again.
+                torch.cuda.set_per_process_memory_fraction(command.config.gpu_memory_fraction)
+            self._rank = TrainerRank(command.config, world)
             return None
         assert self._rank is not None, "the first command is Start"
         return run(self._rank, command)

@@ -1,0 +1,156 @@
+"""Finds the configured base models, checks that they can be served here, and says how. Loads no weights."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from api_schemas.sampling import SampleRequest
+from backends.config import BackendConfig
+from backends.launcher import Device
+from backends.placement import Machine, ModelSize, Placement, place, this_machine
+from backends.protocol import BackendFailed, BaseModelInfo
+from backends.rendering import Renderer
+from backends.sampler.checks import check_sample
+from backends.sampler.client import SamplerClient
+from backends.sampler.commands import SamplerConfig
+from backends.sources import BYTES_PER_NUMBER, check_tokenizer, count_parameters, kv_bytes_per_token, local_directory
+from backends.trainer.client import TrainerClient
+from backends.trainer.commands import TrainerConfig
+
+LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
+DEFAULT_MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+SMALLEST_DEFAULT_KV_CACHE = 512 << 20
+
+
+@dataclass
+class LocalModel:
+    """`protocol.BaseModel`; names that share a source share trainer and sampler."""
+
+    info: BaseModelInfo
+    trainer: TrainerClient
+    sampler: SamplerClient
+    renderer: Renderer
+    max_images: int
+    placement: Placement
+
+    def check_sample(self, request: SampleRequest) -> None:
+        """As the protocol says."""
+        check_sample(self.renderer, request, self.info.max_context_length, self.max_images)
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """What a model's files say of it."""
+
+    name: str
+    source: str
+    directory: Path
+    renderer: Renderer
+    context: int
+    dtype: Literal["float32", "bfloat16"]
+    size: ModelSize
+
+
+def describe_models(config: BackendConfig, machine: Machine | None = None) -> dict[str, LocalModel]:
+    """Find every model and its place on the machine (absent: this one); loads no weights. Raises BackendFailed."""
+    if not config.models:
+        raise BackendFailed("no base model is configured: give at least one --model NAME=DIRECTORY_OR_HUB_ID")
+    machine = machine or this_machine()
+    device: Device = config.device if config.device != "auto" else "cuda" if machine.gpu_bytes else "cpu"
+    directories = {name: local_directory(source) for name, source in config.models.items()}
+    found: dict[Path, FoundModel] = {}
+    for name, directory in directories.items():
+        if directory not in found:
+            found[directory] = _find(name, directory, device, config)
+    places = place(
+        [model.size for model in found.values()],
+        machine,
+        device,
+        num_ranks=config.ranks,
+        sampler_fraction=config.gpu_memory_fraction,
+    )
+    loaded = {
+        directory: _describe(model, places[model.name], device, config, config.scratch_dir / str(number))
+        for number, (directory, model) in enumerate(found.items())
+    }
+    return {
+        name: replace(loaded[directory], info=replace(loaded[directory].info, name=name, source=config.models[name]))
+        for name, directory in directories.items()
+    }
+
+
+def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> FoundModel:
+    """Raises BackendFailed where the files are no model that can be served."""
+    source = config.models[name]
+    try:
+        renderer = Renderer(
+            str(directory), image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels
+        )
+    except (OSError, ValueError) as error:
+        raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
+    check_tokenizer(directory)
+    dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    text_config = renderer.config.get_text_config()
+    context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
+    two_contexts = 2 * context * kv_bytes_per_token(text_config, dtype)
+    kv_cache_bytes = config.kv_cache_bytes or max(SMALLEST_DEFAULT_KV_CACHE, two_contexts)
+    size = ModelSize(name, count_parameters(directory) * BYTES_PER_NUMBER[dtype], kv_cache_bytes)
+    return FoundModel(name, source, directory, renderer, context, dtype, size)
+
+
+def _describe(
+    model: FoundModel, placement: Placement, device: Device, config: BackendConfig, scratch: Path
+) -> LocalModel:
+    sampler = SamplerClient(_sampler_config(model, placement, device, config, scratch))
+    trainer = TrainerClient(
+        _trainer_config(model, placement, device, config),
+        model.renderer,
+        num_ranks=config.ranks,
+        max_context_length=model.context,
+    )
+    info = BaseModelInfo(
+        name=model.name,
+        source=model.source,
+        arch=model.renderer.config.model_type,
+        vocab_size=model.renderer.vocab_size,
+        max_context_length=model.context,
+        takes_images=model.renderer.takes_images,
+        max_lora_rank=config.max_lora_rank,
+    )
+    return LocalModel(info, trainer, sampler, model.renderer, config.max_images_per_prompt, placement)
+
+
+def _trainer_config(model: FoundModel, placement: Placement, device: Device, config: BackendConfig) -> TrainerConfig:
+    return TrainerConfig(
+        name=model.name,
+        source=str(model.directory),
+        device=device,
+        dtype=model.dtype,
+        max_lora_rank=config.max_lora_rank,
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch or DEFAULT_MICROBATCH_TOKENS[device],
+        image_cache_bytes=config.image_cache_bytes,
+        max_image_pixels=config.max_image_pixels,
+        gpus=placement.gpus,
+        gpu_memory_fraction=placement.trainer_fraction,
+    )
+
+
+def _sampler_config(
+    model: FoundModel, placement: Placement, device: Device, config: BackendConfig, scratch: Path
+) -> SamplerConfig:
+    return SamplerConfig(
+        name=model.name,
+        source=str(model.directory),
+        device=device,
+        dtype=model.dtype,
+        max_context_length=model.context,
+        max_lora_rank=config.max_lora_rank,
+        max_concurrent_samples=config.max_concurrent_samples,
+        max_images_per_prompt=config.max_images_per_prompt,
+        gpu_memory_fraction=placement.sampler_fraction,
+        kv_cache_bytes=model.size.kv_cache_bytes,
+        image_cache_bytes=config.image_cache_bytes,
+        max_image_pixels=config.max_image_pixels,
+        scratch_dir=scratch,
+        gpus=placement.gpus,
+    )

@@ -1,0 +1,72 @@
+"""Several base models in one server.
+
+pytest tests/contract/test_several_models.py
+"""
+
+import logging
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from api_schemas.training import LoraConfig
+from backends.config import BackendConfig
+from backends.create import LocalBackend
+from backends.describe import describe_models
+from backends.placement import Machine
+from backends.protocol import BackendFailed
+
+KV_CACHE = 64 << 20
+
+
+def config(directory: Path, **models: Path) -> BackendConfig:
+    return BackendConfig(
+        models={name: str(source) for name, source in models.items()},
+        device="cpu",
+        kv_cache_bytes=KV_CACHE,
+        max_context_length=512,
+        scratch_dir=directory,
+    )
+
+
+async def test_several_models_load_side_by_side_with_a_line_each(
+    tiny_vl: Path, tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = LocalBackend(config(tmp_path, seeing=tiny_vl, blind=tiny_text, alias=tiny_text))
+    caplog.set_level(logging.INFO, "backends.create")
+    began = time.monotonic()
+    await backend.start()
+    try:
+        took_s = time.monotonic() - began
+        lines = [record.getMessage() for record in caplog.records if record.name == "backends.create"]
+        assert lines[:2] == ["seeing: loading trainer and sampler", "blind: loading trainer and sampler"]
+        ready = {name: int(s) for name, s in re.findall(r"(\w+): ready after (\d+) s", "\n".join(lines[2:]))}
+        assert ready.keys() == {"seeing", "blind"}
+        assert took_s < sum(ready.values())
+        assert backend.models["alias"].trainer is backend.models["blind"].trainer
+        assert backend.models["alias"].sampler is backend.models["blind"].sampler
+        for name, takes_images in (("seeing", True), ("blind", False), ("alias", False)):
+            info = backend.models[name].info
+            assert (info.name, info.takes_images) == (name, takes_images)
+            await backend.models[name].trainer.create_model(f"{name}:model", LoraConfig(rank=4, seed=1))
+    finally:
+        await backend.stop()
+
+
+def test_models_that_do_not_fit_together_are_refused_with_figures(
+    tiny_vl: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    one = config(tmp_path, seeing=tiny_vl)
+    both = config(tmp_path, seeing=tiny_vl, blind=tiny_text)
+    room_for_one = Machine(4 << 30)
+    assert describe_models(one, room_for_one).keys() == {"seeing"}
+    with pytest.raises(BackendFailed, match=r"4\.0 GiB are free, 6\.1 GiB are needed: seeing 3\.1 GiB .*; blind 3\.1 "):
+        describe_models(both, room_for_one)
+
+
+def test_names_that_share_a_directory_are_counted_once(tiny_text: Path, tmp_path: Path) -> None:
+    assert describe_models(config(tmp_path, first=tiny_text, second=tiny_text), Machine(4 << 30)).keys() == {
+        "first",
+        "second",
+    }

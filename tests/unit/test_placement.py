@@ -1,0 +1,73 @@
+"""What every base model gets of a machine, and what is said where they do not fit."""
+
+import pytest
+
+from backends.placement import Machine, ModelSize, place
+from backends.protocol import BackendFailed
+
+GIB = 1 << 30
+SMALL, LARGE = ModelSize("small", 2 * GIB, GIB), ModelSize("large", 16 * GIB, GIB)
+
+
+def test_memory_of_all_models_is_summed_and_refused_with_each_ones_figures() -> None:
+    one = 2 * (2 * GIB + 3 * GIB // 2) + GIB
+    models = [SMALL, ModelSize("other", 2 * GIB, GIB)]
+    place(models[:1], Machine(one), "cpu", num_ranks=1, sampler_fraction=0.4)
+    place(models, Machine(2 * one), "cpu", num_ranks=1, sampler_fraction=0.4)
+    with pytest.raises(BackendFailed, match=r"15\.\d GiB are free, 16\.0 .* needed: small 8\.0 GiB .*; other 8\.0 "):
+        place(models, Machine(2 * one - GIB // 2), "cpu", num_ranks=1, sampler_fraction=0.4)
+
+
+def test_every_rank_on_the_cpu_counts_as_a_copy() -> None:
+    with pytest.raises(BackendFailed, match=r"small 11\.5 GiB \(3 copies of 2\.0 GiB"):
+        place([SMALL], Machine(11 * GIB), "cpu", num_ranks=2, sampler_fraction=0.4)
+
+
+def test_a_model_alone_on_a_gpu_gets_all_of_it() -> None:
+    (found,) = place([LARGE], Machine(0, [80 * GIB]), "cuda", num_ranks=1, sampler_fraction=0.4).values()
+    assert found.gpus == (0,)
+    assert found.sampler_fraction == pytest.approx(0.4)
+    assert found.trainer_fraction == pytest.approx(0.6 - 1 / 80)  # less what torch does not count
+
+
+def test_models_on_one_gpu_share_it_and_no_byte_is_given_twice() -> None:
+    found = place([SMALL, LARGE], Machine(0, [80 * GIB]), "cuda", num_ranks=1, sampler_fraction=0.5)
+    assert sum(one.sampler_fraction for one in found.values()) == pytest.approx(0.5)
+    assert sum(one.trainer_fraction + 1 / 80 for one in found.values()) == pytest.approx(0.5)
+    for model in (SMALL, LARGE):
+        assert found[model.name].sampler_fraction * 80 * GIB >= model.weight_bytes + GIB
+        assert found[model.name].trainer_fraction * 80 * GIB >= model.weight_bytes + GIB
+
+
+def test_models_that_fit_one_by_one_but_not_together_are_refused() -> None:
+    machine = Machine(0, [80 * GIB])
+    twins = [ModelSize("first", 20 * GIB, GIB), ModelSize("second", 20 * GIB, GIB)]
+    for model in twins:
+        place([model], machine, "cuda", num_ranks=1, sampler_fraction=0.5)
+    with pytest.raises(
+        BackendFailed, match=r"trainers on GPU 0 have 40\.0 GiB and need 44\.0 GiB: first at least 22\.0"
+    ):
+        place(twins, machine, "cuda", num_ranks=1, sampler_fraction=0.5)
+
+
+def test_models_spread_over_the_gpus_with_the_fewest_weights() -> None:
+    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 2), "cuda", num_ranks=1, sampler_fraction=0.4)
+    assert (found["large"].gpus, found["small"].gpus) == ((0,), (1,))
+    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 4), "cuda", num_ranks=2, sampler_fraction=0.4)
+    assert (found["large"].gpus, found["small"].gpus) == ((0, 1), (2, 3))
+
+
+def test_every_gpu_must_hold_the_whole_base_which_it_does_while_it_loads() -> None:
+    with pytest.raises(BackendFailed, match=r"trainers on GPU 0 have 14\.0 GiB and need 18\.0 GiB: large"):
+        place([LARGE], Machine(0, [40 * GIB] * 2), "cuda", num_ranks=2, sampler_fraction=0.65)
+
+
+def test_a_gpu_without_a_sampler_gives_no_memory_to_one() -> None:
+    found = place([LARGE], Machine(0, [80 * GIB] * 2), "cuda", num_ranks=2, sampler_fraction=0.4)
+    assert found["large"].gpus == (0, 1)
+    assert found["large"].trainer_fraction == pytest.approx(0.6 - 1 / 80)
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(BackendFailed, match="2 ranks on CUDA need as many GPUs; torch sees 1"):
+        place([SMALL], Machine(0, [80 * GIB]), "cuda", num_ranks=2, sampler_fraction=0.4)
