@@ -83,7 +83,8 @@ class SampledSequence(Response):
     tokens: np.ndarray
     """[T] int32"""
     logprobs: np.ndarray
-    """[T] float32, nats: of the temperature-scaled distribution the tokens were drawn from"""
+    """[T] float32, nats: of the temperature-scaled distribution, renormalised over what top_k and top_p keep. The image
+    placeholders, which are never drawn, count as part of the distribution unless top_k or top_p cut it."""
     topk_logprobs: TopkLogprobs | None = None
 
 

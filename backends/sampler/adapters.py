@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from safetensors import safe_open
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -81,6 +82,7 @@ class EngineAdapters:
         request = LoRARequest(f"adapter-{number}", number, str(self._scratch_dir / str(number)))
         try:
             await asyncio.to_thread(_link, weights, Path(request.lora_path))
+            await asyncio.to_thread(_check_finite, Path(request.lora_path))
             await self._engine.add_lora(request)
             (ignored,) = await self._engine.collective_rpc("ignored_modules", args=(number,))
             if ignored:
@@ -89,6 +91,9 @@ class EngineAdapters:
             await self._remove(request)
             raise InvalidInput("the sampler weights no longer exist") from None
         except EngineDeadError:
+            raise
+        except InvalidInput:
+            await self._remove(request)
             raise
         except Exception as error:  # whatever vLLM meets in the files; the engine lives
             await self._remove(request)
@@ -119,3 +124,14 @@ def _link(source: Path, directory: Path) -> None:
             raise
         except OSError:
             shutil.copyfile(source / name, directory / name)
+
+
+def _check_finite(directory: Path) -> None:
+    """Raises InvalidInput naming the first tensor with NaN or infinity in it."""
+    with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            if not file.get_tensor(name).isfinite().all():
+                raise InvalidInput(
+                    f"the sampler weights cannot be used: {name} holds values that are not finite; the training"
+                    " run has diverged, sample from a checkpoint before that"
+                )

@@ -12,7 +12,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from api_schemas.inputs import TensorData
 from api_schemas.sampling import PromptAltTokens, PromptTensor, SampledSequence, SampleResponse, TopkLogprobs
-from backends.protocol import BackendFailed, PromptScores, SamplingTask
+from backends.protocol import BackendFailed, InvalidInput, PromptScores, SamplingTask
 from backends.rendering import Rendered
 from backends.sampler.requests import num_prompt_columns
 
@@ -21,12 +21,28 @@ _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 
 
 def answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutput]) -> SampleResponse:
-    """The outputs of all the task's samples, in order; the first one scored the prompt."""
+    """The outputs of all the task's samples, in order; the first one scored the prompt.
+
+    Raises InvalidInput (of a base model BackendFailed) where log probabilities are not finite.
+    """
+    try:
+        return _answer(task, rendered, outputs)
+    except FloatingPointError as error:
+        if task.weights is None:
+            raise BackendFailed(f"{error}: the base model's own") from None
+        raise InvalidInput(
+            f"{error}: the sampler weights have diverged (or overflow in the model's precision); sample from a"
+            " checkpoint before that, and train on with a smaller learning rate"
+        ) from None
+
+
+def _answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutput]) -> SampleResponse:
     fields: dict[str, Any] = {}
     num_columns = num_prompt_columns(task.scores)
     if task.scores.logprobs or num_columns:
         length = len(rendered.token_ids_T)
-        fields = _prompt_scores(task.scores, rendered, *_table(outputs[0].prompt_logprobs, 1, length, num_columns))
+        token_ids_PC, logprobs_PC = _table(outputs[0].prompt_logprobs, 1, length, num_columns)
+        fields = _prompt_scores(task.scores, rendered, token_ids_PC, logprobs_PC)
     return SampleResponse(
         sequences=[_sequence(output.outputs[0], task.topk) for output in outputs],
         prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
@@ -38,6 +54,8 @@ def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
     if output.finish_reason not in ("stop", "length"):
         raise BackendFailed(f"the engine ended a sample with {output.finish_reason}")
     token_ids_TK, logprobs_TK = _table(output.logprobs, 0, len(output.token_ids), k)
+    if np.isneginf(logprobs_TK[:, 0]).any():
+        raise FloatingPointError("log probabilities of sampled tokens are not finite")
     return SampledSequence(
         stop_reason=output.finish_reason,
         tokens=np.array(output.token_ids, dtype=np.int32),
@@ -97,12 +115,16 @@ def _chosen(targets: TensorData, logprobs_PK: np.ndarray) -> PromptTensor:
 
 
 def _table(flat: FlatLogprobs, start: int, end: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and log probabilities at positions start to end: the token itself, then k more of each."""
+    """Token ids and log probabilities at positions start to end: the token itself, then k more of each.
+    Raises FloatingPointError for what is no log probability."""
     shape = (end - start, k + 1)
     if len(flat) != end or len(flat.logprobs) != shape[0] * shape[1]:
         raise BackendFailed(f"the engine gave {len(flat.logprobs)} log probabilities where {shape} were due")
     token_ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)
-    return token_ids, np.array(flat.logprobs, dtype=np.float32).reshape(shape)
+    logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(shape)
+    if not (logprobs < np.inf).all():  # minus infinity is that of a token shut out, NaN and infinity are nobody's
+        raise FloatingPointError("log probabilities are not finite")
+    return token_ids, logprobs
 
 
 def _topk(token_ids_TK: np.ndarray, logprobs_TK: np.ndarray) -> TopkLogprobs:

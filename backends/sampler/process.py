@@ -43,6 +43,7 @@ class SamplerProcess:
         self._engine = engine
         self._renderer = renderer
         self._adapters = EngineAdapters(engine, config.scratch_dir)
+        self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, config.source)
         self._free = asyncio.Semaphore(config.max_concurrent_samples)
         self._ids = itertools.count()
@@ -58,7 +59,7 @@ class SamplerProcess:
         if config.device == "cpu":
             check_kv_cache(renderer, config)
         engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))
-        await engine.collective_rpc("install_fixes")
+        await engine.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders),))
         return cls(config, engine, renderer)
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
@@ -66,7 +67,7 @@ class SamplerProcess:
         prompt = _Prompt(self._renderer, task.prompt)
         async with self._adapters.use(task.weights) as adapter:
             outputs = await _all(
-                self._sequence(prompt, sampling_params(task, index, self._end_tokens), adapter)
+                self._sequence(prompt, sampling_params(task, index, self._end_tokens, self._placeholders), adapter)
                 for index in range(task.num_samples)
             )
         return answer(task, (await prompt.render())[0], outputs)

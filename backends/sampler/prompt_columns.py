@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 KEY = "prompt_columns"
-ROWS_AT_ONCE = 1024
-"""Of logits, which are as wide as the vocabulary."""
+ROWS_AT_ONCE = 256
+"""Of logits, which are as wide as the vocabulary: as many as the engine samples from in the run by which it
+measures the memory it needs, so that scores of prompts stay within that."""
 
 
 def extra_args(targets_PK: np.ndarray, num_draws: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -78,7 +79,9 @@ class Columns:
         """[N, D]: independent draws at the request's temperature."""
         if self.num_draws == 0 or self.temperature == 0:
             return logits_NV.argmax(-1, keepdim=True).expand(-1, self.num_draws)
-        probabilities_NV = (logits_NV / self.temperature).softmax(-1)
+        # Rows of weights that have diverged are NaN, which multinomial refuses, to the engine's death. Any draw will
+        # do there: the request fails for the log probabilities beside it.
+        probabilities_NV = (logits_NV / self.temperature).softmax(-1).nan_to_num(nan=1.0)
         return torch.multinomial(probabilities_NV, self.num_draws, replacement=True, generator=self.generator)
 
     def put_into(self, tensors: Any) -> None:

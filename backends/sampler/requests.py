@@ -42,9 +42,12 @@ def engine_input(rendered: Rendered, fields: Mapping[str, EngineField]) -> Engin
     )
 
 
-def sampling_params(task: SamplingTask, index: int, end_tokens: Sequence[int]) -> SamplingParams:
+def sampling_params(
+    task: SamplingTask, index: int, end_tokens: Sequence[int], placeholders: Sequence[int]
+) -> SamplingParams:
     """The engine's parameters for sample `index`; the first one also scores the prompt."""
     params = task.params
+    cuts = params.top_k > 0 or params.top_p < 1
     stop_tokens, stop_strings = stops(params.stop, end_tokens)
     num_columns = num_prompt_columns(task.scores)
     scores_prompt = index == 0 and (task.scores.logprobs or num_columns > 0)
@@ -54,6 +57,8 @@ def sampling_params(task: SamplingTask, index: int, end_tokens: Sequence[int]) -
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
+        # Of what is cut to the likeliest tokens; elsewhere `placeholders.py` keeps them from being drawn.
+        logit_bias=dict.fromkeys(placeholders, float("-inf")) if cuts and placeholders else None,
         # The engine adds its own idea of end tokens unless told to ignore them.
         ignore_eos=True,
         stop_token_ids=stop_tokens,
@@ -70,11 +75,12 @@ def sampling_params(task: SamplingTask, index: int, end_tokens: Sequence[int]) -
 
 
 def stops(stop: str | list[str] | list[int] | None, end_tokens: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Token ids and strings that end a sample, from the request's `stop` and the model's end tokens."""
-    if stop is None:
-        return list(end_tokens), []
-    asked = [stop] if isinstance(stop, str) else stop
-    return [one for one in asked if isinstance(one, int)], [one for one in asked if isinstance(one, str)]
+    """Token ids and strings that end a sample: the model's end tokens and what the request's `stop` adds to them.
+    Only an empty list switches the end tokens off."""
+    asked = [stop] if isinstance(stop, str) else stop or []
+    token_ids = [] if stop == [] else list(end_tokens)
+    token_ids += [one for one in asked if isinstance(one, int)]
+    return list(dict.fromkeys(token_ids)), [one for one in asked if isinstance(one, str)]
 
 
 def num_prompt_columns(scores: PromptScores) -> int:

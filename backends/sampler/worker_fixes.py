@@ -4,12 +4,21 @@ vLLM mixes `WorkerExtension` into its worker class; the sampler process calls it
 `collective_rpc`. Both model runners are covered: V1 (CPU) and V2 (CUDA).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.sample import prompt_logprob
 
+from backends.sampler import placeholders, prompt_columns
 from backends.sampler.lora_fixes import PromptRows, replace_cpu_ops
-from backends.sampler.prompt_columns import on_first_runner, on_second_runner
+
+# vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
+# zero, and zero times the NaN of a tenant whose adapter has diverged is NaN for the next one. Read by scheduler and
+# worker when they are made, after vLLM has imported this file; both live in this process.
+KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 
 
 class WorkerExtension:
@@ -18,20 +27,30 @@ class WorkerExtension:
     model_runner: Any
     use_v2_model_runner: bool
 
-    def install_fixes(self) -> None:
-        """Once, before the first request."""
+    def install_fixes(self, placeholder_ids: Sequence[int]) -> None:
+        """Once, before the first request. `placeholder_ids` are never drawn."""
         runner = self.model_runner
+        if runner.parallel_config.world_size != 1:
+            raise RuntimeError("the scheduler is in another process, where blocks of the KV cache are not cleared")
         if runner.device.type == "cpu":
             replace_cpu_ops()
         heads = [module for module in runner.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
         if len(heads) != 1:
             raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
         prompt_rows = PromptRows(heads[0].punica_wrapper)
+        columns = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
         if self.use_v2_model_runner:
             worker = runner.prompt_logprobs_worker
-            worker.compute_prompt_logprobs = prompt_rows.during(on_second_runner(worker), argument=1)
+            scores = prompt_columns.on_second_runner(worker)
+            worker.compute_prompt_logprobs = prompt_rows.during(scores, argument=1)
+            prompt_logprob.CHUNK_SIZE = prompt_columns.ROWS_AT_ONCE
+            if placeholder_ids:
+                placeholders.on_second_runner(columns)
         else:
-            runner._get_prompt_logprobs_dict = prompt_rows.during(on_first_runner(runner), argument=0)
+            scores = prompt_columns.on_first_runner(runner)
+            runner._get_prompt_logprobs_dict = prompt_rows.during(scores, argument=0)
+            if placeholder_ids:
+                placeholders.on_first_runner(runner.sampler, columns)
 
     def ignored_modules(self, lora_id: int) -> list[str]:
         """Modules of a loaded adapter that no layer of the engine takes up; vLLM passes over them in silence."""

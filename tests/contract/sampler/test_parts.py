@@ -7,6 +7,7 @@ import pytest
 
 from backends.protocol import BackendFailed
 from backends.sampler.engine import check_version
+from backends.sampler.requests import stops
 
 
 def test_another_version_of_vllm_than_the_one_our_changes_were_written_for_is_refused():
@@ -14,3 +15,17 @@ def test_another_version_of_vllm_than_the_one_our_changes_were_written_for_is_re
     check_version("0.32.0+cu130")
     with pytest.raises(BackendFailed, match=r"vLLM 0\.32\.0.* found 0\.33\.0"):
         check_version("0.33.0")
+
+
+@pytest.mark.parametrize(
+    ("asked", "token_ids", "strings"),
+    [
+        (None, [1, 2], []),
+        ([], [], []),
+        ("end", [1, 2], ["end"]),
+        (["end", "stop"], [1, 2], ["end", "stop"]),
+        ([7, 2], [1, 2, 7], []),
+    ],
+)
+def test_stop_adds_to_the_models_end_tokens_and_only_an_empty_list_switches_them_off(asked, token_ids, strings):
+    assert stops(asked, end_tokens=[1, 2]) == (token_ids, strings)

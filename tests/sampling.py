@@ -1,0 +1,166 @@
+"""What the tests of the sampler share: requests, and plain transformers and PEFT to compare with."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from api_schemas.inputs import ModelInput, TensorData
+from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from api_schemas.training import LoraConfig
+from backends.families.qwen3_vl import mrope_positions
+from backends.protocol import SamplingTask
+from backends.rendering import Renderer
+from backends.sampler.client import SamplerClient
+from backends.sampler.commands import SamplerConfig
+from backends.trainer.checkpoint import write_adapter, write_directory
+from tests.factories import image, prompt, words
+
+ATOL = 1e-4
+ADJACENT = prompt(words(3, 1), image(64, 96, 1), image(96, 64, 2), words(4, 2))
+TARGETS = r".*\.layers\..*\.(q|k|v|o|gate|up|down)_proj|.*lm_head"
+
+
+def sampler_config(source: Path, scratch_dir: Path) -> SamplerConfig:
+    return SamplerConfig(
+        name="tiny",
+        source=str(source),
+        device="cpu",
+        dtype="float32",
+        max_context_length=4096,
+        max_lora_rank=64,
+        max_concurrent_samples=256,
+        max_images_per_prompt=8,
+        gpu_memory_fraction=0.4,
+        kv_cache_bytes=64 << 20,
+        image_cache_bytes=1 << 26,
+        max_image_pixels=10**7,
+        scratch_dir=scratch_dir,
+    )
+
+
+RANKS = {"small": 4, "large": 24, "third": 8, "fourth": 1, "fifth": 64}
+"""One more than the engine holds in a step, so that every one of its slots is taken."""
+
+
+class Reference:
+    """transformers with PEFT adapters on every linear layer of the language model and on the head."""
+
+    def __init__(self, source: Path, renderer: Renderer, ranks: dict[str, int]) -> None:
+        self._renderer = renderer
+        self._model: Any = None
+        kind = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
+        base = kind.from_pretrained(source).eval()
+        self.image_token_id = base.config.image_token_id if renderer.takes_images else -1
+        torch.manual_seed(5)
+        for name, rank in ranks.items():
+            peft_config = PeftLoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
+            if self._model is None:
+                self._model = get_peft_model(base, peft_config, name).eval()
+            else:
+                self._model.add_adapter(name, peft_config)
+        with torch.no_grad():
+            for parameter_name, parameter in self._model.named_parameters():
+                if "lora_B" in parameter_name:
+                    parameter.normal_(0, 0.05)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """An adapter's, by their names in a PEFT file."""
+        return {
+            key.replace(f".{name}.", "."): tensor
+            for key, tensor in self._model.named_parameters()
+            if f".{name}." in key and "lora_" in key
+        }
+
+    def save(self, name: str, rank: int, directory: Path) -> Path:
+        """As the trainer saves it for a sampler."""
+        tensors = self.tensors(name)
+        write_directory(directory, lambda at: write_adapter(at, tensors, LoraConfig(rank=rank), "base"))
+        return directory
+
+    def logprobs_TV(
+        self, model_input: ModelInput, continuation: Iterable[int], adapter: str | None, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """[T, V]: row t predicts token t + 1 of the prompt and its continuation."""
+        rendered = self._renderer.render(model_input, "prompt")
+        ids = torch.tensor([[*rendered.token_ids_T.tolist(), *continuation]])
+        inputs = {"input_ids": ids}
+        if rendered.images:
+            inputs["pixel_values"] = torch.cat([one.tensors["pixel_values"] for one in rendered.images])
+            inputs["image_grid_thw"] = torch.cat([one.tensors["image_grid_thw"] for one in rendered.images])
+            inputs["mm_token_type_ids"] = (ids == self.image_token_id).int()
+        if model_input is ADJACENT:  # which transformers' own positions take for one image
+            positions = torch.from_numpy(mrope_positions(ids.shape[1], rendered.spans))
+            inputs["position_ids"] = torch.cat([torch.arange(ids.shape[1])[None], positions])[:, None]
+        if adapter is not None:
+            self._model.set_adapter(adapter)
+            return self._forward(inputs, temperature)
+        with self._model.disable_adapter():
+            return self._forward(inputs, temperature)
+
+    def _forward(self, inputs: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
+        with torch.no_grad():
+            return (self._model(**inputs, use_cache=False).logits[0] / temperature).log_softmax(-1)
+
+    def prompt_logprobs(self, model_input: ModelInput, adapter: str | None = None) -> np.ndarray:
+        """As a SampleResponse holds them."""
+        rendered = self._renderer.render(model_input, "prompt")
+        logprobs_TV = self.logprobs_TV(model_input, [], adapter)
+        expected = np.full(len(rendered.token_ids_T), np.nan, np.float32)
+        rows = np.arange(len(expected) - 1)
+        expected[1:] = logprobs_TV.numpy()[rows, rendered.token_ids_T[1:]]
+        for span in rendered.spans:
+            expected[max(span.offset, 1) : span.offset + span.num_tokens] = 0
+        return expected
+
+
+def request(model_input: ModelInput, params: dict | None = None, **fields) -> SampleRequest:
+    return SampleRequest(
+        prompt=model_input, sampling_params=SamplingParams(**{"max_tokens": 8, **(params or {})}), **fields
+    )
+
+
+def targets(rows: list[list[int]]) -> TensorData:
+    """Dense target_prompt_logprobs."""
+    return TensorData(data=np.ravel(rows).tolist(), dtype="int64", shape=[len(rows), len(rows[0])])
+
+
+def scoring(model_input: ModelInput) -> SampleRequest:
+    """What the SDK's compute_logprobs sends."""
+    return request(model_input, {"max_tokens": 1}, prompt_logprobs=True)
+
+
+async def sample(sampler: SamplerClient, one: SampleRequest, weights: Path | None) -> SampleResponse:
+    return await sampler.sample(SamplingTask.from_request(one, weights, owner="somebody"))
+
+
+async def drawn(sampler: SamplerClient, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
+    response = await sample(sampler, request(model_input, params, **fields), None)
+    return response.sequences[0]
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=0, atol=ATOL)
+
+
+def assert_sequence_close(
+    response: SampleResponse,
+    reference: Reference,
+    model_input: ModelInput,
+    adapter: str | None,
+    temperature: float = 1.0,
+) -> None:
+    """As far as a drawn image placeholder, which transformers would take for an image."""
+    (sequence,) = response.sequences
+    assert sequence.tokens.dtype == np.int32
+    placeholders = np.flatnonzero(sequence.tokens == reference.image_token_id)
+    tokens = sequence.tokens[: placeholders[0]] if len(placeholders) else sequence.tokens
+    logprobs_TV = reference.logprobs_TV(model_input, tokens.tolist(), adapter, temperature)
+    rows_TV = logprobs_TV[-len(tokens) - 1 : -1].numpy()
+    assert_close(sequence.logprobs[: len(tokens)], rows_TV[np.arange(len(tokens)), tokens])
