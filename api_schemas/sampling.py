@@ -18,7 +18,7 @@ class SamplingParams(Request):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Any 64 bits, signed or not. The same seed and request give the same tokens."""
     stop: str | list[str] | list[int] | None = None
-    """Absent: the model's end tokens. Strings or token ids stop in addition to them; an empty list stops at nothing."""
+    """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
     top_k: int = Field(default=-1, ge=-1)
