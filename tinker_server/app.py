@@ -42,7 +42,9 @@ from tinker_server.store.usage import AuditStore, UsageStore
 from tinker_server.web import openapi
 from tinker_server.web.callers import caller
 from tinker_server.web.deps import Services
-from tinker_server.web.handlers import BodyLimit, install, storable_parameters
+from tinker_server.web.gate import Gate
+from tinker_server.web.handlers import install, storable_parameters
+from tinker_server.web.limits import BodyLimit
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.saving import Saving
@@ -67,6 +69,7 @@ def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
 
     app = FastAPI(title="tinker-server", lifespan=lifespan)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(Gate, host=settings.host)  # the last one added is the first one asked
     install(app)
     api = APIRouter(prefix="/api/v1", dependencies=[Depends(storable_parameters)])
     for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):

@@ -3,7 +3,7 @@
 TinkerServerError
 ├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
-├── KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
+├── ForeignHost 403, KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
 ├── LostModel 500: only in futures
 ├── ResultTooLarge, GradientIncomplete 400: only in futures
@@ -110,6 +110,12 @@ class UnknownFuture(TinkerServerError):
 
 class LinkRefused(TinkerServerError):
     """The signed link has expired, or was changed."""
+
+    status, category = 403, "user"
+
+
+class ForeignHost(TinkerServerError):
+    """The request came under a foreign name while the server has no keys."""
 
     status, category = 403, "user"
 

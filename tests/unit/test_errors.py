@@ -11,7 +11,8 @@ from api_schemas.wire import MalformedBody
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server import errors
 from tinker_server.errors import TinkerServerError, failure
-from tinker_server.web.handlers import BodyLimit, install
+from tinker_server.web.handlers import install
+from tinker_server.web.limits import BodyLimit
 
 RETRIED = {408, 409, 429, *range(500, 600)}
 

@@ -1,4 +1,4 @@
-"""From errors to HTTP answers, and the limit on request bodies; every answer has a body and its length."""
+"""From errors to HTTP answers; every answer has a body and its length."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.base import unstorable
 from api_schemas.wire import MalformedBody
@@ -60,34 +59,3 @@ async def storable_parameters(request: Request) -> None:
         for name, value in values.items():
             if isinstance(value, str) and (problem := unstorable(value)) is not None:
                 raise RequestValidationError([{"loc": (place, name), "msg": problem}])
-
-
-class BodyLimit:
-    """Answers 413 to a larger body, after reading it: a client that is still sending would see no answer."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.max_bytes:
-                raise HTTPException(BodyTooLarge.status, self._text())  # FastAPI makes a 400 of any other error
-            return message
-
-        if int(declared) <= self.max_bytes:
-            return await self.app(scope, counted, send)
-        while (await receive()).get("more_body", False):
-            pass
-        await answer(413, BodyTooLarge(), self._text())(scope, receive, send)
-
-    def _text(self) -> str:
-        return f"the request's body is larger than {self.max_bytes} bytes"

@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from api_schemas.base import Request
 from api_schemas.training import ForwardBackwardRequest
 from api_schemas.wire import JSON, PROTOBUF
-from tinker_server.errors import BodyTooLarge, Unauthenticated
+from tinker_server.errors import BodyTooLarge, ForeignHost, Unauthenticated
 from tinker_server.web.refusals import BINARY, REF, Error, refusal, refused
 from tinker_server.web.submission import Submission
 
@@ -81,13 +81,15 @@ def _body(model: type[Request]) -> Schema:
 
 def _add_general_answers(operation: Schema) -> None:
     """To an operation's own answers, those of every operation with a body, with parameters, with a key."""
-    general = {500: refusal("The server failed; its log has the details.")}
+    general: dict[int | str, Schema] = refused(ForeignHost)
+    general[500] = refusal("The server failed; its log has the details.")
     if "requestBody" in operation:
-        general |= {400: refusal("The body cannot be read.")} | cast(dict[int, Schema], refused(BodyTooLarge))
+        general[400] = refusal("The body cannot be read.")
+        general |= refused(BodyTooLarge)
     if "requestBody" in operation or operation.get("parameters"):
         general[422] = refusal("A field is missing, unknown, or not what it should be.")
     if operation.get("security"):
-        general |= cast(dict[int, Schema], refused(Unauthenticated))
+        general |= refused(Unauthenticated)
     answers: Schema = operation["responses"]
     answers.pop("422", None)  # FastAPI's, of another form
     for status, answer in general.items():

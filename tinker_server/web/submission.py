@@ -23,6 +23,7 @@ from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.store.operations import Operation
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Server, Services
+from tinker_server.web.limits import largest_body
 
 R = TypeVar("R", bound=Request)
 FORWARD = "forward"
@@ -106,7 +107,8 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
         body = await http.body()
         encoding = http.headers.get("content-encoding", "identity")
         if encoding == "zstd":
-            body = await off_loop(len(body), wire.decompress, body, settings.max_body_bytes)
+            limit = largest_body(http.url.path, settings.max_body_bytes)
+            body = await off_loop(len(body), wire.decompress, body, limit)
         elif encoding != "identity":
             raise BadRequest(f"Content-Encoding {encoding!r} is not supported; zstd is, or none")
         try:

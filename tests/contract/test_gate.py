@@ -1,0 +1,126 @@
+"""Who is let in, and with how much: told from the head of a request, before its body is read or anything is parsed.
+
+pytest tests/contract/test_gate.py
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fake_server import Running
+from tinker_server.auth import keys
+
+OPEN = ("/api/v1/healthz", "/api/v1/files/", "/api/v1/archives/", "/api/v1/traces/")
+KEY = "X-API-Key: tml-test"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Without keys, on the loopback interface."""
+    running = Running(tmp_path_factory.mktemp("open"), max_body_bytes=8 << 20)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """With keys."""
+    data_dir = tmp_path_factory.mktemp("guarded")
+    keys.add(data_dir / "keys", "alice")
+    running = Running(data_dir)
+    yield running
+    running.stop()
+
+
+def answer_to(
+    server: Running, start: str, *headers: str, body: bytes = b"", host: str = "localhost"
+) -> tuple[int, str]:
+    """Status and body of the answer to what may be half a request. Raises TimeoutError where none comes."""
+    head = "\r\n".join([f"{start} HTTP/1.1", f"Host: {host}", *headers, "", ""])
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=3) as connection:
+        connection.sendall(head.encode() + body)
+        received = b""
+        while b"\r\n\r\n" not in received:
+            part = connection.recv(65536)
+            assert part, f"closed after {received!r}"
+            received += part
+        head_bytes, _, content = received.partition(b"\r\n\r\n")
+        length = int(head_bytes.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        while len(content) < length:
+            content += connection.recv(65536)
+    return int(head_bytes.split()[1]), content.decode()
+
+
+def posts(server: Running) -> list[str]:
+    paths = server.http.get(f"{server.url}/openapi.json").json()["paths"]
+    return [path for path, operations in paths.items() if "requestBody" in operations.get("post", {})]
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 100000000", "Transfer-Encoding: chunked"])
+def test_a_wrong_key_is_told_before_any_of_the_body_is_sent(guarded: Running, framing: str) -> None:
+    assert len(posts(guarded)) > 20
+    for path in posts(guarded):
+        for key in ("X-Other: none", "X-API-Key: tml-wrong"):
+            status, text = answer_to(guarded, f"POST {path}", framing, "Content-Type: application/json", key)
+            assert status == 401 and "key" in json.loads(text)["detail"].lower(), (path, text)
+
+
+def test_every_route_but_health_and_signed_links_asks_for_a_key(guarded: Running) -> None:
+    paths = guarded.http.get(f"{guarded.url}/openapi.json").json()["paths"]
+    for path, operations in paths.items():
+        for method in operations:
+            status, text = answer_to(guarded, f"{method.upper()} {path.replace('{', '').replace('}', '')}")
+            assert (status != 401) == path.startswith(OPEN), (method, path, status, text)
+    assert answer_to(guarded, "GET /api/v1/nothing")[0] == 401
+
+
+def test_only_batches_and_prompts_may_be_large(server: Running) -> None:
+    large = {"/api/v1/forward_backward", "/api/v1/forward", "/api/v1/asample"}
+    for path in posts(server):
+        limit = 8 << 20 if path in large else 1 << 20
+        status, text = answer_to(server, f"POST {path}", f"Content-Length: {limit + 1}", KEY)
+        assert status == 413 and f"larger than {limit} bytes" in json.loads(text)["detail"], (path, text)
+
+
+def test_a_small_body_of_too_many_values_is_refused_before_it_is_parsed(server: Running) -> None:
+    events = json.dumps({"session_id": "a", "events": [{"a": [1] * 200_000}]}).encode()
+    for chunked in (events, iter([events[:1000], events[1000:]])):
+        refused = server.http.post("/telemetry", content=chunked, headers={"content-type": "application/json"})
+        assert refused.status_code == 413 and "values" in refused.json()["detail"], refused.text
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000", "LOCALHOST"])
+def test_without_keys_local_names_are_let_in(server: Running, host: str) -> None:
+    assert answer_to(server, "GET /api/v1/get_server_capabilities", KEY, host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "127.0.0.1.evil.example", "", "192.168.0.1", "localhost.evil", "["]
+)
+def test_without_keys_a_page_that_took_over_a_name_is_kept_out(server: Running, host: str) -> None:
+    status, text = answer_to(server, "GET /api/v1/get_server_capabilities", KEY, host=host)
+    assert status == 403 and "Host" in json.loads(text)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://evil.example", 403), ("null", 403), ("http://localhost:3000", 200), ("http://127.0.0.1", 200)],
+)
+def test_without_keys_pages_of_other_origins_are_kept_out(server: Running, origin: str, status: int) -> None:
+    assert answer_to(server, "GET /api/v1/get_server_capabilities", KEY, f"Origin: {origin}")[0] == status
+
+
+def test_with_keys_any_name_and_origin_will_do(guarded: Running) -> None:
+    key = keys.add(guarded.settings.resolved_keys_file(), "alice")
+    time.sleep(keys.RELOAD_S)
+    found = answer_to(
+        guarded,
+        "GET /api/v1/get_server_capabilities",
+        f"X-API-Key: {key}",
+        "Origin: https://a.example",
+        host="my.server",
+    )
+    assert found[0] == 200
