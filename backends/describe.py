@@ -6,6 +6,7 @@ from typing import Literal
 
 from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
+from backends.families.coverage import check_coverage
 from backends.launcher import Device
 from backends.placement import Machine, ModelSize, Placement, place, this_machine
 from backends.protocol import BackendFailed, BaseModelInfo
@@ -89,6 +90,7 @@ def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> 
     except (OSError, ValueError) as error:
         raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
     check_tokenizer(directory)
+    check_coverage(renderer.family, renderer.config, source)
     dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     text_config = renderer.config.get_text_config()
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])

@@ -113,5 +113,9 @@ class Family(Protocol):
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
         """[1, T] or [R, 1, T] int64: one input's positions, which restart with every input of a packed row."""
 
+    @property
+    def frozen(self) -> Sequence[str]:
+        """Full names of modules that no flag trains, and nothing inside them."""
+
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
         """Full names of the modules that each flag trains."""

@@ -24,6 +24,7 @@ class Qwen3VL:
     """`Family` of the dense Qwen3-VL models: text and images; no video."""
 
     model_class: Any = AutoModelForImageTextToText
+    frozen: Sequence[str] = ("model.visual",)
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
         """`source` is the model's directory. Raises BackendFailed where it has no image processor."""

@@ -16,6 +16,7 @@ class Text:
     vision = None
     placeholders: Mapping[int, str] = {}
     model_class: Any = AutoModelForCausalLM
+    frozen: Sequence[str] = ()
 
     def attention(self, decoder: str) -> str:
         """There is nothing but the decoder."""

@@ -1,0 +1,48 @@
+"""Whether LoRA reaches every weight it could: a model of which it would train a part in silence is refused."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from backends.families.family import Family
+from backends.protocol import BackendFailed
+
+
+def check_coverage(family: Family, config: PretrainedConfig, source: str) -> None:
+    """Refuse a model unless every weight matrix is trained by exactly one flag, or frozen by its family.
+
+    Builds the model of `config` without memory for its weights. Raises BackendFailed naming the weights.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = family.model_class.from_config(config)
+    modules = [name for names in family.lora_modules(model).values() for name in names]
+    twice = {name for name in modules if modules.count(name) > 1}
+    missing = list(untrained(model, modules, family.frozen))
+    if missing or twice:
+        raise BackendFailed(
+            f"{source}: {type(model).__name__} is not supported: LoRA would leave out"
+            f" {', '.join(dict.fromkeys(_without_numbers([*missing, *twice])))}"
+        )
+
+
+def untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[str]) -> Iterator[str]:
+    """Names of weights that multiply activations, but belong neither to `modules` nor to anything in `frozen`.
+
+    Linear layers, experts (3-D), and whatever else has as many dimensions; not the tables of embeddings, and not
+    convolutions over time, which LoRA does not apply to.
+    """
+    trained, prefixes = set(modules), tuple(f"{name}." for name in frozen)
+    for name, module in model.named_modules():
+        if name in trained or f"{name}.".startswith(prefixes) or isinstance(module, nn.Embedding | nn.Conv1d):
+            continue
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2:
+                yield f"{name}.{parameter_name}"
+
+
+def _without_numbers(names: Iterable[str]) -> Iterator[str]:
+    """The same name for the same weight of every layer."""
+    return (re.sub(r"\.\d+\.", ".*.", name) for name in names)

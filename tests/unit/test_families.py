@@ -1,0 +1,98 @@
+"""What families say of models: which modules LoRA reaches, and that none is left out in silence."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from backends.families.coverage import check_coverage
+from backends.families.lora_names import decoder_modules
+from backends.families.registry import find_family
+from backends.protocol import BackendFailed
+from tests.models import make_tiny_vl
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4}
+
+
+def config(kind: str, **sizes: object) -> PretrainedConfig:
+    found = AutoConfig.for_model(kind, **{**SIZES, **sizes})
+    found.architectures = [""]
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "qwen2", "llama", "mistral", "phi3", "olmo2", "smollm3", "glm4", "granite", "cohere2"]
+)
+def test_dense_decoders_are_covered(kind: str) -> None:
+    check_coverage(find_family(config(kind), "dir"), config(kind), "dir")
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_dense_decoders_with_a_head_size_of_their_own_are_covered(kind: str) -> None:
+    check_coverage(find_family(config(kind), "dir"), config(kind, head_dim=32), "dir")
+
+
+def test_qwen3_vl_is_covered_and_its_vision_tower_frozen(tmp_path) -> None:
+    source = make_tiny_vl(tmp_path / "model")
+    found = AutoConfig.from_pretrained(source)
+    check_coverage(find_family(found, str(source)), found, str(source))
+
+
+PARTLY = {
+    "qwen3_next": (
+        {**EXPERTS, "shared_expert_intermediate_size": 32},
+        ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj", "mlp.experts.gate_up_proj"],
+    ),
+    "qwen3_5_text": ({}, ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"]),
+    "qwen2_moe": ({**EXPERTS, "shared_expert_intermediate_size": 32}, ["mlp.experts.gate_up_proj", "mlp.experts.down"]),
+    "qwen3_moe": ({**EXPERTS, "mlp_only_layers": [0]}, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"] * 2},
+        ["self_attn.out_proj", "feed_forward.w1", "conv.in"],
+    ),
+    "falcon_h1": (
+        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 16},
+        ["mamba.in_proj", "mamba.out_proj"],
+    ),
+    "mixtral": ({}, ["mlp.experts.gate_up_proj"]),
+    "gpt_oss": ({}, ["mlp.experts.gate_up_proj"]),
+    "opt": ({}, ["self_attn.out_proj", "fc1", "fc2"]),
+    "gpt2": ({}, ["attn.c_attn", "mlp.c_proj"]),
+    "falcon": ({}, ["self_attention.query_key_value"]),
+}
+
+
+@pytest.mark.parametrize("kind", PARTLY)
+def test_a_model_that_would_be_trained_in_part_is_refused_with_what_would_be_left_out(kind: str) -> None:
+    sizes, missing = PARTLY[kind]
+    model = config(kind, **sizes)
+    with pytest.raises(BackendFailed, match=r"dir: .* is not supported: LoRA would leave out") as refused:
+        check_coverage(find_family(model, "dir"), model, "dir")
+    for name in missing:
+        assert re.search(rf"\.\*\.{re.escape(name)}", str(refused.value)), refused.value
+
+
+def test_a_module_that_two_flags_train_is_refused() -> None:
+    class Twice:
+        """A family that names a layer under two flags."""
+
+        def __init__(self) -> None:
+            self._own = find_family(config("qwen3"), "dir")
+            self.model_class, self.frozen = self._own.model_class, self._own.frozen
+
+        def lora_modules(self, model: torch.nn.Module) -> dict[str, list[str]]:
+            found = decoder_modules(model)
+            return {**found, "train_mlp": [*found["train_mlp"], found["train_attn"][0]]}
+
+    with pytest.raises(BackendFailed, match=r"self_attn\.q_proj"):
+        check_coverage(Twice(), config("qwen3"), "dir")
