@@ -46,9 +46,9 @@ class Models:
         async with self._turns[base_model].turn(owner, model_id):
             yield base.trainer
 
-    def has_turn(self, model_id: str) -> bool:
-        """Whether a trainer works for a model now."""
-        return any(turns.holds(model_id) for turns in self._turns.values())
+    def last_turn(self, owner: str, model_id: str) -> int:
+        """A number that changes when a trainer begins to work for a model."""
+        return max((turns.last_turn(owner, model_id) for turns in self._turns.values()), default=0)
 
     async def suspend(self, run: TrainingRun) -> None:
         """Move a model from memory to disk. Nothing happens where it is not in memory."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,7 +33,6 @@ class FairTurns:
         self._served: dict[tuple[str, ...], int] = {}
         """When an owner, and an owner's key, had its last turn."""
         self._count = itertools.count(1)
-        self._held: Counter[str] = Counter()
 
     @asynccontextmanager
     async def turn(self, owner: str, key: str, size: int = 1) -> AsyncIterator[None]:
@@ -45,12 +44,7 @@ class FairTurns:
         self._grant()
         try:
             await granted
-            self._held[key] += 1
-            try:
-                yield
-            finally:
-                self._held[key] -= 1
-                self._held += Counter()  # forgets zeros
+            yield
         finally:
             if granted.done() and not granted.cancelled():
                 self._free += size
@@ -58,9 +52,9 @@ class FairTurns:
                 self._leave(queue, granted)
             self._grant()
 
-    def holds(self, key: str) -> bool:
-        """Whether somebody has a turn under this key now."""
-        return self._held[key] > 0
+    def last_turn(self, owner: str, key: str) -> int:
+        """A number that changes when this queue gets a turn."""
+        return self._served.get((owner, key), 0)
 
     def _leave(self, queue: _Queue, granted: asyncio.Future[None]) -> None:
         """One who waited is gone without a turn."""

@@ -43,6 +43,9 @@ class Lane:
     """By the event loop's clock."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     driver: asyncio.Task[None] | None = None
+    running: Operation | None = None
+    last_turn: int = 0
+    """Of the trainer for this model, when what runs was taken."""
 
     def add(self, operation: Operation, now_s: float) -> None:
         """An operation has arrived."""

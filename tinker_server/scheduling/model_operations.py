@@ -76,9 +76,9 @@ class ModelOperations:
         run = await self._runs.find(model_id)
         return run is not None and run.status == "suspended"
 
-    def has_turn(self, model_id: str) -> bool:
-        """Whether the trainer works for a model now."""
-        return self._models.has_turn(model_id)
+    def last_turn(self, owner: str, model_id: str) -> int:
+        """A number that changes when a trainer begins to work for a model."""
+        return self._models.last_turn(owner, model_id)
 
     async def optim_step(self, request: OptimStepRequest) -> OptimStepResponse:
         """Apply the gradient, then clear it."""

@@ -33,8 +33,8 @@ class Runner(Protocol):
     async def is_on_disk(self, model_id: str) -> bool:
         """Whether a model outlived the process that held it."""
 
-    def has_begun(self, model_id: str) -> bool:
-        """Whether a model has its turn on the trainer: what only waits for it has changed nothing yet."""
+    def last_turn(self, owner: str, model_id: str) -> int:
+        """A number that changes when a trainer begins to work for a model: before, nothing has changed."""
 
     async def mark_incomplete(self, model_id: str) -> None:
         """Have the model's next optim_step fail and clear the gradient."""
@@ -61,16 +61,17 @@ class Scheduler:
 
     async def resume(self, unfinished: list[Operation]) -> None:
         """Take up what an earlier server left: samples, and the operations of models that are still to be had."""
-        training = [operation for operation in unfinished if operation.operation_kind != "sample"]
-        created = {operation.lane for operation in training if operation.seq_id == 0}
-        lanes = {operation.lane for operation in training}
+        created = {operation.lane for operation in unfinished if operation.seq_id == 0}
+        lanes = {operation.lane for operation in unfinished if operation.operation_kind != "sample"}
         alive = {lane for lane in lanes if lane in created or await self._runner.is_on_disk(lane)}
         for operation in unfinished:
             if operation.operation_kind == "sample":
                 await self._resume_sample(operation)
+            elif operation.operation_kind == "unload_model":
+                self._start_unload(operation)
             elif operation.lane in alive:
                 self._admission.queued_bytes.enter(operation.owner, operation.size_bytes)
-                await self._start(operation)
+                self._queue(await self._lane(operation), operation)
             else:
                 lost = f"the server was restarted before this {operation.operation_kind} was done, and {operation.lane}"
                 self._fail(
@@ -97,6 +98,8 @@ class Scheduler:
             raise ShuttingDown("the server is stopping")
         if isinstance(operation.request, SampleRequest):
             return await self._submit_sample(operation, operation.request.num_samples)
+        if operation.operation_kind == "unload_model":
+            return await self._submit_unload(operation)
         lane = await self._lane(operation)
         queued_bytes, accepted = self._admission.queued_bytes, None
         try:
@@ -112,14 +115,16 @@ class Scheduler:
             if accepted is None or not accepted.is_new or self._closing:
                 queued_bytes.leave(operation.owner, operation.size_bytes)
         if accepted.is_new and not self._closing:
-            await self._start(replace(operation, request_id=accepted.request_id))
+            self._queue(
+                self._lanes.setdefault(operation.lane, lane), replace(operation, request_id=accepted.request_id)
+            )
         return accepted.request_id
 
-    async def _start(self, operation: Operation) -> None:
-        if operation.operation_kind == "unload_model":
-            self._start_unload(operation)
-        else:
-            self._queue(await self._lane(operation), operation)
+    async def _submit_unload(self, operation: Operation) -> str:
+        accepted = await self._futures.enqueue(operation)
+        if accepted.is_new and not self._closing:
+            self._start_unload(replace(operation, request_id=accepted.request_id))
+        return accepted.request_id
 
     async def _submit_sample(self, operation: Operation, num_samples: int) -> str:
         self._admission.enter_sample(operation.owner, num_samples, operation.size_bytes)
@@ -153,9 +158,9 @@ class Scheduler:
 
     def is_settled(self, model_id: str) -> bool:
         """Whether what has been done to a model is stored, and nothing is under way: the rest waits or is to come."""
-        return model_id not in self._cut_off and not (
-            self._runner.has_begun(model_id) or self._futures.has_unstored(model_id)
-        )
+        lane = self._lanes.get(model_id)
+        driven = lane is not None and lane.driver is not None and not lane.driver.done()
+        return model_id not in self._cut_off and not driven and not self._futures.has_unstored(model_id)
 
     def forget(self, model_id: str) -> None:
         """A model is gone for good: drop what is kept of its numbers, unless something has just arrived."""
@@ -172,14 +177,12 @@ class Scheduler:
         self._closing = True
         for lane in self._lanes.values():
             lane.arrived.set()
-        drivers: dict[asyncio.Task[Any], str] = {
-            lane.driver: model_id
-            for model_id, lane in self._lanes.items()
-            if lane.driver is not None and not lane.driver.done()
-        }
-        for driver, model_id in drivers.items():
-            if not self._runner.has_begun(model_id):
-                driver.cancel()
+        drivers: dict[asyncio.Task[Any], str] = {}
+        for model_id, lane in self._lanes.items():
+            if lane.driver is not None and not lane.driver.done():
+                drivers[lane.driver] = model_id
+                if lane.running is None or self._runner.last_turn(lane.running.owner, model_id) == lane.last_turn:
+                    lane.driver.cancel()  # it waits, and has changed nothing
         samples = {task for _, task in self._samples.values()}
         running = {*drivers, *samples, *self._unloads}
         if not running:
@@ -221,8 +224,10 @@ class Scheduler:
                     async with asyncio.timeout(wait_s):
                         await lane.arrived.wait()
                 continue
-            operation = lane.take()
+            operation = lane.running = lane.take()
+            lane.last_turn = self._runner.last_turn(operation.owner, operation.lane)
             lane.note(operation, await self._run(operation, lane.missing))
+            lane.running = None
 
     def _start_sample(self, operation: Operation, num_samples: int) -> None:
         task = asyncio.create_task(self._carry_out(operation, ""), name=f"sample {operation.request_id}")
@@ -241,7 +246,7 @@ class Scheduler:
         async def unload() -> None:
             if lane is not None and lane.driver is not None:
                 await asyncio.wait([lane.driver])
-            await self._run(operation, "")
+            await self._carry_out(operation, "")
 
         task = asyncio.create_task(unload(), name=f"unload {operation.lane}")
         self._unloads.add(task)
