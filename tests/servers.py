@@ -55,9 +55,9 @@ class Server:
         assert re.search(re.escape(self.base_url), line), f"no URL but {line!r}; log:\n{self.log.read_text()[-4000:]}"
         return self
 
-    def stop(self) -> int:
-        """Ctrl-C; returns the exit code."""
-        self.process.send_signal(signal.SIGINT)
+    def stop(self, by: signal.Signals = signal.SIGINT) -> int:
+        """Ctrl-C, or another signal; returns the exit code."""
+        self.process.send_signal(by)
         code = self.process.wait(60)
         self.process.stdout.close()
         return code
