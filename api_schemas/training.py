@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from api_schemas.base import Request, Response
 from api_schemas.fields import BaseModelName, ClientMetadata, ModelId, ModelSeqId, SeqId, SessionId
@@ -17,6 +17,23 @@ class LoraConfig(Request):
     """Rank of the adapter."""
     seed: int | None = None
     """Seed of the initial weights; absent: drawn by the server."""
+    train_unembed: bool = True
+    """Whether the adapter covers the unembedding."""
+    train_mlp: bool = True
+    """Whether the adapter covers the MLPs."""
+    train_attn: bool = True
+    """Whether the adapter covers attention."""
+
+
+class Trainable(BaseModel):
+    """What a model trains, as it is stored and as a trainer makes it: a LoraConfig whose seed is drawn."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    rank: int
+    """Rank of the adapter."""
+    seed: int
+    """Seed of the initial weights, from 0 to 2^63 - 1."""
     train_unembed: bool = True
     """Whether the adapter covers the unembedding."""
     train_mlp: bool = True

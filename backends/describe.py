@@ -34,9 +34,9 @@ class LocalModel:
     max_images: int
     placement: Placement
 
-    def check_sample(self, request: SampleRequest) -> None:
+    def check_sample(self, request: SampleRequest) -> int:
         """As the protocol says."""
-        check_sample(self.renderer, request, self.info.max_context_length, self.max_images)
+        return check_sample(self.renderer, request, self.info.max_context_length, self.max_images)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from api_schemas.training import (
     AdamParams,
     ForwardBackwardInput,
     ForwardBackwardOutput,
-    LoraConfig,
     OptimStepResponse,
+    Trainable,
 )
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -54,7 +54,7 @@ class BaseModelInfo:
 class Trainer(Protocol):
     """LoRA models on one frozen base. Every method raises InvalidInput, ModelLost or BackendFailed."""
 
-    async def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    async def create_model(self, model_id: str, lora: Trainable) -> None:
         """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. InvalidInput for a bad rank."""
 
     async def delete_model(self, model_id: str) -> None:
@@ -83,7 +83,7 @@ class Trainer(Protocol):
     async def suspend(self, model_id: str, directory: Path) -> None:
         """Write the whole model, its accumulated gradient too, into `directory`, then drop it from memory."""
 
-    async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+    async def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
         """Make the model that suspend wrote, as it was."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
@@ -162,8 +162,11 @@ class BaseModel(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
-    def check_sample(self, request: SampleRequest) -> None:
-        """Raises InvalidInput for what can be told without computing: ids, images, lengths, parameters."""
+    def check_sample(self, request: SampleRequest) -> int:
+        """The prompt's length in tokens, images expanded.
+
+        Raises InvalidInput for what can be told without computing: ids, images, lengths, parameters.
+        """
 
 
 class Backend(Protocol):

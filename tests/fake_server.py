@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -33,10 +34,12 @@ class Running:
         *,
         around: Callable[[ASGIApp], ASGIApp] | None = None,
         backend: FakeBackend | None = None,
+        clock: Callable[[], float] = time.time,
         **settings: Any,
     ) -> None:
         self.backend = backend or FakeBackend()
         self._around = around
+        self._clock = clock
         values = {"poll_hold_s": HOLD_S, "gap_grace_s": 0.5, "max_body_bytes": 1 << 20, "drain_s": 1} | settings
         self.settings = Settings(data_dir=data_dir, **values)
         self._listening = threading.Event()
@@ -50,7 +53,7 @@ class Running:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        app = self.app = create_app(self.settings, self.backend)
+        app = self.app = create_app(self.settings, self.backend, self._clock)
         async with app.router.lifespan_context(app):
             front: Any = app if self._around is None else self._around(app)
             self._server = Server(front, app.state.services.drain, self._listening.set)

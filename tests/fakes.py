@@ -14,8 +14,8 @@ from api_schemas.training import (
     AdamParams,
     ForwardBackwardInput,
     ForwardBackwardOutput,
-    LoraConfig,
     OptimStepResponse,
+    Trainable,
 )
 from backends.protocol import BaseModelInfo, InvalidInput, ModelLost, SamplingTask
 from backends.sampler.checks import check_support
@@ -43,7 +43,7 @@ class FakeTrainer:
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
         """Per loss: a forward_backward waits here."""
 
-    async def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    async def create_model(self, model_id: str, lora: Trainable) -> None:
         if lora.rank > 64:
             raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
         self.steps[model_id] = 0
@@ -108,7 +108,7 @@ class FakeTrainer:
         (directory / "gradient").write_text(json.dumps(self.gradients[model_id]))
         del self.steps[model_id]
 
-    async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+    async def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
         await self.create_model(model_id, lora)
         await self.load_state(model_id, directory, with_optimizer=True)
         self.gradients[model_id] = json.loads((directory / "gradient").read_text())
@@ -161,10 +161,11 @@ class FakeBaseModel:
         self.trainer = FakeTrainer()
         self.sampler = FakeSampler()
 
-    def check_sample(self, request: SampleRequest) -> None:
+    def check_sample(self, request: SampleRequest) -> int:
         if not request.prompt.chunks:
             raise InvalidInput("the prompt is empty")
         check_support(request)
+        return sum(len(chunk.tokens) if isinstance(chunk, EncodedTextChunk) else 4 for chunk in request.prompt.chunks)
 
 
 class FakeBackend:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.protocol import SamplingTask
 from backends.rendering import Renderer
@@ -80,7 +80,7 @@ class Reference:
     def save(self, name: str, rank: int, directory: Path) -> Path:
         """As the trainer saves it for a sampler."""
         tensors = self.tensors(name)
-        write_directory(directory, lambda at: write_adapter(at, tensors, LoraConfig(rank=rank), "base"))
+        write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=rank, seed=0), "base"))
         return directory
 
     def logprobs_TV(

@@ -27,8 +27,8 @@ from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings
 from tinker_server.store.operations import Operation
+from tinker_server.store.records import SamplingSession
 from tinker_server.store.results import Result
-from tinker_server.store.tables import SamplingSession
 from tinker_server.web.deps import Services
 
 GRACE_S = 0.3

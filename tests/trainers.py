@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from api_schemas.inputs import Datum
-from api_schemas.training import AdamParams, LoraConfig
+from api_schemas.training import AdamParams, Trainable
 from backends.rendering import Renderer
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 
-LORA = LoraConfig(rank=8, seed=1)
+LORA = Trainable(rank=8, seed=1)
 # Adam's first step is nearly the sign of the gradient, which blows rounding up; a large eps makes it
 # nearly the gradient itself.
 SMOOTH = AdamParams(learning_rate=0.1, eps=1.0)

@@ -1,9 +1,8 @@
 """The application: builds everything in its lifespan, in the order it depends on each other."""
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -26,19 +25,22 @@ from tinker_server.routes import (
     weights,
 )
 from tinker_server.scheduling.admission import Admission
-from tinker_server.scheduling.housekeeping import Reaper
+from tinker_server.scheduling.housekeeping import Housekeeper, Periods, Stores
 from tinker_server.scheduling.model_operations import ModelOperations
 from tinker_server.scheduling.operations import Executors, OperationRunner
 from tinker_server.scheduling.sampling import Sampling
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.settings import Settings
+from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
+from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures import FutureStore
-from tinker_server.store.runs import CheckpointStore, RunStore
-from tinker_server.store.sessions import SamplerStore, SessionStore
-from tinker_server.store.usage import AuditStore, UsageStore
+from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore, UnnamedLimits
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi
 from tinker_server.web.callers import caller
 from tinker_server.web.deps import Services
@@ -49,22 +51,24 @@ from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.saving import Saving
 
-log = logging.getLogger(__name__)
-HOUSEKEEPING_S = 60.0
+HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
 RECENT_RESULTS_BYTES = 64 << 20
 """Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
 """An owner's samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
 QUEUED_BODIES = 4
-"""An owner\'s training requests that wait are bound to so many of the largest bodies; beyond it, 429."""
+"""An owner's training requests that wait are bound to so many of the largest bodies; beyond it, 429."""
 
 
-def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
-    """The server; without a `backend`, the one that the settings describe is made and loaded."""
+def create_app(settings: Settings, backend: Backend | None = None, clock: Callable[[], float] = time.time) -> FastAPI:
+    """The server; without a `backend`, the one that the settings describe is made and loaded.
+
+    `clock` says how old things are, in Unix seconds.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with serving(settings, backend) as app.state.services:
+        async with serving(settings, backend, clock) as app.state.services:
             yield
 
     app = FastAPI(title="tinker-server", lifespan=lifespan)
@@ -82,7 +86,9 @@ def create_app(settings: Settings, backend: Backend | None = None) -> FastAPI:
 
 
 @asynccontextmanager
-async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[Services]:
+async def serving(
+    settings: Settings, backend: Backend | None, clock: Callable[[], float] = time.time
+) -> AsyncIterator[Services]:
     """All services, from an open database and loaded models to the end of the last child process.
 
     Raises StartFailed, BackendFailed.
@@ -95,7 +101,7 @@ async def serving(settings: Settings, backend: Backend | None) -> AsyncIterator[
         backend = backend or _described_backend(settings)
         stack.push_async_callback(backend.stop)
         await backend.start()
-        services = build_services(settings, db, backend)
+        services = build_services(settings, db, backend, clock)
         stack.callback(services.archives.close)
         await stack.enter_async_context(working(services))
         yield services
@@ -107,9 +113,9 @@ def _described_backend(settings: Settings) -> Backend:
     return create_backend(settings.resolved_backend())
 
 
-def build_services(settings: Settings, db: Database, backend: Backend) -> Services:
+def build_services(settings: Settings, db: Database, backend: Backend, clock: Callable[[], float]) -> Services:
     """The services on an open database and loaded models; nothing runs yet."""
-    storage = Storage(settings.data_dir)
+    storage = Storage(settings.data_dir, db)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
     models = Models(backend.models, runs, storage)
@@ -126,6 +132,8 @@ def build_services(settings: Settings, db: Database, backend: Backend) -> Servic
         BODIES_IN_FLIGHT * settings.max_body_bytes,
         QUEUED_BODIES * settings.max_body_bytes,
     )
+    scheduler = Scheduler(futures, OperationRunner(executors), admission, settings.gap_grace_s)
+    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, storage)
     return Services(
         settings=settings,
         keys=keys,
@@ -135,7 +143,8 @@ def build_services(settings: Settings, db: Database, backend: Backend) -> Servic
         checkpoints=checkpoints,
         samplers=samplers,
         futures=futures,
-        scheduler=Scheduler(futures, OperationRunner(executors), admission, settings.gap_grace_s),
+        scheduler=scheduler,
+        housekeeper=Housekeeper(stores, models, scheduler, _periods(settings), clock),
         catalog=Catalog(db),
         usage=usage,
         audit=audit,
@@ -146,42 +155,30 @@ def build_services(settings: Settings, db: Database, backend: Backend) -> Servic
     )
 
 
+def _periods(settings: Settings) -> Periods:
+    limits = UnnamedLimits(
+        kept_s=settings.unnamed_kept_s,
+        silent_s=DAY_S,
+        per_model=settings.unnamed_per_model,
+        bytes_per_owner=settings.unnamed_bytes_per_owner,
+    )
+    every_s = min(HOUSEKEEPING_S, settings.session_timeout_s / 4, settings.unnamed_kept_s / 4)
+    return Periods(every_s, settings.session_timeout_s, settings.results_kept_s, limits)
+
+
 @asynccontextmanager
 async def working(services: Services) -> AsyncIterator[None]:
     """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
         await services.runs.forget_unanswered({one.lane for one in unfinished if one.seq_id == 0})
-        await services.runs.mark_all_lost()
+        await services.runs.mark_all_lost(services.storage.holds)
+        await services.storage.delete_half_written()
         stack.push_async_callback(services.sessions.save_heartbeats)
         stack.push_async_callback(services.usage.save)
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)
         await services.scheduler.resume(unfinished)
-        reaper = Reaper(
-            services.sessions,
-            services.runs,
-            services.samplers,
-            services.models,
-            services.scheduler,
-            services.storage,
-            services.settings.session_timeout_s,
-        )
-        housekeeping = asyncio.create_task(keep_house(services, reaper), name="housekeeping")
+        housekeeping = asyncio.create_task(services.housekeeper.run(), name="housekeeping")
         stack.callback(housekeeping.cancel)
         yield
-
-
-async def keep_house(services: Services, reaper: Reaper) -> None:
-    """What is done from time to time: heartbeats written, what is expired or left behind deleted."""
-    while True:
-        await asyncio.sleep(min(HOUSEKEEPING_S, services.settings.session_timeout_s / 4))
-        try:
-            now = time.time()
-            await reaper.sweep(now)
-            await services.usage.save()
-            await services.futures.expire(now - services.settings.results_kept_s)
-            for directory in await services.checkpoints.take_expired(now):
-                await services.storage.delete(directory)
-        except Exception:  # the server must not stop for it
-            log.exception("housekeeping failed, and will be tried again")

@@ -9,7 +9,7 @@ TinkerServerError
 ├── ResultTooLarge, GradientIncomplete 400: only in futures
 ├── Busy 429: for what an owner may have waiting at once; its clients wait and try again
 ├── Cancelled 410: only in futures of samples
-└── ShuttingDown 503
+└── DatabaseUnavailable, ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
 """
@@ -158,6 +158,12 @@ class Cancelled(TinkerServerError):
     """The client cancelled the operation."""
 
     status, category = 410, "user"
+
+
+class DatabaseUnavailable(TinkerServerError):
+    """The database does not answer; the same request succeeds once it does."""
+
+    status = 503
 
 
 class ShuttingDown(TinkerServerError):

@@ -3,24 +3,12 @@
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from api_schemas.training import LoraConfig
 from backends.protocol import BaseModel, ModelLost, Trainer
 from tinker_server.errors import LostModel, UnknownBaseModel
 from tinker_server.store.directories import Storage
+from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
-from tinker_server.store.tables import Checkpoint, TrainingRun
 from tinker_server.turns import FairTurns
-
-
-def lora_of(row: TrainingRun | Checkpoint) -> LoraConfig:
-    """The shape of a model's adapter."""
-    return LoraConfig(
-        rank=row.lora_rank,
-        seed=row.lora_seed,
-        train_unembed=row.train_unembed,
-        train_mlp=row.train_mlp,
-        train_attn=row.train_attn,
-    )
 
 
 class Models:
@@ -50,36 +38,48 @@ class Models:
         """A number that changes when a trainer begins to work for a model."""
         return max((turns.last_turn(owner, model_id) for turns in self._turns.values()), default=0)
 
-    async def suspend(self, run: TrainingRun) -> None:
-        """Move a model from memory to disk. Nothing happens where it is not in memory."""
-        async with self.turn(run.base_model, run.owner, run.model_id) as trainer:
+    async def suspend(self, model_id: str) -> None:
+        """Move a model from memory to disk. Nothing happens where it is not in memory.
+
+        The run names its snapshot before there is one, and the snapshot appears whole: whatever fails or crashes after
+        that, the model is found again. Raises BackendFailed, DatabaseUnavailable.
+        """
+        run = await self._runs.get(model_id)
+        async with self.turn(run.base_model, run.owner, model_id) as trainer:
+            run = await self._runs.get(model_id)
             if run.status != "active":
                 return
-            snapshot = self._storage.fresh(run.model_id, "suspended", "model")
-            try:
-                await trainer.suspend(run.model_id, self._storage.path(snapshot))
-            except ModelLost:
-                await self._runs.mark_lost(run.model_id)
-                return
-            await self._runs.mark_suspended(run.model_id, snapshot)
+            if not self._is_on_disk(run):
+                snapshot = await self._storage.reserve(model_id, "suspended", "model")
+                await self._runs.set_snapshot(model_id, snapshot)
+                try:
+                    await trainer.suspend(model_id, self._storage.path(snapshot))
+                except ModelLost:
+                    await self._runs.mark_lost(model_id)
+                    return
+            await self._runs.mark_suspended(model_id)
 
-    async def drop(self, run: TrainingRun) -> None:
+    async def drop(self, model_id: str) -> None:
         """Forget a model, in memory and on disk. Its checkpoints stay."""
-        async with self.turn(run.base_model, run.owner, run.model_id) as trainer:
-            await trainer.delete_model(run.model_id)
-            snapshot = run.snapshot
-            await self._runs.mark_lost(run.model_id)
+        run = await self._runs.get(model_id)
+        async with self.turn(run.base_model, run.owner, model_id) as trainer:
+            await trainer.delete_model(model_id)
+            snapshot = (await self._runs.get(model_id)).snapshot
+            await self._runs.mark_lost(model_id)
         if snapshot is not None:
             await self._storage.delete(snapshot)
 
-    async def _resume(self, run: TrainingRun, trainer: Trainer) -> None:
-        snapshot = run.snapshot
-        assert snapshot is not None, "a suspended model has a snapshot"
-        if not self._storage.holds(snapshot):
+    def _is_on_disk(self, run: TrainingRun) -> bool:
+        """Also where the database could not be told so."""
+        return run.snapshot is not None and self._storage.holds(run.snapshot)
+
+    async def _resume(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
+        if run.snapshot is None or not self._is_on_disk(run):
             raise ModelLost("its snapshot was deleted")
-        await trainer.resume(run.model_id, lora_of(run), self._storage.path(snapshot))
+        await trainer.resume(run.model_id, run.trainable, self._storage.path(run.snapshot))
         await self._runs.mark_active(run.model_id)
-        await self._storage.delete(snapshot)
+        await self._storage.delete(run.snapshot)
+        return await self._runs.get(run.model_id)
 
     @asynccontextmanager
     async def training(self, model_id: str) -> AsyncIterator[tuple[TrainingRun, Trainer]]:
@@ -88,12 +88,13 @@ class Models:
         Raises UnknownModel, LostModel, UnknownBaseModel.
         """
         run = await self._runs.get(model_id)
-        async with self.turn(run.base_model, run.owner, run.model_id) as trainer:
+        async with self.turn(run.base_model, run.owner, model_id) as trainer:
+            run = await self._runs.get(model_id)  # it may have been suspended or lost meanwhile
             try:
                 if run.status == "lost":
                     raise ModelLost("it was unloaded, or the process that held it has ended")
-                if run.status == "suspended":
-                    await self._resume(run, trainer)
+                if run.status == "suspended" or self._is_on_disk(run):
+                    run = await self._resume(run, trainer)
                 yield run, trainer
             except ModelLost as error:
                 if run.status != "lost":

@@ -37,6 +37,12 @@ class Settings(BaseSettings):
     """How long results can be fetched; later polls are answered 410."""
     session_timeout_s: float = Field(default=900, ge=1)
     """How long a session may go without a heartbeat before its models are moved from memory to disk."""
+    unnamed_kept_s: float = Field(default=6 * 3600, gt=0)
+    """How long sampler weights without a name are kept after they were sampled from last."""
+    unnamed_per_model: int = Field(default=100, ge=1)
+    """Sets of sampler weights without a name that are kept of one model, beside those used in the last 10 minutes."""
+    unnamed_bytes_per_owner: int = Field(default=50 << 30, ge=0)
+    """Sampler weights without a name that are kept of one owner, beside those used in the last 10 minutes."""
     drain_s: float = Field(default=5, ge=0)
     """How long running work may go on when the server is told to stop; `docker stop` kills after 10 s."""
 

@@ -15,8 +15,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """The engine's own limits; it would take a lower one for the lowest without a word."""
 
 
-def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> None:
-    """Raises InvalidInput naming the field and what is allowed."""
+def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> int:
+    """The prompt's length in tokens. Raises InvalidInput naming the field and what is allowed."""
     check_support(request)
     num_images = sum(isinstance(chunk, ImageChunk) for chunk in request.prompt.chunks)
     if num_images > max_images:
@@ -34,6 +34,7 @@ def check_sample(renderer: Renderer, request: SampleRequest, max_context_length:
     _check_suffix(request, length)
     if request.target_prompt_logprobs is not None:
         _check_targets(request.target_prompt_logprobs, length, renderer.vocab_size)
+    return length
 
 
 def check_support(request: SampleRequest) -> None:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.files import written_aside
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.lora import ALPHA
@@ -32,7 +32,7 @@ def write_directory(directory: Path, write: Callable[[Path], None]) -> None:
         write(aside)
 
 
-def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base_model: str) -> None:
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: Trainable, base_model: str) -> None:
     """The two files that PEFT and vLLM load."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_FILE)
     peft_config = {

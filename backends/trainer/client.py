@@ -13,8 +13,8 @@ from api_schemas.training import (
     AdamParams,
     ForwardBackwardInput,
     ForwardBackwardOutput,
-    LoraConfig,
     OptimStepResponse,
+    Trainable,
 )
 from backends.children import Child, Command
 from backends.launcher import launch_trainer
@@ -59,10 +59,10 @@ class TrainerClient:
         self._models.clear()
         await asyncio.gather(*(rank.stop() for rank in ranks))
 
-    async def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    async def create_model(self, model_id: str, lora: Trainable) -> None:
         await self._add(commands.CreateModel(model_id, lora))
 
-    async def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+    async def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
         await self._add(commands.Resume(model_id, lora, directory))
 
     async def _add(self, command: commands.CreateModel | commands.Resume) -> None:

@@ -8,8 +8,8 @@ from api_schemas.training import (
     AdamParams,
     ForwardBackwardInput,
     ForwardBackwardOutput,
-    LoraConfig,
     OptimStepResponse,
+    Trainable,
 )
 from backends.children import Command
 
@@ -45,7 +45,7 @@ class CreateModel(Command[None]):
     """`protocol.Trainer.create_model`."""
 
     model_id: str
-    lora: LoraConfig
+    lora: Trainable
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Resume(Command[None]):
     """`protocol.Trainer.resume`."""
 
     model_id: str
-    lora: LoraConfig
+    lora: Trainable
     directory: Path
 
 

@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer, LoraModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
 from backends.protocol import InvalidInput
 
@@ -29,7 +29,7 @@ class Adapter:
     """One adapter's tensors, by their name in a PEFT file."""
 
     name: str
-    config: LoraConfig
+    config: Trainable
     tensors: dict[str, nn.Parameter]
 
     @property
@@ -49,7 +49,7 @@ class Adapters:
         self._layers: list[tuple[str, LoraLayer]] = []
         self._selected: str | None = None
 
-    def create(self, name: str, config: LoraConfig) -> Adapter:
+    def create(self, name: str, config: Trainable) -> Adapter:
         """A fresh adapter: A uniform as nn.Linear, drawn from `config.seed` in float32, and B zero.
 
         The same seed gives the same tensors on every device and rank.

@@ -21,8 +21,8 @@ from api_schemas.training import (
     AdamParams,
     ForwardBackwardInput,
     ForwardBackwardOutput,
-    LoraConfig,
     OptimStepResponse,
+    Trainable,
 )
 from backends.families.family import Family
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
@@ -78,7 +78,7 @@ class TrainerRank:
 
     # ---- models
 
-    def create_model(self, model_id: str, lora: LoraConfig) -> None:
+    def create_model(self, model_id: str, lora: Trainable) -> None:
         self.delete_model(model_id)
         adapter = self._adapters.create(f"adapter{next(self._adapter_numbers)}", lora)
         # The learning rate and all else come with every optim_step.
@@ -251,7 +251,7 @@ class TrainerRank:
         self._write(directory, write)
         self.delete_model(model_id)
 
-    def resume(self, model_id: str, lora: LoraConfig, directory: Path) -> None:
+    def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
         gradient, state = checkpoint.read_gradient(directory)
         self.create_model(model_id, lora)
         try:

@@ -122,15 +122,15 @@ def test_100_a_ttl_is_set_cleared_and_real(
         rest.set_checkpoint_ttl_from_tinker_path(path + "b", None).result()
 
 
-def test_100_what_has_expired_is_removed_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_server.app.HOUSEKEEPING_S", 0.05)
-    running = Running(tmp_path)
+def test_100_what_has_expired_is_removed_from_the_disk(tmp_path: Path) -> None:
+    shift_s = [0.0]
+    running = Running(tmp_path, session_timeout_s=1, clock=lambda: time.time() + shift_s[0])
     try:
         model_id = running.model()
         for seq_id, fields in enumerate(({"path": "short", "ttl_seconds": 3600}, {"path": "long"}), start=1):
             running.result(running.post("/save_weights", model_id=model_id, seq_id=seq_id, **fields))
         assert len(list(tmp_path.glob("checkpoints/*/weights/*"))) == 2
-        monkeypatch.setattr("time.time", lambda now=time.time: now() + 3700)
+        shift_s[0] = 3700
         deadline = time.monotonic() + 10
         while len(left := list(tmp_path.glob("checkpoints/*/weights/*"))) > 1 and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -14,7 +14,6 @@ import tinker
 from tinker import types
 
 from tests.fake_server import Running, datum
-from tinker_server.scheduling import housekeeping
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 TIMEOUT_S = 1.0
@@ -27,8 +26,9 @@ time.sleep(60)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Running]:
-    running = Running(tmp_path, session_timeout_s=TIMEOUT_S)
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """With settings as parameters."""
+    running = Running(tmp_path, session_timeout_s=TIMEOUT_S, **getattr(request, "param", {}))
     yield running
     running.stop()
 
@@ -104,8 +104,8 @@ def test_008_a_finished_session_takes_no_more_work_and_its_models_are_freed(serv
     until(lambda: model_id not in server.backend.tiny.trainer.steps)
 
 
-def test_085_unnamed_sampler_weights_go_when_nobody_uses_them(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping, "UNNAMED_KEPT_S", 1.5)
+@pytest.mark.parametrize("server", [{"unnamed_kept_s": 1.5}], indirect=True)
+def test_085_unnamed_sampler_weights_go_when_nobody_uses_them(server: Running) -> None:
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
     training = client.result()
     prompt, one = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
@@ -125,10 +125,8 @@ def test_085_unnamed_sampler_weights_go_when_nobody_uses_them(server: Running, m
     assert service.create_sampling_client(model_path=named).result().sample(prompt, 1, one).result().sequences
 
 
-def test_085_shared_inflight_weights_stay_while_one_session_uses_them(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(housekeeping, "UNNAMED_KEPT_S", 1.0)
+@pytest.mark.parametrize("server", [{"unnamed_kept_s": 1.0}], indirect=True)
+def test_085_shared_inflight_weights_stay_while_one_session_uses_them(server: Running) -> None:
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
     training = client.result()
     prompt, one = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
+from api_schemas.training import AdamParams, ForwardBackwardInput, Trainable
 from backends.protocol import InvalidInput, ModelLost
 from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import config
 
-LORA = LoraConfig(rank=8, seed=1)
+LORA = Trainable(rank=8, seed=1)
 ADAM = AdamParams(learning_rate=0.01)
 
 

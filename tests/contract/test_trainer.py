@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
-from api_schemas.training import AdamParams, ForwardBackwardInput, LoraConfig
+from api_schemas.training import AdamParams, ForwardBackwardInput, Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer
@@ -232,8 +232,8 @@ def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, re
         for seed, name in enumerate(("small", "large"))
     }
     loras = {
-        "small": LoraConfig(rank=4, seed=1, train_unembed=False),
-        "large": LoraConfig(rank=16, seed=2, train_attn=False),
+        "small": Trainable(rank=4, seed=1, train_unembed=False),
+        "large": Trainable(rank=16, seed=2, train_attn=False),
     }
 
     def run(names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
@@ -257,7 +257,7 @@ def test_a_dropped_model_leaves_the_others_as_they_are(rank, renderer):
     perturb(rank, "kept")
     item = datum(MIXED["one image"], renderer)
     before = rank.forward_backward("kept", cross_entropy([item]), False)
-    rank.create_model("dropped", LoraConfig(rank=4, seed=9))
+    rank.create_model("dropped", Trainable(rank=4, seed=9))
     rank.forward_backward("dropped", cross_entropy([item]), True)
     rank.delete_model("dropped")
     after = rank.forward_backward("kept", cross_entropy([item]), False)
@@ -267,7 +267,7 @@ def test_a_dropped_model_leaves_the_others_as_they_are(rank, renderer):
 def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(rank):
     drawn = []
     for seed in (5, 5, 6):
-        rank.create_model("m", LoraConfig(rank=4, seed=seed))
+        rank.create_model("m", Trainable(rank=4, seed=seed))
         drawn.append({name: tensor.detach().clone() for name, tensor in rank._models["m"].adapter.tensors.items()})
     assert_same(drawn[0], drawn[1], rtol=0)
     assert any((drawn[0][name] != drawn[2][name]).any() for name in drawn[0])
@@ -280,7 +280,7 @@ def test_the_flags_choose_the_modules(rank):
         ("train_unembed", {"lm_head"}),
     ):
         flags = {"train_attn": False, "train_mlp": False, "train_unembed": False, flag: True}
-        rank.create_model("m", LoraConfig(rank=2, seed=1, **flags))
+        rank.create_model("m", Trainable(rank=2, seed=1, **flags))
         names = rank._models["m"].adapter.tensors
         assert {name.split(".")[-3] for name in names} == modules
         assert not any("visual" in name for name in names)
@@ -289,7 +289,7 @@ def test_the_flags_choose_the_modules(rank):
 @pytest.mark.parametrize("rank_of_lora", [0, -3, 65])
 def test_a_rank_out_of_range_is_refused(rank, rank_of_lora):
     with pytest.raises(InvalidInput, match="1 to 64"):
-        rank.create_model("bad", LoraConfig(rank=rank_of_lora, seed=1))
+        rank.create_model("bad", Trainable(rank=rank_of_lora, seed=1))
 
 
 def test_forward_only_leaves_the_gradient_alone(rank, renderer):
@@ -337,10 +337,10 @@ def test_saved_state_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path
     rank.save_state("m", tmp_path / "state")
 
     other = trainer(tiny_vl)
-    other.create_model("n", LoraConfig(rank=8, seed=99))
+    other.create_model("n", Trainable(rank=8, seed=99))
     other.load_state("n", tmp_path / "state", True)
     fresh = trainer(tiny_vl)
-    fresh.create_model("n", LoraConfig(rank=8, seed=99))
+    fresh.create_model("n", Trainable(rank=8, seed=99))
     fresh.load_state("n", tmp_path / "state", False)
     for one, name in ((rank, "m"), (other, "n"), (fresh, "n")):
         one.forward_backward(name, data, True)
@@ -353,7 +353,7 @@ def test_saved_state_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path
 def test_a_checkpoint_of_another_rank_is_refused(rank, tmp_path):
     rank.create_model("m", LORA)
     rank.save_state("m", tmp_path / "state")
-    rank.create_model("n", LoraConfig(rank=4, seed=1))
+    rank.create_model("n", Trainable(rank=4, seed=1))
     with pytest.raises(InvalidInput, match="the LoRA ranks differ"):
         rank.load_state("n", tmp_path / "state", False)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from api_schemas.inputs import Datum
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import TrainerClient
 from backends.trainer.parallel import World
@@ -21,7 +21,7 @@ from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
 from tests.trainers import SMOOTH, assert_same, config, gradients, perturb
 
-LORA = LoraConfig(rank=8, seed=1)
+LORA = Trainable(rank=8, seed=1)
 SMALL, WIDE, TALL = image(64, 64, 1), image(160, 64, 2), image(64, 160, 3)
 BATCH = {
     **MIXED,
@@ -113,7 +113,7 @@ def test_features_do_not_depend_on_the_adapter(keeping, forgetting, data):
     """Nothing before or in the tower is trained, so a step, or another model, leaves them valid."""
     run(keeping, data)
     for rank in (keeping, forgetting):
-        rank.create_model("other", LoraConfig(rank=16, seed=5))
+        rank.create_model("other", Trainable(rank=16, seed=5))
         rank.forward_backward("other", cross_entropy(data), True)
         rank.optim_step("other", SMOOTH)
     outputs = [rank.forward_backward("other", cross_entropy(data), False) for rank in (keeping, forgetting)]

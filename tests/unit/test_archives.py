@@ -4,11 +4,12 @@ import asyncio
 import os
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
 from tinker_server.weights.archives import Archives
 
@@ -16,10 +17,18 @@ DIRECTORY = "checkpoints/run/weights/a~1"
 
 
 @pytest.fixture
-def archives(tmp_path: Path) -> Iterator[Archives]:
+async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
+    db = Database(f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+    await db.migrate()
+    yield Storage(tmp_path, db)
+    await db.close()
+
+
+@pytest.fixture
+def archives(storage: Storage, tmp_path: Path) -> Iterator[Archives]:
     (tmp_path / DIRECTORY).mkdir(parents=True)
     (tmp_path / DIRECTORY / "file").write_bytes(os.urandom(20_000_000))
-    archives = Archives(Storage(tmp_path))
+    archives = Archives(storage)
     yield archives
     archives.close()
 
@@ -58,10 +67,12 @@ async def test_who_goes_away_does_not_stop_the_packing_for_others(archives: Arch
     assert (await second).exists()
 
 
-async def test_no_archive_stays_of_weights_that_were_deleted_meanwhile(archives: Archives, tmp_path: Path) -> None:
+async def test_no_archive_stays_of_weights_that_were_deleted_meanwhile(
+    archives: Archives, storage: Storage, tmp_path: Path
+) -> None:
     asked = asyncio.create_task(archives.get(DIRECTORY))
     await begun(tmp_path)
-    await Storage(tmp_path).delete(DIRECTORY)
+    await storage.delete(DIRECTORY)
     with pytest.raises(FileNotFoundError):
         await asked
     assert not packed(tmp_path)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.families.lora_names import decoder_modules
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from backends.trainer import checkpoint
@@ -50,7 +50,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     source, auto = (tiny_vl, AutoModelForImageTextToText) if kind == "vl" else (tiny_text, AutoModelForCausalLM)
     model = auto.from_pretrained(source)
     text = model.config.get_text_config()
-    adapter = Adapters(model, decoder_modules(model), max_rank=8).create("a", LoraConfig(rank=RANK, seed=1))
+    adapter = Adapters(model, decoder_modules(model), max_rank=8).create("a", Trainable(rank=RANK, seed=1))
     with torch.no_grad():
         for number, tensor in enumerate(adapter.parameters):
             tensor.add_(number)

@@ -176,7 +176,7 @@ async def test_a_model_is_created_from_a_checkpoint(client: Client) -> None:
     assert client.trainer.steps == {f"{client.session_id}:train:{n}": steps for n, steps in enumerate([1, 1, 0])}
     run = await client.services.runs.get(f"{client.session_id}:train:1")
     first = await client.services.runs.get(client.model_id)
-    assert (run.lora_rank, run.lora_seed) == (8, first.lora_seed)
+    assert (run.trainable.rank, run.trainable.seed) == (8, first.trainable.seed)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, event
 
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
+from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import (
     BadRequest,
@@ -28,14 +29,17 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.store.catalog import Catalog
+from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures import TOMBSTONES_KEPT_S, FutureStore
 from tinker_server.store.operations import Accepted, Operation
+from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
 from tinker_server.store.results import Result
-from tinker_server.store.runs import CheckpointStore, RunStore
-from tinker_server.store.sessions import SamplerStore, SessionStore
-from tinker_server.store.tables import Checkpoint, SamplingSession, Table, TrainingRun
+from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.tables import Table
 
 OWNER = "alice"
 
@@ -262,11 +266,7 @@ def run(session_id: str, number: int = 0) -> TrainingRun:
         session_id=session_id,
         model_seq_id=number,
         base_model="tiny",
-        lora_rank=8,
-        lora_seed=2**62,
-        train_unembed=True,
-        train_mlp=True,
-        train_attn=False,
+        trainable=Trainable(rank=8, seed=2**62, train_attn=False),
         user_metadata={"k": "v"},
         optimizer_config={"type": "adamw"},
         status="active",
@@ -278,9 +278,9 @@ async def test_runs_are_lost_after_a_restart_and_known_still(db: Database) -> No
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     await RunStore(db).add(run(session_id))
     store = RunStore(db)
-    await store.mark_all_lost()
+    await store.mark_all_lost(lambda _: False)
     found = await store.require(f"{session_id}:train:0", OWNER)
-    assert (found.status, found.lora_seed, found.train_attn) == ("lost", 2**62, False)
+    assert (found.status, found.trainable.seed, found.trainable.train_attn) == ("lost", 2**62, False)
     with pytest.raises(UnknownModel):
         await store.require("other", OWNER)
 
@@ -294,11 +294,7 @@ def checkpoint(directory: str, expires_at: float | None = None) -> Checkpoint:
         name="a",
         directory=directory,
         base_model="tiny",
-        lora_rank=8,
-        lora_seed=1,
-        train_unembed=True,
-        train_mlp=True,
-        train_attn=True,
+        trainable=Trainable(rank=8, seed=1),
         size_bytes=2**40,
         created_at=1.0,
         expires_at=expires_at,
@@ -342,6 +338,7 @@ async def test_a_sampling_session_never_stands_for_other_weights(db: Database) -
     def sampler(number: int, directory: str | None, model_path: str | None = None) -> SamplingSession:
         return SamplingSession(
             sampling_session_id=f"{session_id}:sample:{number}",
+            owner=OWNER,
             session_id=session_id,
             base_model="tiny",
             model_path=model_path,
@@ -369,13 +366,15 @@ async def test_a_place_has_one_model_or_copy(db: Database) -> None:
     assert await CheckpointStore(db).find(TinkerPath("run", "weights", "a")) is None
 
 
-def test_directories_are_never_used_twice_and_stay_inside(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
-    first, second = (storage.fresh("s:train:0", "weights", "a") for _ in range(2))
-    assert first != second and first.startswith("checkpoints/s:train:0/weights/a~")
+async def test_directories_are_never_used_twice_and_stay_inside(db: Database, tmp_path: Path) -> None:
+    storage = Storage(tmp_path, db)
+    name = ("s:train:0", "weights", "a")
+    async with storage.writing(*name) as first, storage.writing(*name) as second:
+        assert first != second and first.startswith("checkpoints/s:train:0/weights/a~")
     for part in ("..", "a/b", "", ".hidden", "/etc"):
         with pytest.raises(ValueError, match="cannot be part of a directory"):
-            storage.fresh(part, "weights", "a")
+            async with storage.writing(part, "weights", "a"):
+                pass
 
 
 def test_a_data_directory_has_one_server(tmp_path: Path) -> None:

@@ -80,20 +80,24 @@ async def get_usage(
     start, end = _utc(starting_on), _utc(ending_before)
     if end <= start:
         raise BadRequest("ending_before is not after starting_on")
-    rows = await usage.between(caller, start.timestamp(), end.timestamp())
+    amounts = await usage.between(caller, start.timestamp(), end.timestamp())
     events = [
         UsageEvent(
-            bucket_start=from_unix(row.hour),
-            bucket_end=from_unix(row.hour + HOUR_S),
-            base_model=row.base_model,
+            bucket_start=from_unix(used.hour),
+            bucket_end=from_unix(used.hour + HOUR_S),
+            base_model=used.base_model,
             user_id=caller,
-            session_id=row.session_id,
-            project_id=session.project_id or DEFAULT_PROJECT,
-            event_info=_event_info(row.kind, row.amount),
+            session_id=used.session_id,
+            project_id=(used.session and used.session.project_id) or DEFAULT_PROJECT,
+            event_info=_event_info(used.kind, used.amount),
         )
-        for row, session in rows
+        for used in amounts
     ]
-    sessions = {session.session_id: UsageSession(user_metadata=session.user_metadata) for _, session in rows}
+    sessions = {
+        used.session_id: UsageSession(user_metadata=used.session.user_metadata)
+        for used in amounts
+        if used.session is not None
+    }
     return UsageResponse(data=events, sessions=sessions)
 
 

@@ -31,8 +31,8 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.store.catalog import Page
-from tinker_server.store.runs import parse_path
-from tinker_server.store.tables import Checkpoint
+from tinker_server.store.checkpoints import parse_path
+from tinker_server.store.records import Checkpoint
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import (
     Audit,
@@ -175,10 +175,10 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, ca
     row = await checkpoints.require_readable(parse_path(request.tinker_path), {caller}, time.time())
     return WeightsInfoResponse(
         base_model=row.base_model,
-        lora_rank=row.lora_rank,
-        train_unembed=row.train_unembed,
-        train_mlp=row.train_mlp,
-        train_attn=row.train_attn,
+        lora_rank=row.trainable.rank,
+        train_unembed=row.trainable.train_unembed,
+        train_mlp=row.trainable.train_mlp,
+        train_attn=row.trainable.train_attn,
     )
 
 

@@ -40,7 +40,7 @@ def _info(record: RunRecord) -> TrainingRunInfo:
         training_run_id=record.run.model_id,
         base_model=record.run.base_model,
         model_owner=record.run.owner,
-        lora_rank=record.run.lora_rank,
+        lora_rank=record.run.trainable.rank,
         last_request_time=from_unix(record.last_request_at),
         last_checkpoint=None if last is None else checkpoint_info(last),
         last_sampler_checkpoint=None if last_sampler is None else checkpoint_info(last_sampler),

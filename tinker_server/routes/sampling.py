@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path
 
+from api_schemas import ids
 from api_schemas.futures import UntypedFuture
 from api_schemas.inputs import EncodedTextChunk
 from api_schemas.sampling import (
@@ -27,7 +28,7 @@ from tinker_server.errors import (
     UnknownSampler,
     UnknownSession,
 )
-from tinker_server.store.tables import SamplingSession
+from tinker_server.store.records import SamplingSession
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import Checkpoints, Samplers, SchedulerDep, ServedModels, Sessions
 from tinker_server.web.refusals import SUBMIT, refused
@@ -55,7 +56,7 @@ async def create_sampling_session(
     await sessions.require_open(request.session_id, caller)
     base_model, directory = await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
     sampler = SamplingSession(
-        sampling_session_id=f"{request.session_id}:sample:{request.sampling_session_seq_id}",
+        sampling_session_id=ids.sampling_session_id(request.session_id, request.sampling_session_seq_id),
         owner=caller,
         session_id=request.session_id,
         base_model=base_model,

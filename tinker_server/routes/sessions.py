@@ -23,7 +23,7 @@ from api_schemas.sessions import (
 )
 from tinker_server.errors import BadRequest, HeartbeatEnded, UnknownSession
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
-from tinker_server.store.tables import Session
+from tinker_server.store.records import Session
 from tinker_server.web.callers import AskedScope, Caller
 from tinker_server.web.deps import Audit, CatalogDep, Sessions
 from tinker_server.web.paging import ShortPage

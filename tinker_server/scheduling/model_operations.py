@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Set
 
+from api_schemas import ids
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import (
     AdamParams,
@@ -18,17 +19,18 @@ from api_schemas.training import (
     OptimizerConfig,
     OptimStepRequest,
     OptimStepResponse,
+    Trainable,
     UnloadModelRequest,
     UnloadModelResponse,
 )
 from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
 from tinker_server.auth.keys import Keys
 from tinker_server.errors import ModelIdTaken, Unsupported
-from tinker_server.models import Models, lora_of
-from tinker_server.scheduling.counting import count_training
+from tinker_server.models import Models
+from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
-from tinker_server.store.runs import CheckpointStore, RunStore, parse_path
-from tinker_server.store.tables import Checkpoint, TrainingRun
+from tinker_server.store.records import Checkpoint, TrainingRun
+from tinker_server.store.runs import RunStore
 from tinker_server.store.usage import UsageStore
 
 
@@ -63,7 +65,9 @@ class ModelOperations:
     async def _train(self, request: ForwardBackwardRequest, *, backward: bool) -> ForwardBackwardOutput:
         async with self._models.training(request.model_id) as (run, trainer):
             output = await trainer.forward_backward(request.model_id, request.forward_backward_input, backward=backward)
-        count_training(self._usage, run.session_id, run.base_model, output)
+        # Every position of every datum; images as many as they are expanded to.
+        tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
+        self._usage.count("training", run.owner, run.session_id, run.base_model, tokens)
         return output
 
     async def mark_incomplete(self, model_id: str) -> None:
@@ -92,15 +96,14 @@ class ModelOperations:
         self._models.base(request.base_model)
         if request.lora_config is None:
             raise Unsupported("lora_config is missing: full fine-tuning is not supported, only LoRA")
-        run = _run(request, owner, request.base_model, _checked_lora(request.lora_config), request.optimizer_config)
+        run = _run(request, owner, request.base_model, _trainable(request.lora_config), request.optimizer_config)
         await self._create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
 
     async def unload_model(self, request: UnloadModelRequest) -> UnloadModelResponse:
         """Free a model's memory."""
-        run = await self._runs.get(request.model_id)
-        await self._models.drop(run)
-        return UnloadModelResponse(model_id=run.model_id)
+        await self._models.drop(request.model_id)
+        return UnloadModelResponse(model_id=request.model_id)
 
     async def load_weights(self, request: LoadWeightsRequest, owner: str) -> LoadWeightsResponse:
         """Make a model of a checkpoint, or read one into a model."""
@@ -115,8 +118,8 @@ class ModelOperations:
                 directory = self._storage.path(checkpoint.directory)
                 await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
         else:
-            lora = lora_of(checkpoint)
-            run = _run(request, owner, checkpoint.base_model, lora, request.optimizer_config or OptimizerConfig())
+            optimizer = request.optimizer_config or OptimizerConfig()
+            run = _run(request, owner, checkpoint.base_model, checkpoint.trainable, optimizer)
             await self._create(run, checkpoint, with_optimizer=request.optimizer)
             model_id = run.model_id
         return LoadWeightsResponse(path=request.path, model_id=model_id)
@@ -134,7 +137,7 @@ class ModelOperations:
                 raise ModelIdTaken(
                     f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
                 )
-            await trainer.create_model(run.model_id, lora_of(run))
+            await trainer.create_model(run.model_id, run.trainable)
             try:
                 if checkpoint is not None:
                     directory = self._storage.path(checkpoint.directory)
@@ -145,35 +148,33 @@ class ModelOperations:
                 raise
 
 
-def _checked_lora(lora: LoraConfig) -> LoraConfig:
+def _trainable(lora: LoraConfig) -> Trainable:
     """With the seed filled in. What ranks there are is the trainer's to say."""
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
         raise Unsupported("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
     if lora.seed is not None and not 0 <= lora.seed < 2**63:
         raise Unsupported(f"lora_config.seed {lora.seed} is not between 0 and 2^63 - 1")
-    return lora if lora.seed is not None else lora.model_copy(update={"seed": secrets.randbelow(2**31)})
+    seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
+    return Trainable.model_validate(lora.model_dump() | {"seed": seed})
 
 
 def _run(
     request: CreateModelRequest | LoadWeightsRequest,
     owner: str,
     base_model: str,
-    lora: LoraConfig,
+    trainable: Trainable,
     optimizer: OptimizerConfig,
 ) -> TrainingRun:
     if optimizer != OptimizerConfig():
         raise Unsupported(f"optimizer_config {optimizer.model_dump()} is not supported; only type 'adamw' is")
+    assert request.session_id is not None and request.model_seq_id is not None, "the route has required them"
     return TrainingRun(
-        model_id=f"{request.session_id}:train:{request.model_seq_id}",
+        model_id=ids.model_id(request.session_id, request.model_seq_id),
         owner=owner,
         session_id=request.session_id,
         model_seq_id=request.model_seq_id,
         base_model=base_model,
-        lora_rank=lora.rank,
-        lora_seed=lora.seed,
-        train_unembed=lora.train_unembed,
-        train_mlp=lora.train_mlp,
-        train_attn=lora.train_attn,
+        trainable=trainable,
         user_metadata=request.user_metadata,
         optimizer_config=optimizer.model_dump(),
         status="active",

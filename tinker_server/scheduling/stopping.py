@@ -21,11 +21,11 @@ async def stop_work(scheduler: Scheduler, futures: FutureStore, runs: RunStore, 
         async with asyncio.timeout(STORE_S):
             await futures.flush()
     futures.release()
-    idle = [run for run in runs.in_memory() if scheduler.is_settled(run.model_id)]
+    idle = [run for run in await runs.in_memory() if scheduler.is_settled(run.model_id)]
     outcomes: list[BaseException | None] = []
     try:
         async with asyncio.timeout(SUSPEND_S):
-            outcomes = await asyncio.gather(*(models.suspend(run) for run in idle), return_exceptions=True)
+            outcomes = await asyncio.gather(*(models.suspend(run.model_id) for run in idle), return_exceptions=True)
     except TimeoutError:
         log.warning("not all models were moved to disk within %.0f s", SUSPEND_S)
     for run, outcome in zip(idle, outcomes, strict=False):

@@ -1,23 +1,38 @@
 """The database behind one URL: SQLite by default, PostgreSQL by URL; the SQL elsewhere is portable."""
 
 import asyncio
+import contextlib
 import importlib.resources
 import json
+import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NotSupportedError,
+    ProgrammingError,
+    SQLAlchemyError,
+)
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
-from tinker_server.errors import StartFailed
+from tinker_server.errors import DatabaseUnavailable, StartFailed
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Connect = Callable[[], AbstractAsyncContextManager[AsyncSession]]
+RETRY_S, RETRY_PAUSE_S = 30.0, 0.2
 SHRUNK_PAGES = 20_000
 """At once: about 80 MB, which takes a fraction of a second."""
 
@@ -25,12 +40,17 @@ SHRUNK_PAGES = 20_000
 class Database:
     """Sessions to read and to write. Writers take turns: SQLite has one, and waiting here is fair and cheap."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, retry_s: float = RETRY_S) -> None:
+        """`retry_s`: for how long `look` and `change` go on without an answer."""
+        self._retry_s = retry_s
         try:
             # SQLite finds a key in JSON only as it is written there, so it is written without escapes.
-            self._engine = create_async_engine(url, json_serializer=partial(json.dumps, ensure_ascii=False))
+            serializer = partial(json.dumps, ensure_ascii=False)
+            # The ping finds connections that ended while they were idle, with a restarted PostgreSQL for example.
+            self._engine = create_async_engine(url, json_serializer=serializer, pool_pre_ping=True)
         except (ArgumentError, ImportError) as error:
             raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
+        self._unavailable: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, OSError)
         self.insert = sqlite.insert
         """The dialect's insert, which has on_conflict_do_nothing."""
         if self._engine.dialect.name == "sqlite":
@@ -38,6 +58,9 @@ class Database:
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
         else:
             self.insert = postgresql.insert  # type: ignore[assignment]  # the same methods
+            import asyncpg  # optional, and there: the engine could not be made without it
+
+            self._unavailable += (asyncpg.PostgresError,)  # of connecting, which SQLAlchemy leaves as it is
         writing = self._engine.execution_options(writes=True)
         self._read = async_sessionmaker(self._engine, expire_on_commit=False)
         self._write = async_sessionmaker(writing, expire_on_commit=False)
@@ -45,23 +68,63 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
-        """A session on one consistent state."""
-        async with self._read() as session:
-            yield session
+        """A session on one consistent state. Raises DatabaseUnavailable."""
+        with self._outages():
+            async with self._read() as session:
+                yield session
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncSession]:
-        """A session whose changes are committed together when the block ends without an error."""
-        async with self._turn, self._write.begin() as session:
-            yield session
+        """A session whose changes are committed together when the block ends without an error.
 
-    async def migrate(self) -> None:
-        """Bring the schema up to date. Raises StartFailed where the database cannot be used."""
+        Raises DatabaseUnavailable: the changes may have been committed all the same.
+        """
+        with self._outages():
+            async with self._turn, self._write.begin() as session:
+                yield session
+
+    async def look(self, work: Callable[[AsyncSession], Awaitable[T]]) -> T:
+        """What `work` finds. It runs again while the database does not answer, for a while."""
+        return await self._again(self.read, work)
+
+    async def change(self, work: Callable[[AsyncSession], Awaitable[T]]) -> T:
+        """What `work` gives, its changes committed together.
+
+        It runs again while the database does not answer, for a while, and may find its own changes then. Raises
+        DatabaseUnavailable.
+        """
+        return await self._again(self.write, work)
+
+    async def _again(self, connect: Connect, work: Callable[[AsyncSession], Awaitable[T]]) -> T:
+        give_up_at = asyncio.get_running_loop().time() + self._retry_s
+        while True:
+            try:
+                async with connect() as session:
+                    return await work(session)
+            except DatabaseUnavailable:
+                if asyncio.get_running_loop().time() > give_up_at:
+                    raise
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _outages(self) -> Iterator[None]:
+        """Whatever says that the database does not answer, as one error, whose text tells clients nothing of it."""
+        try:
+            yield
+        except (IntegrityError, ProgrammingError, DataError, NotSupportedError):
+            raise
+        except self._unavailable as error:
+            reason = str(error.orig if isinstance(error, DBAPIError) else error) or type(error).__name__
+            log.warning("the database does not answer: %s", reason.splitlines()[0])
+            raise DatabaseUnavailable("the database does not answer; try again a little later") from error
+
+    async def migrate(self, revision: str = "head") -> None:
+        """Bring the schema up to date, or to a revision. Raises StartFailed where the database cannot be used."""
         try:
             if self._engine.dialect.name == "sqlite" and self._engine.url.database:
                 await asyncio.to_thread(os.makedirs, os.path.dirname(self._engine.url.database) or ".", exist_ok=True)
             async with self._engine.begin() as connection:
-                await connection.run_sync(_upgrade)
+                await connection.run_sync(_upgrade, revision)
         except (SQLAlchemyError, OSError) as error:
             shown = make_url(self._engine.url).render_as_string(hide_password=True)
             reason = str(error).splitlines()[0]
@@ -103,7 +166,7 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-def _upgrade(connection: Connection) -> None:
+def _upgrade(connection: Connection, revision: str) -> None:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(importlib.resources.files("migrations")).replace("%", "%%"))
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)

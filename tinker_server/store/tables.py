@@ -1,16 +1,35 @@
-"""The tables. Times are Unix seconds; ids are text; numbers of clients reach 10^18."""
+"""The tables. Times are Unix seconds; ids are text; numbers of clients reach 10^18.
+
+Rows stay in this folder: what leaves it are the frozen records of `records.py`.
+"""
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, LargeBinary, UniqueConstraint, false
+from sqlalchemy import JSON, BigInteger, Dialect, Double, ForeignKey, Index, LargeBinary, UniqueConstraint, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+from api_schemas.training import Trainable
+
+
+class TrainableJson(TypeDecorator[Trainable]):
+    """What a model trains, as one JSON value."""
+
+    impl = JSON
+    cache_ok = True
+
+    def process_bind_param(self, value: Trainable | None, dialect: Dialect) -> Any:
+        return None if value is None else value.model_dump()
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Trainable | None:
+        return None if value is None else Trainable.model_validate(value)
 
 
 class Table(DeclarativeBase):
     type_annotation_map = {float: Double, int: BigInteger, bytes: LargeBinary, dict[str, Any]: JSON, list[str]: JSON}
 
 
-class Session(Table):
+class SessionRow(Table):
     """One client, with its heartbeat."""
 
     __tablename__ = "sessions"
@@ -32,7 +51,7 @@ class Session(Table):
     finish_detail: Mapped[str | None]
 
 
-class TrainingRun(Table):
+class TrainingRunRow(Table):
     """A LoRA model that was created; a row stays when the model is gone from memory."""
 
     __tablename__ = "training_runs"
@@ -43,11 +62,9 @@ class TrainingRun(Table):
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"), index=True)
     model_seq_id: Mapped[int]
     base_model: Mapped[str]
-    lora_rank: Mapped[int]
-    lora_seed: Mapped[int]
-    train_unembed: Mapped[bool]
-    train_mlp: Mapped[bool]
-    train_attn: Mapped[bool]
+    base_fingerprint: Mapped[str | None]
+    """Of the base model's files; none: made before they were noted."""
+    trainable: Mapped[Trainable] = mapped_column(TrainableJson)
     user_metadata: Mapped[dict[str, Any] | None]
     optimizer_config: Mapped[dict[str, Any]]
     status: Mapped[str]
@@ -57,7 +74,7 @@ class TrainingRun(Table):
     created_at: Mapped[float]
 
 
-class SamplingSession(Table):
+class SamplingSessionRow(Table):
     """What a sampling client samples from: a base model, or saved weights on it."""
 
     __tablename__ = "sampling_sessions"
@@ -73,10 +90,16 @@ class SamplingSession(Table):
     """Of the weights, below the data directory; none: the base model alone."""
     weights_deleted_at: Mapped[float | None]
     """When weights without a name were deleted, for nobody had sampled from them for long."""
+    size_bytes: Mapped[int | None]
+    """Of weights without a name."""
+    base_fingerprint: Mapped[str | None]
+    """Of the base model's files that the weights are for; none: not known, or no weights."""
     created_at: Mapped[float]
+    used_at: Mapped[float | None]
+    """When it was last sampled from; written from time to time."""
 
 
-class Checkpoint(Table):
+class CheckpointRow(Table):
     """Saved weights, with all that is needed to make a model of them again."""
 
     __tablename__ = "checkpoints"
@@ -90,11 +113,9 @@ class Checkpoint(Table):
     directory: Mapped[str]
     """Below the data directory."""
     base_model: Mapped[str]
-    lora_rank: Mapped[int]
-    lora_seed: Mapped[int]
-    train_unembed: Mapped[bool]
-    train_mlp: Mapped[bool]
-    train_attn: Mapped[bool]
+    base_fingerprint: Mapped[str | None]
+    """Of the base model's files; none: made before they were noted."""
+    trainable: Mapped[Trainable] = mapped_column(TrainableJson)
     user_metadata: Mapped[dict[str, Any] | None]
     size_bytes: Mapped[int]
     created_at: Mapped[float] = mapped_column(index=True)
@@ -136,8 +157,21 @@ class Future(Table):
     finished_at: Mapped[float | None]
 
 
-class Usage(Table):
-    """How much of one kind of work a session had done on a base model, in one hour."""
+class LooseDirectory(Table):
+    """A directory that no other row owns: weights are being written into it, or were given up.
+
+    What is listed here when a server starts was left by a crash, and is deleted.
+    """
+
+    __tablename__ = "loose_directories"
+
+    directory: Mapped[str] = mapped_column(primary_key=True)
+    """Below the data directory."""
+    since: Mapped[float]
+
+
+class UsageRow(Table):
+    """How much of one kind of work an owner had done on a base model, in one session and hour."""
 
     __tablename__ = "usage"
 
@@ -145,12 +179,14 @@ class Usage(Table):
     """Its start."""
     kind: Mapped[str] = mapped_column(primary_key=True)
     """`training`, `prefill`, `cached_prefill`, `sampled` (tokens), or `checkpoint` (their number)."""
+    owner: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(primary_key=True)
+    """Empty for samples drawn outside of any session."""
     base_model: Mapped[str] = mapped_column(primary_key=True)
     amount: Mapped[int]
 
 
-class AuditEntry(Table):
+class AuditEntryRow(Table):
     """Something that was done to saved weights or to a session's project."""
 
     __tablename__ = "audit"

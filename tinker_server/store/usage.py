@@ -1,32 +1,35 @@
-"""What was used, by hour, and what was done."""
+"""What was used, by hour. Counts gather in memory and are written from time to time."""
 
 import time
-import uuid
 from collections import Counter
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from sqlalchemy import Table, select
 
 from tinker_server.store.database import Database
-from tinker_server.store.tables import AuditEntry, Session, Usage
+from tinker_server.store.records import Session, UsageAmount, record
+from tinker_server.store.tables import SessionRow, UsageRow
 
-USAGE = cast(Table, Usage.__table__)
+USAGE = cast(Table, UsageRow.__table__)
+KEY = ("hour", "kind", "owner", "session_id", "base_model")
 HOUR_S = 3600
-DAY_S = 24 * HOUR_S
+NO_SESSION = ""
+"""The session_id of samples drawn outside of any."""
 UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpoint"]
 
 
 class UsageStore:
-    """The only way to the usage table. Counts gather in memory and are written from time to time."""
+    """The only way to the usage table."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._unwritten: Counter[tuple[float, UsageKind, str, str]] = Counter()
+        self._unwritten: Counter[tuple[float, UsageKind, str, str, str]] = Counter()
 
-    def count(self, kind: UsageKind, session_id: str, base_model: str, amount: int) -> None:
+    def count(self, kind: UsageKind, owner: str, session_id: str, base_model: str, amount: int) -> None:
         """Note that so much was done now."""
-        if amount > 0:
-            self._unwritten[time.time() // HOUR_S * HOUR_S, kind, session_id, base_model] += amount
+        assert amount >= 0, f"{amount} of {kind}"
+        if amount:
+            self._unwritten[time.time() // HOUR_S * HOUR_S, kind, owner, session_id, base_model] += amount
 
     async def save(self) -> None:
         """Write what was counted since the last time."""
@@ -34,12 +37,8 @@ class UsageStore:
         if not counts:
             return
         insert = self._db.insert(USAGE)
-        add = insert.on_conflict_do_update(
-            index_elements=["hour", "kind", "session_id", "base_model"],
-            set_={"amount": USAGE.c.amount + insert.excluded.amount},
-        )
-        names = ("hour", "kind", "session_id", "base_model")
-        rows = [dict(zip(names, key, strict=True), amount=amount) for key, amount in counts.items()]
+        add = insert.on_conflict_do_update(index_elements=KEY, set_={"amount": USAGE.c.amount + insert.excluded.amount})
+        rows = [dict(zip(KEY, key, strict=True), amount=amount) for key, amount in counts.items()]
         try:
             async with self._db.write() as session:
                 await session.execute(add, rows)
@@ -47,34 +46,25 @@ class UsageStore:
             self._unwritten += counts
             raise
 
-    async def between(self, owner: str, start: float, end: float) -> list[tuple[Usage, Session]]:
-        """What an owner used in hours that begin in [start, end), by hour, then the largest first; with its session."""
+    async def between(self, owner: str, start: float, end: float) -> list[UsageAmount]:
+        """What an owner used in hours that begin in [start, end), by hour, then the largest first."""
         await self.save()
         query = (
-            select(Usage, Session)
-            .join(Session, Session.session_id == Usage.session_id)
-            .where(Session.owner == owner, Usage.hour >= start, Usage.hour < end)
-            .order_by(Usage.hour, Usage.amount.desc())
+            select(UsageRow, SessionRow)
+            .outerjoin(SessionRow, SessionRow.session_id == UsageRow.session_id)
+            .where(UsageRow.owner == owner, UsageRow.hour >= start, UsageRow.hour < end)
+            .order_by(UsageRow.hour, UsageRow.amount.desc())
         )
         async with self._db.read() as session:
-            return [(used, of) for used, of in (await session.execute(query)).all()]
+            return [_amount(used, of) for used, of in (await session.execute(query)).all()]
 
 
-class AuditStore:
-    """The only way to the audit table."""
-
-    def __init__(self, db: Database) -> None:
-        self._db = db
-
-    async def note(self, event: str, owner: str, **details: Any) -> None:
-        """Record something that an owner did."""
-        row = AuditEntry(entry_id=uuid.uuid4().hex, owner=owner, at=time.time(), event=event, details=details)
-        async with self._db.write() as session:
-            session.add(row)
-
-    async def of_day(self, owner: str, start: float, prefixes: tuple[str, ...]) -> list[AuditEntry]:
-        """An owner's entries of 24 hours whose event begins with one of `prefixes`, oldest first."""
-        within = (AuditEntry.at >= start) & (AuditEntry.at < start + DAY_S)
-        query = select(AuditEntry).where(AuditEntry.owner == owner, within).order_by(AuditEntry.at)
-        async with self._db.read() as session:
-            return [row for row in await session.scalars(query) if row.event.startswith(prefixes)]
+def _amount(used: UsageRow, of: SessionRow | None) -> UsageAmount:
+    return UsageAmount(
+        hour=used.hour,
+        kind=used.kind,
+        session_id=used.session_id,
+        base_model=used.base_model,
+        amount=used.amount,
+        session=None if of is None else record(Session, of),
+    )

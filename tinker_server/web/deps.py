@@ -9,15 +9,19 @@ from fastapi import Depends, Request
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.models import Models
+from tinker_server.scheduling.housekeeping import Housekeeper
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.scheduling.stopping import stop_work
 from tinker_server.settings import Settings
+from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
+from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures import FutureStore
-from tinker_server.store.runs import CheckpointStore, RunStore
-from tinker_server.store.sessions import SamplerStore, SessionStore
-from tinker_server.store.usage import AuditStore, UsageStore
+from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.usage import UsageStore
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 
@@ -37,6 +41,7 @@ class Services:
     samplers: SamplerStore
     futures: FutureStore
     scheduler: Scheduler
+    housekeeper: Housekeeper
     catalog: Catalog
     usage: UsageStore
     audit: AuditStore

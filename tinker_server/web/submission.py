@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from api_schemas import wire
+from api_schemas import ids, wire
 from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
 from api_schemas.training import ForwardBackwardRequest
@@ -73,7 +73,7 @@ class ModelQueue:
     async def accept_new(self, submission: Submission[R], session_id: str, model_seq_id: int) -> UntypedFuture:
         """An operation that makes a model: number 0 of its lane. Raises UnknownSession, SessionFinished."""
         await self.server.sessions.require_open(session_id, self.caller)
-        lane = f"{session_id}:train:{model_seq_id}"
+        lane = ids.model_id(session_id, model_seq_id)
         return await submission.accept(self.server.scheduler, self.caller, lane, 0)
 
     async def note_refusal(self, model_id: str, seq_id: int, operation_kind: str) -> None:

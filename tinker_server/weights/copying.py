@@ -3,16 +3,19 @@
 import asyncio
 import time
 from collections.abc import Set
+from dataclasses import replace
 
+from api_schemas import ids
 from api_schemas.checkpoints import CopyWeightsRequest
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
 from api_schemas.training import OptimizerConfig
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
+from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
-from tinker_server.store.runs import CheckpointStore, RunStore, parse_path
+from tinker_server.store.records import Checkpoint, TrainingRun
+from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
-from tinker_server.store.tables import Checkpoint, TrainingRun
 from tinker_server.weights.saving import check_ttl
 
 
@@ -41,7 +44,7 @@ class Copying:
         async with self._turn:
             checkpoint = await self._checkpoints.require_readable(source, readers, now)
             session_id, number = await self._place(request, idempotency_key, owner)
-            path = TinkerPath(f"{session_id}:train:{number}", source.kind, source.name)
+            path = TinkerPath(ids.model_id(session_id, number), source.kind, source.name)
             if await self._runs.find(path.run_id) is not None:
                 first = await self._checkpoints.find(path)
                 if first is not None and first.copied_from == str(source):
@@ -76,49 +79,33 @@ class Copying:
         now: float,
         expires_at: float | None,
     ) -> None:
-        directory = self._storage.fresh(*path)
-        try:
-            await self._storage.copy(source.directory, directory)
-        except OSError:
-            raise UnknownCheckpoint(f"{source.tinker_path} was deleted meanwhile") from None
         run = TrainingRun(
             model_id=path.run_id,
             owner=owner,
             session_id=session_id,
             model_seq_id=number,
+            base_model=source.base_model,
+            base_fingerprint=source.base_fingerprint,
+            trainable=source.trainable,
+            user_metadata=source.user_metadata,
             optimizer_config=OptimizerConfig().model_dump(),
             status="lost",
             created_at=now,
-            **_shape(source),
         )
-        copy = Checkpoint(
-            tinker_path=str(path),
-            owner=owner,
-            run_id=path.run_id,
-            kind=path.kind,
-            name=path.name,
-            directory=directory,
-            size_bytes=source.size_bytes,
-            created_at=now,
-            expires_at=expires_at,
-            copied_from=source.tinker_path,
-            **_shape(source),
-        )
-        try:
+        async with self._storage.writing(*path) as directory:
+            try:
+                await self._storage.copy(source.directory, directory)
+            except OSError:
+                raise UnknownCheckpoint(f"{source.tinker_path} was deleted meanwhile") from None
+            copy = replace(
+                source,
+                tinker_path=str(path),
+                owner=owner,
+                run_id=path.run_id,
+                directory=directory,
+                created_at=now,
+                expires_at=expires_at,
+                public=False,
+                copied_from=source.tinker_path,
+            )
             await self._runs.add(run, copy)
-        except BaseException:
-            await self._storage.delete(directory)
-            raise
-
-
-def _shape(source: Checkpoint) -> dict[str, object]:
-    """What a copy has of its source."""
-    return {
-        "base_model": source.base_model,
-        "lora_rank": source.lora_rank,
-        "lora_seed": source.lora_seed,
-        "train_unembed": source.train_unembed,
-        "train_mlp": source.train_mlp,
-        "train_attn": source.train_attn,
-        "user_metadata": source.user_metadata,
-    }

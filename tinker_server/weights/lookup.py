@@ -5,7 +5,7 @@ import time
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest
 from tinker_server.models import Models
-from tinker_server.store.runs import CheckpointStore, parse_path
+from tinker_server.store.checkpoints import CheckpointStore, parse_path
 
 
 async def find_weights(

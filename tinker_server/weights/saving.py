@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from api_schemas import ids
 from api_schemas.weights import (
     Kind,
     SaveWeightsExternalRequest,
@@ -19,11 +20,12 @@ from api_schemas.weights import (
 from backends.protocol import Trainer
 from tinker_server.errors import BadRequest, Unsupported
 from tinker_server.models import Models
+from tinker_server.store.audit import AuditStore
+from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
-from tinker_server.store.runs import CheckpointStore
-from tinker_server.store.sessions import SamplerStore
-from tinker_server.store.tables import Checkpoint, SamplingSession, TrainingRun
-from tinker_server.store.usage import AuditStore, UsageStore
+from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.usage import UsageStore
 from tinker_server.weights import export
 from tinker_server.weights.encryption import Recipient, encrypt_files, parse_recipients
 
@@ -53,8 +55,6 @@ class Saving:
         self._models = models
         self._checkpoints = checkpoints
         self._samplers = samplers
-        self._superseded: dict[str, set[str]] = {}
-        """By model, the inflight weights that were replaced last."""
         self._storage = storage
         self._usage = usage
         self._audit = audit
@@ -67,8 +67,7 @@ class Saving:
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> SaveWeightsForSamplerResponse:
         """Sampler weights under a name, or a new sampling session on unnamed ones."""
-        inflight = request.kind == "inflight"
-        if inflight and request.path is not None:
+        if request.kind == "inflight" and request.path is not None:
             raise Unsupported("kind 'inflight' is for a sampling session; weights with a name are of kind 'snapshot'")
         if (request.path is None) == (request.sampling_session_seq_id is None):
             raise Unsupported("give either path (a name) or sampling_session_seq_id (a new sampling session)")
@@ -79,35 +78,33 @@ class Saving:
                 return SaveWeightsForSamplerResponse(path=path)
             if request.ttl_seconds is not None or request.user_metadata is not None:
                 raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
-            directory = self._storage.fresh(run.model_id, request.kind, f"{request.seq_id}")
-            try:
+            async with self._storage.writing(run.model_id, request.kind, f"{request.seq_id}") as directory:
                 await save(run.model_id, self._storage.path(directory))
-                sampling_session_id = await self._sampling_session(run, request.sampling_session_seq_id, directory)
-            except BaseException:
-                await self._storage.delete(directory)
-                raise
-        if inflight:
-            await self._supersede(run.model_id, directory)
-        return SaveWeightsForSamplerResponse(sampling_session_id=sampling_session_id)
+                number = request.sampling_session_seq_id or 0
+                name = await self._sampling_session(run, ids.sampling_session_id(run.session_id, number), directory)
+        if request.kind == "inflight":
+            await self._supersede(directory)
+        return SaveWeightsForSamplerResponse(sampling_session_id=name)
 
-    async def _sampling_session(self, run: TrainingRun, number: int | None, directory: str) -> str:
+    async def _sampling_session(self, run: TrainingRun, sampling_session_id: str, directory: str) -> str:
         sampler = SamplingSession(
-            sampling_session_id=f"{run.session_id}:sample:{number}",
+            sampling_session_id=sampling_session_id,
             owner=run.owner,
             session_id=run.session_id,
             base_model=run.base_model,
+            base_fingerprint=run.base_fingerprint,
             directory=directory,
+            size_bytes=await self._storage.size_bytes(directory),
             created_at=time.time(),
         )
         return await self._samplers.create(sampler)
 
-    async def _supersede(self, model_id: str, directory: str) -> None:
+    async def _supersede(self, directory: str) -> None:
         """All inflight sampling sessions of a model sample from its newest weights from now on."""
-        left = await self._samplers.repoint(f"{directory.rpartition('/')[0]}/", directory)
+        folder = f"{directory.rpartition('/')[0]}/"
+        left = await self._samplers.repoint(folder, directory)
         # A sample that has just begun may still be reading the weights it began with, but not the ones before.
-        for old in self._superseded.get(model_id, set()) - {directory}:
-            await self._storage.delete(old)
-        self._superseded[model_id] = left
+        await self._storage.delete_loose_of(folder, left)
 
     async def save_weights_external(self, request: SaveWeightsExternalRequest) -> SaveWeightsExternalResponse:
         """The adapter as files for other programs."""
@@ -139,35 +136,26 @@ class Saving:
         first = await self._checkpoints.find(path)
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
-        directory = self._storage.fresh(path.run_id, path.kind, path.name)
-        try:
+        async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
             await save(run.model_id, self._storage.path(directory))
             await self._storage.flush(directory)
-        except BaseException:
-            await self._storage.delete(directory)
-            raise
-        checkpoint = Checkpoint(
-            tinker_path=str(path),
-            owner=run.owner,
-            run_id=path.run_id,
-            kind=path.kind,
-            name=path.name,
-            directory=directory,
-            base_model=run.base_model,
-            lora_rank=run.lora_rank,
-            lora_seed=run.lora_seed,
-            train_unembed=run.train_unembed,
-            train_mlp=run.train_mlp,
-            train_attn=run.train_attn,
-            user_metadata=request.user_metadata,
-            size_bytes=await self._storage.size_bytes(directory),
-            created_at=now,
-            expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
-            public=False,
-            copied_from=None,
-        )
-        await self._checkpoints.put(checkpoint)
-        self._usage.count("checkpoint", run.session_id, run.base_model, 1)
+            checkpoint = Checkpoint(
+                tinker_path=str(path),
+                owner=run.owner,
+                run_id=path.run_id,
+                kind=path.kind,
+                name=path.name,
+                directory=directory,
+                base_model=run.base_model,
+                base_fingerprint=run.base_fingerprint,
+                trainable=run.trainable,
+                user_metadata=request.user_metadata,
+                size_bytes=await self._storage.size_bytes(directory),
+                created_at=now,
+                expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+            )
+            await self._checkpoints.put(checkpoint)
+        self._usage.count("checkpoint", run.owner, run.session_id, run.base_model, 1)
         await self._audit.note("checkpoint_saved", run.owner, model_id=run.model_id, tinker_path=str(path))
         if first is not None:
             await self._storage.delete(first.directory)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.protocol import InvalidInput
 from backends.trainer.checkpoint import write_adapter, write_directory
 from tests.factories import MIXED, prompt, words
@@ -22,7 +22,7 @@ def spoilt(reference: Reference, directory: Path, value: float) -> Path:
     for name in tensors:
         if "lora_B" in name:
             tensors[name].fill_(value)
-    write_directory(directory, lambda at: write_adapter(at, tensors, LoraConfig(rank=4), "base"))
+    write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
     return directory
 
 
@@ -80,7 +80,7 @@ async def test_image_placeholders_are_never_drawn_however_likely(sampler, refere
         "base_model.model.lm_head.lora_A.weight": torch.cat([direction, -direction]),
         "base_model.model.lm_head.lora_B.weight": rows,
     }
-    write_directory(tmp_path / "a", lambda at: write_adapter(at, tensors, LoraConfig(rank=2), "base"))
+    write_directory(tmp_path / "a", lambda at: write_adapter(at, tensors, Trainable(rank=2, seed=0), "base"))
     for params in ({}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.2}):
         one = request(MIXED["one image"], {"max_tokens": 40, "stop": []} | params, num_samples=8)
         response = await sample(sampler, one, tmp_path / "a")

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.sampler.checks import check_sample
 from backends.trainer.checkpoint import write_adapter, write_directory
@@ -57,8 +57,8 @@ async def test_weights_that_cannot_be_loaded_fail_alone(sampler, reference, adap
     torn = shutil.copytree(adapters["small"], tmp_path / "torn")
     (torn / ADAPTER_FILE).write_bytes((torn / ADAPTER_FILE).read_bytes()[:-100])
     tensors = {"base_model.model.model.language_model.layers.0.self_attn.unknown.lora_A.weight": torch.zeros(4, 64)}
-    write_directory(tmp_path / "strange", lambda at: write_adapter(at, tensors, LoraConfig(rank=4), "base"))
-    write_directory(tmp_path / "wide", lambda at: write_adapter(at, tensors, LoraConfig(rank=128), "base"))
+    write_directory(tmp_path / "strange", lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
+    write_directory(tmp_path / "wide", lambda at: write_adapter(at, tensors, Trainable(rank=128, seed=0), "base"))
     for bad in (torn, tmp_path / "strange", tmp_path / "wide", torn):
         good = asyncio.create_task(sample(sampler, scoring(MIXED["text"]), adapters["large"]))
         with pytest.raises(BackendFailed, match="cannot load these weights"):

@@ -1,0 +1,123 @@
+"""Rows of older schemas come through the migrations with all that they held, on every database."""
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from api_schemas.training import Trainable
+from api_schemas.weights import TinkerPath
+from tinker_server.store.catalog import Catalog, Page, Scope
+from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.database import Database
+from tinker_server.store.runs import RunStore
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.usage import UsageStore
+
+FLAGS = list(itertools.product([True, False], repeat=3))
+SEEDS = [0, 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 7, 8]
+TRAINABLES = [
+    Trainable(rank=rank, seed=seed, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
+    for rank, (seed, (unembed, mlp, attn)) in enumerate(zip(SEEDS, FLAGS, strict=True), start=1)
+]
+SESSION = {
+    "session_id": "s",
+    "owner": "alice",
+    "tags": json.dumps(["t"]),
+    "user_metadata": json.dumps({"größe": "fünf"}, ensure_ascii=False),
+    "sdk_version": "0.38.0",
+    "created_at": 1.5,
+    "last_heartbeat": 2.5,
+}
+
+
+def lora_columns(trainable: Trainable) -> dict[str, Any]:
+    """As they were before they became one value."""
+    columns = trainable.model_dump()
+    return {"lora_rank": columns.pop("rank"), "lora_seed": columns.pop("seed"), **columns}
+
+
+def run(number: int, trainable: Trainable) -> dict[str, Any]:
+    return {
+        "model_id": f"s:train:{number}",
+        "owner": "alice",
+        "session_id": "s",
+        "model_seq_id": number,
+        "base_model": "tiny",
+        "user_metadata": json.dumps({"n": number}),
+        "optimizer_config": json.dumps({"type": "adamw"}),
+        "status": "suspended",
+        "snapshot": f"checkpoints/{number}",
+        "created_at": 3.25,
+        **lora_columns(trainable),
+    }
+
+
+def checkpoint(number: int, trainable: Trainable) -> dict[str, Any]:
+    return {
+        "tinker_path": f"tinker://s:train:{number}/weights/a",
+        "owner": "alice",
+        "run_id": f"s:train:{number}",
+        "kind": "weights",
+        "name": "a",
+        "directory": f"checkpoints/{number}/a",
+        "base_model": "tiny",
+        "user_metadata": None,
+        "size_bytes": 2**40,
+        "created_at": 4.5,
+        "expires_at": None,
+        "public": number % 2 == 0,
+        "copied_from": None,
+        **lora_columns(trainable),
+    }
+
+
+async def insert(db: Database, table: str, row: dict[str, Any]) -> None:
+    names = ", ".join(row)
+    values = ", ".join(f":{name}" for name in row)
+    async with db.write() as session:
+        await session.execute(text(f"INSERT INTO {table} ({names}) VALUES ({values})"), row)
+
+
+@pytest.fixture
+async def migrated(database_url: str) -> AsyncIterator[Database]:
+    """A database of the third schema with rows in it, brought up to date."""
+    db = Database(database_url)
+    await db.migrate("0003")
+    await insert(db, "sessions", SESSION)
+    for number, trainable in enumerate(TRAINABLES):
+        await insert(db, "training_runs", run(number, trainable))
+        await insert(db, "checkpoints", checkpoint(number, trainable))
+    for hour, amount in ((3600, 5), (7200, 2**40)):
+        usage = {"hour": hour, "kind": "training", "session_id": "s", "base_model": "tiny", "amount": amount}
+        await insert(db, "usage", usage)
+    await db.migrate()
+    yield db
+    await db.close()
+
+
+async def test_what_a_model_trains_is_one_value_and_what_it_was(migrated: Database) -> None:
+    runs, checkpoints = RunStore(migrated), CheckpointStore(migrated)
+    for number, trainable in enumerate(TRAINABLES):
+        found = await runs.get(f"s:train:{number}")
+        assert found.trainable == trainable
+        assert (found.owner, found.status, found.snapshot) == ("alice", "suspended", f"checkpoints/{number}")
+        assert (found.user_metadata, found.created_at) == ({"n": number}, 3.25)
+        saved = await checkpoints.find(TinkerPath(f"s:train:{number}", "weights", "a"))
+        assert saved is not None and saved.trainable == trainable
+        assert (saved.public, saved.size_bytes, saved.created_at) == (number % 2 == 0, 2**40, 4.5)
+        assert saved.base_fingerprint is None and saved.user_metadata is None
+    rows, total = await Catalog(migrated).checkpoints(Page(Scope("alice"), 100, 0), ["weights"], 5.0)
+    assert total == len(TRAINABLES) and {row.trainable.rank for row in rows} == {t.rank for t in TRAINABLES}
+
+
+async def test_usage_belongs_to_the_owner_of_its_session(migrated: Database) -> None:
+    usage = UsageStore(migrated)
+    amounts = await usage.between("alice", 0, 10_000)
+    assert [(one.hour, one.kind, one.amount) for one in amounts] == [(3600, "training", 5), (7200, "training", 2**40)]
+    assert amounts[0].session == await SessionStore(migrated).get("s")
+    assert amounts[0].session.user_metadata == {"größe": "fünf"}
+    assert await usage.between("bob", 0, 10_000) == []

@@ -1,0 +1,102 @@
+"""Saved weights under their names."""
+
+from collections.abc import Set
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from api_schemas.weights import TinkerPath
+from tinker_server.errors import BadRequest, UnknownCheckpoint
+from tinker_server.store import loose
+from tinker_server.store.database import Database
+from tinker_server.store.records import Checkpoint, columns, record
+from tinker_server.store.tables import CheckpointRow
+
+
+def parse_path(text: str) -> TinkerPath:
+    """A client's tinker:// path. Raises BadRequest."""
+    try:
+        return TinkerPath.parse(text)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+class CheckpointStore:
+    """The only way to the checkpoints table."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def find(self, path: TinkerPath) -> Checkpoint | None:
+        """Whoever owns it, also an expired one."""
+        row = await self._db.look(lambda session: session.get(CheckpointRow, str(path)))
+        return None if row is None else record(Checkpoint, row)
+
+    async def require_readable(self, path: TinkerPath, readers: Set[str], now: float) -> Checkpoint:
+        """One that is public or one of the readers' own.
+
+        Raises UnknownCheckpoint, also for one that has expired by `now`.
+        """
+        checkpoint = await self.find(path)
+        if checkpoint is None or not (checkpoint.public or checkpoint.owner in readers):
+            raise _unknown(path)
+        if checkpoint.expires_at is not None and checkpoint.expires_at <= now:
+            raise UnknownCheckpoint(f"{path} has expired")
+        return checkpoint
+
+    async def require(self, path: TinkerPath, owner: str, now: float) -> Checkpoint:
+        """One of the owner's own. Raises UnknownCheckpoint, also for one that has expired by `now`."""
+        checkpoint = await self.require_readable(path, {owner}, now)
+        if checkpoint.owner != owner:
+            raise _unknown(path)
+        return checkpoint
+
+    async def put(self, checkpoint: Checkpoint) -> None:
+        """Store a checkpoint in place of the one of its path, if there is one, whose directory is loose then."""
+
+        async def put(session: AsyncSession) -> None:
+            first = await session.get(CheckpointRow, checkpoint.tinker_path)
+            if first is not None and first.directory != checkpoint.directory:
+                await loose.let_go(session, [first.directory])
+            await session.merge(CheckpointRow(**columns(checkpoint)))
+            await loose.own(session, checkpoint.directory)
+
+        await self._db.change(put)
+
+    async def take(self, path: TinkerPath, owner: str) -> str:
+        """Forget a checkpoint, also an expired one; its directory, loose now. Raises UnknownCheckpoint."""
+        async with self._db.write() as session:
+            row = await session.get(CheckpointRow, str(path))
+            if row is None or row.owner != owner:
+                raise _unknown(path)
+            directory = row.directory
+            await session.delete(row)
+            await loose.let_go(session, [directory])
+        return directory
+
+    async def set_public(self, path: TinkerPath, public: bool, owner: str, now: float) -> None:
+        """Raises UnknownCheckpoint."""
+        await self.require(path, owner, now)
+        await self._change(path, public=public)
+
+    async def set_expiry(self, path: TinkerPath, expires_at: float | None, owner: str, now: float) -> None:
+        """Raises UnknownCheckpoint."""
+        await self.require(path, owner, now)
+        await self._change(path, expires_at=expires_at)
+
+    async def _change(self, path: TinkerPath, **values: bool | float | None) -> None:
+        async with self._db.write() as session:
+            await session.execute(update(CheckpointRow).where(CheckpointRow.tinker_path == str(path)).values(**values))
+
+    async def take_expired(self, now: float) -> list[str]:
+        """Forget all that have expired; their directories, loose now."""
+        expired = CheckpointRow.expires_at <= now
+        async with self._db.write() as session:
+            directories = list(await session.scalars(select(CheckpointRow.directory).where(expired)))
+            await session.execute(delete(CheckpointRow).where(expired))
+            await loose.let_go(session, directories)
+        return directories
+
+
+def _unknown(path: TinkerPath) -> UnknownCheckpoint:
+    return UnknownCheckpoint(f"{path}: training run {path.run_id} has no {path.kind} named {path.name!r}")

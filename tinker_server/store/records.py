@@ -1,0 +1,113 @@
+"""What the store gives out: frozen values, which no later change of the database reaches into."""
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from api_schemas.training import Trainable
+from tinker_server.store import tables
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One client, with its heartbeat."""
+
+    session_id: str
+    owner: str
+    user_metadata: dict[str, Any]
+    project_id: str | None = None
+    display_name: str | None = None
+    created_at: float
+    last_heartbeat: float
+    finished_at: float | None = None
+    finish_reason: str | None = None
+    finish_detail: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """A model that was created, in memory or not; see `tables.TrainingRunRow`."""
+
+    model_id: str
+    owner: str
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    base_fingerprint: str | None = None
+    trainable: Trainable
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any]
+    status: str
+    snapshot: str | None = None
+    created_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSession:
+    """What a sampling client samples from; see `tables.SamplingSessionRow`."""
+
+    sampling_session_id: str
+    owner: str
+    session_id: str
+    base_model: str
+    base_fingerprint: str | None = None
+    model_path: str | None = None
+    directory: str | None = None
+    weights_deleted_at: float | None = None
+    size_bytes: int | None = None
+    created_at: float
+    used_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Saved weights; see `tables.CheckpointRow`."""
+
+    tinker_path: str
+    owner: str
+    run_id: str
+    kind: str
+    name: str
+    directory: str
+    base_model: str
+    base_fingerprint: str | None = None
+    trainable: Trainable
+    user_metadata: dict[str, Any] | None = None
+    size_bytes: int
+    created_at: float
+    expires_at: float | None = None
+    public: bool = False
+    copied_from: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditEntry:
+    """Something that was done."""
+
+    owner: str
+    at: float
+    event: str
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageAmount:
+    """How much of one kind of work was done in an hour, and in which session, if in one."""
+
+    hour: float
+    kind: str
+    session_id: str
+    base_model: str
+    amount: int
+    session: Session | None
+
+
+def record(kind: type[R], row: tables.Table) -> R:
+    """The record of a row, which has the attributes that the record has."""
+    return kind(**{field.name: getattr(row, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def columns(record: Any) -> dict[str, Any]:
+    """What a row of the record has."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}

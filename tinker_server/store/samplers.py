@@ -1,0 +1,214 @@
+"""Sampling sessions: what sampling clients sample from. The latest are kept in memory.
+
+What belongs to another owner is unknown to the one who asks.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import and_, case, func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from backends.lru import LRU
+from tinker_server.errors import BadRequest, UnknownSampler
+from tinker_server.store import loose
+from tinker_server.store.database import Database
+from tinker_server.store.records import SamplingSession, columns, record
+from tinker_server.store.tables import SamplingSessionRow, SessionRow
+
+KEPT = 10_000
+"""Records in memory: about 1 kB each."""
+
+
+IN_USE_S = 600.0
+"""Weights that were sampled from so lately are in use: a training loop may sample from the last few of its steps."""
+_PLAIN = {"synchronize_session": False}  # else the ORM evaluates conditions on every object it knows
+
+
+@dataclass(frozen=True)
+class UnnamedLimits:
+    """How long, and how much of, sampler weights without a name are kept beside those in use."""
+
+    kept_s: float
+    """How long after they were sampled from last."""
+    silent_s: float
+    """How long after the last sign of life of their session."""
+    per_model: int
+    """How many of one model."""
+    bytes_per_owner: int
+
+
+@dataclass(frozen=True)
+class _Unnamed:
+    directory: str
+    owner: str
+    size_bytes: int
+    used_at: float
+    alive_at: float
+    """When one of the sessions that sample from them gave a sign of life; 0 where all are finished."""
+
+    @property
+    def model(self) -> str:
+        return self.directory.rpartition("/")[0]
+
+
+class SamplerStore:
+    """The only way to the sampling_sessions table."""
+
+    def __init__(self, db: Database, kept: int = KEPT) -> None:
+        self._db = db
+        self._known: LRU[str, SamplingSession] = LRU(kept)
+        self._used_at: dict[str, float] = {}
+        """Not written yet."""
+        self._running: Counter[str] = Counter()
+        self._changes = 0
+        """Of many rows at once."""
+
+    async def create(self, sampler: SamplingSession) -> str:
+        """Store a sampling session and give its id; repeating it changes nothing.
+
+        Raises BadRequest where the id is in use for other weights.
+        """
+
+        async def add(session: AsyncSession) -> SamplingSession:
+            first = await session.get(SamplingSessionRow, sampler.sampling_session_id)
+            if first is None:
+                session.add(SamplingSessionRow(**columns(sampler)))
+                await loose.own(session, sampler.directory)
+                return sampler
+            known = record(SamplingSession, first)
+            if _weights_of(known) != _weights_of(sampler):
+                raise BadRequest(f"{sampler.sampling_session_id} was created before, for other weights")
+            return known
+
+        self._known.put(sampler.sampling_session_id, await self._db.change(add))
+        return sampler.sampling_session_id
+
+    async def repoint(self, folder: str, directory: str) -> set[str]:
+        """Sessions whose weights lie in `folder` sample from `directory` instead; what they leave, loose now."""
+        row = SamplingSessionRow
+        inside = row.directory.startswith(folder, autoescape=True) & (row.directory != directory)
+
+        async def move(session: AsyncSession) -> set[str]:
+            left = {one for one in await session.scalars(select(row.directory).where(inside)) if one is not None}
+            await session.execute(update(row).where(inside).values(directory=directory), execution_options=_PLAIN)
+            await loose.let_go(session, left)
+            return left
+
+        left = await self._db.change(move)
+        self._changes += 1
+        self._known.keep(lambda known: known.directory is None or not known.directory.startswith(folder))
+        return left
+
+    async def require(self, sampling_session_id: str, owner: str) -> SamplingSession:
+        """Raises UnknownSampler."""
+        sampler = await self.get(sampling_session_id)
+        if sampler.owner != owner:
+            raise _unknown(sampling_session_id)
+        return sampler
+
+    async def get(self, sampling_session_id: str) -> SamplingSession:
+        """Whoever owns it. Raises UnknownSampler."""
+        while (known := self._known.get(sampling_session_id)) is None:
+            changes = self._changes
+            row = await self._db.look(lambda session: session.get(SamplingSessionRow, sampling_session_id))
+            if row is None:
+                raise _unknown(sampling_session_id)
+            if changes == self._changes:  # else it may be what was true before
+                return self._known.setdefault(sampling_session_id, record(SamplingSession, row))
+        return known
+
+    @contextmanager
+    def using(self, sampling_session_id: str) -> Iterator[None]:
+        """Note that it is sampled from, until the block ends."""
+        self._running[sampling_session_id] += 1
+        self._used_at[sampling_session_id] = time.time()
+        try:
+            yield
+        finally:
+            self._used_at[sampling_session_id] = time.time()
+            self._running[sampling_session_id] -= 1
+            if not self._running[sampling_session_id]:
+                del self._running[sampling_session_id]
+
+    async def save_uses(self) -> None:
+        """Write the uses that were noted since the last time."""
+        uses, self._used_at = self._used_at, {}
+        if not uses:
+            return
+        row = SamplingSessionRow
+        try:
+            async with self._db.write() as session:
+                for name, at in uses.items():
+                    change = update(row).where(row.sampling_session_id == name).values(used_at=at)
+                    await session.execute(change, execution_options=_PLAIN)
+        except BaseException:
+            self._used_at = uses | self._used_at
+            raise
+
+    async def take_unused(self, limits: UnnamedLimits, now: float) -> list[str]:
+        """Directories of weights without a name that go, loose now; their sampling sessions have none any more.
+
+        Sampling sessions of inflight weights share them: they stay while one of those is used.
+        """
+        self._used_at |= dict.fromkeys(self._running, now)
+        await self.save_uses()
+        row = SamplingSessionRow
+        there = and_(row.directory.is_not(None), row.model_path.is_(None), row.weights_deleted_at.is_(None))
+        alive = case((SessionRow.finished_at.is_(None), SessionRow.last_heartbeat), else_=0.0)
+        query = (
+            select(
+                row.directory,
+                func.min(row.owner),
+                func.max(func.coalesce(row.size_bytes, 0)),
+                func.max(func.coalesce(row.used_at, row.created_at)),
+                func.max(alive),
+            )
+            .join(SessionRow)
+            .where(there)
+            .group_by(row.directory)
+        )
+        async with self._db.read() as session:
+            unnamed = [_Unnamed(*found) for found in await session.execute(query)]
+        unused = [one.directory for one in _excess(unnamed, limits, now)]
+        for start in range(0, len(unused), loose.AT_ONCE):
+            await self._delete_weights(unused[start : start + loose.AT_ONCE], now)
+        gone = set(unused)
+        self._changes += 1
+        self._known.keep(lambda known: known.directory not in gone)
+        return unused
+
+    async def _delete_weights(self, directories: list[str], now: float) -> None:
+        row = SamplingSessionRow
+        change = update(row).where(row.directory.in_(directories), row.model_path.is_(None))
+        async with self._db.write() as session:
+            await session.execute(change.values(weights_deleted_at=now), execution_options=_PLAIN)
+            await loose.let_go(session, directories)
+
+
+def _excess(unnamed: list[_Unnamed], limits: UnnamedLimits, now: float) -> Iterator[_Unnamed]:
+    """Those that go: what is of a session that is over, unused for long, or too much; the latest used are kept."""
+    of_model, of_owner = Counter[str](), Counter[str]()
+    for one in sorted(unnamed, key=lambda one: one.used_at, reverse=True):
+        over = one.alive_at < now - limits.silent_s
+        old = one.used_at < now - limits.kept_s
+        too_much = of_model[one.model] >= limits.per_model or (
+            of_owner[one.owner] + one.size_bytes > limits.bytes_per_owner
+        )
+        if over or old or (too_much and one.used_at < now - min(IN_USE_S, limits.kept_s)):
+            yield one
+        else:
+            of_model[one.model] += 1
+            of_owner[one.owner] += one.size_bytes
+
+
+def _unknown(sampling_session_id: str) -> UnknownSampler:
+    return UnknownSampler(f"no sampling session has the id {sampling_session_id!r}")
+
+
+def _weights_of(sampler: SamplingSession) -> tuple[str, str | None]:
+    """Named weights are the same by their name, although they may have been saved again since."""
+    return sampler.base_model, sampler.model_path or sampler.directory
