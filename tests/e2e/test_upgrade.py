@@ -29,6 +29,7 @@ def approximately(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 def test_an_older_servers_directory_goes_on_with_its_numbers(tmp_path: Path) -> None:
     recorded = json.loads(EXPECTED.read_text())
     with tarfile.open(ARCHIVE) as tar:
