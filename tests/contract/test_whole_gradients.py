@@ -107,7 +107,7 @@ class Run:
         services = self.server.app.state.services
 
         async def suspend() -> None:
-            await services.models.suspend(await services.runs.get(self.history.model_id))
+            await services.models.suspend(self.history.model_id)
 
         for answer in self.history.submitted.values():
             self.server.result(answer)  # only an idle model is suspended
