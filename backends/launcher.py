@@ -21,9 +21,13 @@ from backends.messages import STREAM_LIMIT
 log = logging.getLogger(__name__)
 Device = Literal["cpu", "cuda"]
 
-_GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
+_GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@" 3<&0 </dev/null'
 """The guard waits on a pipe whose other end the server alone holds; the shell itself becomes the child. As part of
-the group that it ends, the guard also keeps the group's number from being given to others."""
+the group that it ends, the guard also keeps the group's number from being given to others. The child's connection
+comes as the shell's input, which a shell takes from what it runs aside: held by the guard too, it would stay open
+when the child dies, and nobody would notice."""
+_CONNECTION = "3"
+"""The descriptor at which a child finds its connection."""
 _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation once other
 processes want the cores: a training step of 2 s took 14."""
@@ -36,10 +40,10 @@ async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
     with theirs, os.fdopen(guarding):
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", _GUARDED, str(guarding)),
-            *(sys.executable, "-m", module, str(theirs.fileno())),
-            pass_fds=[theirs.fileno(), guarding],
+            *(sys.executable, "-m", module, _CONNECTION),
+            pass_fds=[guarding],
             env={**os.environ, **env},
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=theirs.fileno(),
             stdout=sys.stderr,  # the server's own output is for its user alone
             start_new_session=True,
         )

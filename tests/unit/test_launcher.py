@@ -73,6 +73,19 @@ def _group(pid: int) -> int:
         return 0
 
 
+async def test_a_killed_child_is_noticed_at_once() -> None:
+    child = await launch("busy", "tests.busy_child", {})
+    try:
+        napping = asyncio.create_task(child.call(Nap(60)))
+        await asyncio.sleep(0.5)
+        os.kill(child.process.pid, signal.SIGKILL)
+        with pytest.raises(ChildDied):
+            await asyncio.wait_for(napping, 5)
+        assert child.died.is_set()
+    finally:
+        await child.stop(grace_s=1)
+
+
 async def test_an_answer_that_cannot_be_read_ends_the_child_and_fails_its_calls() -> None:
     child = await launch("busy", "tests.busy_child", {})
     try:
