@@ -8,22 +8,21 @@ T tokens
 """
 
 import hashlib
-import io
 from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.families.family import ImageSpan, RenderedImage, Vision
 from backends.families.registry import find_family
+from backends.images import BadImage, decode, open_image
 from backends.lru import LRU
 from backends.protocol import InvalidInput
 
-# Grayscale deeper than 8 bits: Pillow's conversion to RGB would clip it to white.
-_DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
+MAX_LARGEST_IMAGES = 10
+"""Of the largest images allowed: as many pixels may all images of one request have. To decode 50 million takes 3 s."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Renderer:
                 length += len(chunk.tokens)
             elif isinstance(chunk, ImageChunk):
                 vision = self._vision(at)
-                with self._open(chunk, at) as image:
-                    span = _span(vision, image.size, chunk.expected_tokens, length, at)
+                span = self._span(vision, chunk, length, at)
                 spans.append(span)
                 length += span.num_tokens
             else:
@@ -69,7 +67,14 @@ class Renderer:
                     f"{at}: {chunk.type} chunks are not supported; send encoded_text"
                     + (" or image chunks with the file's bytes" if self.takes_images else " chunks")
                 )
+        self.check_pixels(sum(span.num_pixels for span in spans), where)
         return length, spans
+
+    def check_pixels(self, num_pixels: int, where: str) -> None:
+        """Raises InvalidInput where one request has so many pixels in all that to read them would hold up others."""
+        allowed = MAX_LARGEST_IMAGES * self._max_image_pixels
+        if num_pixels > allowed:
+            raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")
 
     def render(self, model_input: ModelInput, where: str, known: Container[str] = frozenset()) -> Rendered:
         """Expanded token ids and pixels; images whose hash is `known` are not decoded.
@@ -112,18 +117,17 @@ class Renderer:
             raise InvalidInput(f"{at}: this model takes no images")
         return self.family.vision
 
-    def _open(self, chunk: ImageChunk, at: str) -> Image.Image:
+    def _span(self, vision: Vision, chunk: ImageChunk, offset: int, at: str) -> ImageSpan:
         try:
-            image = Image.open(io.BytesIO(chunk.data), formats=("PNG", "JPEG"))
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            raise InvalidInput(f"{at}: the {len(chunk.data)} bytes are no readable PNG or JPEG image") from None
-        if image.width * image.height > self._max_image_pixels:
-            raise InvalidInput(
-                f"{at}: the image has {image.width}x{image.height} pixels; {self._max_image_pixels} are allowed"
-            )
-        if image.mode in _DEEP_MODES:
-            raise InvalidInput(f"{at}: the image has more than 8 bits a channel; convert it to 8 bits")
-        return image
+            with open_image(chunk.data, self._max_image_pixels) as image:
+                width, height = image.size
+            grid_h, grid_w = vision.grid(width, height)
+        except ValueError as error:  # BadImage, or the processor's own limit on the aspect ratio
+            raise InvalidInput(f"{at}: {error}") from None
+        num_tokens, expected = grid_h * grid_w, chunk.expected_tokens
+        if expected is not None and expected != num_tokens:
+            raise InvalidInput(f"{at}: Expected {expected} tokens, got {num_tokens} from image")
+        return ImageSpan(offset, num_tokens, (grid_h, grid_w), width * height)
 
     def _image(
         self, vision: Vision, chunk: ImageChunk, span: ImageSpan, known: Container[str], at: str
@@ -135,21 +139,9 @@ class Renderer:
         if cached is not None:
             return cached
         try:
-            with self._open(chunk, at) as opened:
-                rgb = opened.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InvalidInput(f"{at}: the image does not decode: {error}") from None
+            rgb = decode(chunk.data, self._max_image_pixels)
+        except BadImage as error:
+            raise InvalidInput(f"{at}: {error}") from None
         image = RenderedImage(key, vision.process(rgb))
         self._cache.put(key, image)
         return image
-
-
-def _span(vision: Vision, size: tuple[int, int], expected: int | None, offset: int, at: str) -> ImageSpan:
-    try:
-        grid_h, grid_w = vision.grid(*size)
-    except ValueError as error:  # the processor's own limit on the aspect ratio
-        raise InvalidInput(f"{at}: {error}") from None
-    num_tokens = grid_h * grid_w
-    if expected is not None and expected != num_tokens:
-        raise InvalidInput(f"{at}: Expected {expected} tokens, got {num_tokens} from image")
-    return ImageSpan(offset, num_tokens, (grid_h, grid_w))

@@ -27,6 +27,8 @@ class ImageSpan:
     num_tokens: int
     grid: tuple[int, int]
     """Height and width in the vision tower's output patches: one token each."""
+    num_pixels: int
+    """Of the file, before it is resized."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,12 @@ def check_forward_backward(renderer: Renderer, work: ForwardBackwardInput, max_c
     loss_config(loss, work)
     if not work.data:
         raise InvalidInput("data holds no datum")
+    num_pixels = 0
     for index, datum in enumerate(work.data):
         where = f"datum {index}"
-        length, _ = renderer.layout(datum.model_input, where)
+        length, spans = renderer.layout(datum.model_input, where)
+        num_pixels += sum(span.num_pixels for span in spans)
+        renderer.check_pixels(num_pixels, f"datums 0 to {index}")
         if length == 0:
             raise InvalidInput(f"{where}: model_input is empty")
         if length > max_context_length:

@@ -1,0 +1,76 @@
+"""PNG and JPEG files to pixels. Files are tenants' own: whatever is wrong with one is said of it, and how long one
+may take to read is bounded before it is read."""
+
+import io
+import re
+
+from PIL import Image
+
+_DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
+"""Grayscale deeper than 8 bits: Pillow's conversion to RGB would clip it to white."""
+_MAX_PARTS = 5000
+"""Segments of a JPEG and chunks before a PNG's pixels: each costs Pillow microseconds, and cameras write some 100."""
+_MAX_FULL_SCANS = 100
+"""A progressive JPEG's scans, each of which goes over all pixels: so many of the largest image, more of a smaller one.
+Ten are usual, and fifty bytes make one."""
+_JPEG_MARKER = re.compile(rb"(\xff+)([\x01-\xcf\xd8-\xfe])")
+_STANDALONE = (0x01, 0xD8)
+
+
+class BadImage(ValueError):
+    """The file is no image that we read; the text says why, as the end of a sentence about it."""
+
+
+def open_image(data: bytes, max_pixels: int) -> Image.Image:
+    """The image, of which only the header is read so far. Raises BadImage."""
+    _check_parts(data)
+    scans = _num_scans(data) if data.startswith(b"\xff\xd8") else 1
+    try:
+        image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+    except Exception:  # Pillow's parsers raise whatever the bytes lead them into
+        raise BadImage(f"the {len(data)} bytes are no readable PNG or JPEG image") from None
+    num_pixels = image.width * image.height
+    if num_pixels > max_pixels:
+        raise BadImage(f"the image has {image.width}x{image.height} pixels; {max_pixels} are allowed")
+    if scans * num_pixels > _MAX_FULL_SCANS * max_pixels:
+        raise BadImage(
+            f"the JPEG has {scans} scans; of its size, {_MAX_FULL_SCANS * max_pixels // num_pixels} are allowed"
+        )
+    if image.mode in _DEEP_MODES:
+        raise BadImage("the image has more than 8 bits a channel; convert it to 8 bits")
+    return image
+
+
+def decode(data: bytes, max_pixels: int) -> Image.Image:
+    """The image in RGB. Raises BadImage."""
+    with open_image(data, max_pixels) as image:
+        try:
+            return image.convert("RGB")
+        except Exception as error:  # as above
+            raise BadImage(f"the image does not decode: {str(error) or type(error).__name__}") from None
+
+
+def _check_parts(data: bytes) -> None:
+    """Refuse a file of so many small parts that Pillow would be busy with its header for seconds."""
+    at, parts = 8, 0
+    while data.startswith(b"\x89PNG") and at + 8 <= len(data) and data[at + 4 : at + 8] != b"IDAT":
+        at += 12 + int.from_bytes(data[at : at + 4])
+        parts += 1
+        if parts > _MAX_PARTS:
+            raise BadImage(f"the PNG has more than {_MAX_PARTS} chunks before its pixels")
+
+
+def _num_scans(data: bytes) -> int:
+    """Scans of a JPEG, its markers read as a decoder reads them (ITU-T T.81, annex B)."""
+    at, parts, scans = 2, 0, 0
+    while found := _JPEG_MARKER.search(data, at):
+        marker, at = found[2][0], found.end()
+        if marker == 0xD9:
+            break
+        parts += len(found[1])  # Pillow reads repeated fill bytes one by one
+        if marker not in _STANDALONE:
+            at += int.from_bytes(data[at : at + 2])
+        scans += marker == 0xDA
+        if parts - scans > _MAX_PARTS:
+            raise BadImage(f"the JPEG has more than {_MAX_PARTS} segments")
+    return scans
