@@ -14,7 +14,14 @@ from backends.rendering import Renderer
 from backends.sampler.checks import check_sample
 from backends.sampler.client import SamplerClient
 from backends.sampler.commands import SamplerConfig
-from backends.sources import BYTES_PER_NUMBER, check_tokenizer, count_parameters, kv_bytes_per_token, local_directory
+from backends.sources import (
+    BYTES_PER_NUMBER,
+    check_tokenizer,
+    count_parameters,
+    fingerprint,
+    kv_bytes_per_token,
+    local_directory,
+)
 from backends.trainer.client import TrainerClient
 from backends.trainer.commands import TrainerConfig
 
@@ -113,6 +120,7 @@ def _describe(
     info = BaseModelInfo(
         name=model.name,
         source=model.source,
+        fingerprint=fingerprint(model.directory),
         arch=model.renderer.config.model_type,
         vocab_size=model.renderer.vocab_size,
         max_context_length=model.context,

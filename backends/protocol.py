@@ -42,6 +42,8 @@ class BaseModelInfo:
     name: str
     source: str
     """Directory or hub id it was loaded from."""
+    fingerprint: str
+    """64 hexadecimal digits: another where the same name stands for other weights."""
     arch: str
     """transformers' model_type."""
     vocab_size: int

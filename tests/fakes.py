@@ -152,6 +152,7 @@ class FakeBaseModel:
         self.info = BaseModelInfo(
             name=name,
             source=f"org/{name}",
+            fingerprint="0" * 64,
             arch="fake",
             vocab_size=1000,
             max_context_length=128,
