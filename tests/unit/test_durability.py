@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DataError, OperationalError
+from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from tinker_server.errors import UnknownFuture
+from tinker_server.errors import DatabaseUnavailable, UnknownFuture
 from tinker_server.store.database import Database
 from tinker_server.store.future_rows import FutureRows
 from tinker_server.store.futures import FutureStore
@@ -44,8 +44,8 @@ def done(body: str = "{}") -> Result:
     return Result(body.encode(), "application/json")
 
 
-def locked() -> OperationalError:
-    return OperationalError("UPDATE futures", {}, Exception("database is locked"))
+def locked() -> DatabaseUnavailable:
+    return DatabaseUnavailable("the database does not answer")
 
 
 async def test_an_answer_leaves_when_its_result_is_stored_and_not_before(
@@ -130,7 +130,7 @@ async def test_an_operation_that_was_stored_without_an_answer_is_adopted_by_its_
 ) -> None:
     fail_after_commits(monkeypatch, 2)
     lost = step(1)
-    with pytest.raises(OperationalError):
+    with pytest.raises(DatabaseUnavailable):
         await futures.enqueue(lost)
     started = time.monotonic()
     assert await futures.wait(lost.request_id, OWNER, 0.3) is None

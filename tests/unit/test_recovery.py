@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy.exc import OperationalError
 
 from backends.protocol import BackendFailed
 from tests.submitting import Client, server
+from tinker_server.errors import DatabaseUnavailable
 from tinker_server.store.future_rows import FutureRows
 
 
@@ -66,7 +66,7 @@ async def test_a_model_whose_creation_was_not_answered_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: object) -> None:
-        raise OperationalError("UPDATE", {}, Exception("database is locked"))
+        raise DatabaseUnavailable("the database does not answer")
 
     async with server(tmp_path / "data") as before:
         with monkeypatch.context() as patch:

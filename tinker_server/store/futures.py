@@ -4,34 +4,28 @@ An operation is accepted, and a result answered, once it is stored. Submits, res
 apart from one another, each in batches. Waiters are woken by events; nothing polls.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
-
 from backends.lru import LRU
 from tinker_server.errors import BadRequest, ResultExpired, ResultTooLarge, UnknownFuture
 from tinker_server.store.completions import Completion, Completions, Target
 from tinker_server.store.database import Database
-from tinker_server.store.future_rows import First, FutureRows
+from tinker_server.store.future_rows import FutureRows
 from tinker_server.store.operations import Accepted, Operation, PastOperation
 from tinker_server.store.results import Result
+from tinker_server.store.storing import Storing
+from tinker_server.store.submits import Submits
 from tinker_server.store.waiters import Waiters
 from tinker_server.store.writer import BatchWriter
 
 log = logging.getLogger(__name__)
 TOMBSTONES_KEPT_S = 7 * 24 * 3600
-RETRY_S = 1.0
-"""Pause after the database refused to store results, before they are offered again."""
-SUBMITS_AT_ONCE, RESULTS_AT_ONCE, DELETIONS_AT_ONCE = 1000, 1000, 5000
+DELETIONS_AT_ONCE = 5000
 MAX_RESULT_BYTES = 512 << 20
 """Of one operation. SQLite takes 10^9 bytes in one value, PostgreSQL 2^30."""
-
-Submit = tuple[Operation, asyncio.Future[Accepted]]
 
 
 class FutureStore:
@@ -45,25 +39,23 @@ class FutureStore:
         max_result_bytes: int = MAX_RESULT_BYTES,
     ) -> None:
         self._rows = FutureRows(db)
-        self._clock = clock
         self._max_result_bytes = max_result_bytes
         self._recent: LRU[str, Result] = LRU(recent_bytes, lambda result: len(result.body))
         self._waiters = Waiters()
         self._completions = Completions(self._rows.completions)
-        self._last_finished_us = 0
         self._announced: set[str] = set()
-        self._submits = BatchWriter("submits writer", self._write_submits, SUBMITS_AT_ONCE)
-        self._results = BatchWriter("results writer", self._write_results, RESULTS_AT_ONCE)
+        self._submits = Submits(self._rows, self._waiters, clock)
+        self._results = Storing(self._rows, clock, self._stored)
         self._deletions = BatchWriter("deletions writer", self._write_deletions, DELETIONS_AT_ONCE)
 
     async def start(self) -> list[Operation]:
         """Start writing; the operations that an earlier server left unfinished."""
         left = await self._rows.queued()
-        self._last_finished_us = round(await self._rows.last_finished_at() * 1e6)
         for operation in left:
             self._waiters.add(operation)
-        for writer in (self._submits, self._results, self._deletions):
-            writer.start()
+        self._submits.start()
+        self._results.start(await self._rows.last_finished_at())
+        self._deletions.start()
         return left
 
     async def stop(self) -> None:
@@ -79,16 +71,7 @@ class FutureStore:
         """
         if not 0 <= operation.seq_id < 2**63:
             raise BadRequest(f"seq_id {operation.seq_id} is not between 0 and 2^63 - 1")
-        accepted: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
-        self._waiters.add(operation)
-        self._submits.put((operation, accepted))
-        first = None
-        try:
-            first = await accepted
-        finally:
-            if first is None or first.request_id != operation.request_id:
-                self._waiters.remove(operation.request_id)
-        return first
+        return await self._submits.put(operation)
 
     async def body(self, request_id: str) -> bytes:
         """Of an unfinished operation, as it was received."""
@@ -115,7 +98,13 @@ class FutureStore:
             seq_id=operation.seq_id,
             owner=operation.owner,
         )
-        self._results.put((request_id, operation.result))
+        self._results.put(request_id, operation.result)
+
+    def _stored(self, request_id: str, result: Result) -> None:
+        self._recent.put(request_id, result)
+        self._waiters.remove(request_id)
+        target, cursor = result.completion
+        self._completions.note(target, Completion(cursor, request_id, result.failed, len(result.body)))
 
     async def wait(self, request_id: str, owner: str, hold_s: float) -> Result | None:
         """The result; None where it is not there within `hold_s`. Raises UnknownFuture, ResultExpired."""
@@ -198,92 +187,6 @@ class FutureStore:
         self._recent.put(request_id, result)
         return result
 
-    async def _write_submits(self, batch: list[Submit]) -> None:
-        try:
-            try:
-                firsts = await self._insert(batch)
-            except Exception as error:
-                if not _is_transient(error):
-                    raise
-                # A connection that was lost at its commit does not say whether the rows are there; this does.
-                firsts = await self._insert(batch)
-        except Exception as error:  # one bad moment of the database must not end the server
-            log.exception("the database did not take %d operations", len(batch))
-            if len(batch) > 1 and not _is_transient(error):
-                for submit in batch:
-                    await self._write_submits([submit])
-                return
-            firsts = [error] * len(batch)
-        for (_, accepted), first in zip(batch, firsts, strict=True):
-            if accepted.done():
-                continue
-            if isinstance(first, Exception):
-                accepted.set_exception(first)
-            else:
-                accepted.set_result(first)
-
-    async def _insert(self, batch: list[Submit]) -> list[Accepted | Exception]:
-        firsts = await self._rows.insert([operation for operation, _ in batch], self._clock())
-        # Nothing is awaited from here on, so that no result is stored between the look and its consequence.
-        return [
-            self._accept(operation, first) if isinstance(first, First) else first
-            for (operation, _), first in zip(batch, firsts, strict=True)
-        ]
-
-    def _accept(self, operation: Operation, first: First) -> Accepted:
-        """A row that waits and that nobody here knows of was stored by a commit that seemed to fail: it is adopted."""
-        if first.request_id == operation.request_id:
-            return Accepted(first.request_id, is_new=True)
-        is_new = first.is_queued and self._waiters.get(first.request_id) is None
-        if is_new:
-            self._waiters.add(replace(operation, request_id=first.request_id))
-        return Accepted(first.request_id, is_new)
-
-    async def _write_results(self, batch: list[tuple[str, Result]]) -> None:
-        """Until they are stored, or the server stops while the database takes nothing."""
-        while batch:
-            try:
-                await self._store(batch)
-                return
-            except Exception as error:
-                log.exception("the database did not take %d results", len(batch))
-                if not _is_transient(error):
-                    batch = [pair for pair in batch if not await self._store_alone(*pair)]
-            if self._results.is_stopping:
-                return
-            if batch:
-                await asyncio.sleep(RETRY_S)
-
-    async def _store_alone(self, request_id: str, result: Result) -> bool:
-        """Store one result, or in place of one that cannot be stored that it could not."""
-        try:
-            await self._store([(request_id, result)])
-        except Exception as error:
-            if _is_transient(error):
-                return False
-            failed = Result.of_error(ResultTooLarge(f"the result of {len(result.body)} bytes could not be stored"))
-            named = replace(result, body=failed.body, content_type=failed.content_type, failed=True)
-            try:
-                await self._store([(request_id, replace(named, failure_category=failed.failure_category))])
-            except Exception:  # then it is the database, not the result
-                log.exception("the database takes no results")
-                return False
-        return True
-
-    async def _store(self, batch: list[tuple[str, Result]]) -> None:
-        stamped = [(request_id, self._stamp(result)) for request_id, result in batch]
-        await self._rows.finish(stamped)
-        for request_id, result in stamped:
-            self._recent.put(request_id, result)
-            self._waiters.remove(request_id)
-            target, cursor = result.completion
-            self._completions.note(target, Completion(cursor, request_id, result.failed, len(result.body)))
-
-    def _stamp(self, result: Result) -> Result:
-        """With the microsecond it finished in, later than all before: cursors of logs are made of it."""
-        self._last_finished_us = max(round(self._clock() * 1e6), self._last_finished_us + 1)
-        return replace(result, finished_at=self._last_finished_us / 1e6)
-
     async def _write_deletions(self, batch: list[tuple[str, str]]) -> None:
         by_lane: dict[str, list[str]] = {}
         for lane, request_id in batch:
@@ -296,13 +199,6 @@ class FutureStore:
             for request_id in request_ids:
                 if (recent := self._recent.get(request_id)) is not None and recent.lane == lane:
                     self._recent.pop(request_id)
-
-
-def _is_transient(error: Exception) -> bool:
-    """Whether the database may take the same a little later: it is locked, or its connection was lost."""
-    if isinstance(error, DBAPIError) and error.connection_invalidated:
-        return True
-    return isinstance(error, (OperationalError, InterfaceError, PoolTimeout, OSError))
 
 
 def _unknown(request_id: str) -> UnknownFuture:
