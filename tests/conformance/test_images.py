@@ -125,6 +125,21 @@ def flood(width: int, height: int) -> bytes:
     )
 
 
+def late_colour_profile() -> bytes:
+    """A PNG with an empty colour profile behind its pixels, at which Pillow stumbles only while it decodes."""
+    whole = photo(64, 64)
+    return whole[:-12] + struct.pack(">I", 0) + b"iCCP" + struct.pack(">I", zlib.crc32(b"iCCP")) + whole[-12:]
+
+
+def many_scans() -> bytes:
+    """A JPEG of which one scan is repeated: 4000 times 1200x1200 pixels in 200 kB."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (1200, 1200), (10, 20, 30)).save(buffer, "jpeg", progressive=True)
+    whole = buffer.getvalue()
+    last = whole[whole.rfind(b"\xff\xc4", 0, whole.rfind(b"\xff\xda")) : -2]
+    return whole[:-2] + last * 4000 + whole[-2:]
+
+
 def test_045_images_that_cannot_be_are_refused_and_nothing_falls(
     server: Server, service: tinker.ServiceClient, renderer: Renderer
 ) -> None:
@@ -139,6 +154,8 @@ def test_045_images_that_cannot_be_are_refused_and_nothing_falls(
         flood(60_000, 60_000): "chunk 1: .*(pixels|no readable)",
         photo(2000, 4): "chunk 1: .*aspect ratio",
         deep.getvalue(): "chunk 1: the image has more than 8 bits a channel",
+        late_colour_profile(): "chunk 1: the image does not decode",
+        many_scans(): "chunk 1: the JPEG has 4010 scans; of its size, 3472 are allowed",
     }
     assert_each_fails_alone(
         service,

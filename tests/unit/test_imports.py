@@ -57,6 +57,15 @@ def test_vllm_stays_in_its_own_files() -> None:
     assert all(path.startswith("backends/sampler/") for path in importers("vllm"))
 
 
+def test_only_the_launcher_starts_processes_and_only_placement_counts_memory() -> None:
+    for pattern, room in (
+        (r"create_subprocess|subprocess\.|killpg|CUDA_VISIBLE_DEVICES", "backends/launcher.py"),
+        (r"psutil|device_count|get_device_properties|mem_get_info", "backends/placement.py"),
+    ):
+        backends = [path for path in FILES if path.parts[0] == "backends"]
+        assert [str(path) for path in backends if re.search(pattern, (ROOT / path).read_text())] == [room]
+
+
 def test_only_families_know_a_kind_of_model_by_name() -> None:
     names = re.compile(r"qwen|pixel_values|grid_thw|mrope|deepstack|image_token_id|video_token_id", re.IGNORECASE)
     others = [path for path in FILES if path.parts[0] == "backends" and path.parts[1] != "families"]

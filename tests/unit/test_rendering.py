@@ -1,12 +1,13 @@
 """Rendering: one understanding of chunks for server, trainer and sampler."""
 
 import io
+import re
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoProcessor, AutoTokenizer
 
 from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
 from backends.protocol import InvalidInput
@@ -107,9 +108,19 @@ def test_ids_outside_the_vocabulary_are_refused(renderer, token):
         renderer.layout(prompt(text(1, token)), "prompt")
 
 
-def test_a_placeholder_without_an_image_is_refused(renderer):
-    with pytest.raises(InvalidInput, match="send an image chunk in its place"):
-        renderer.layout(prompt(text(1, renderer.config.image_token_id)), "prompt")
+@pytest.mark.parametrize("name", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_placeholder_without_an_image_is_refused_by_name(renderer, tiny_vl, name):
+    token = AutoTokenizer.from_pretrained(tiny_vl).convert_tokens_to_ids(name)
+    message = rf"datum 1, chunk 1: token {token} \({re.escape(name)}\) is .* placeholder .*; send an image chunk"
+    with pytest.raises(InvalidInput, match=message):
+        renderer.layout(prompt(words(2), text(1, token)), "datum 1")
+
+
+def test_the_tokens_around_an_image_are_text(renderer, tiny_vl):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_vl)
+    around = [tokenizer.convert_tokens_to_ids(name) for name in ("<|vision_start|>", "<|vision_end|>")]
+    length, (span,) = renderer.layout(prompt(text(around[0]), image(64, 64), text(around[1])), "datum")
+    assert (length, span.offset) == (span.num_tokens + 2, 1)
 
 
 def test_images_for_a_text_model_are_refused_with_their_place(tiny_text):
