@@ -21,6 +21,8 @@ from backends.protocol import BackendFailed, InvalidInput
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+MAX_ANSWER_BYTES = 512 << 20
+"""A tenant decides how long the answer is; a longer one fails its call alone. Messages to a child are the server's."""
 
 
 class ChildDied(BackendFailed):
@@ -73,7 +75,7 @@ class Child:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                self._settle(*await read_message(reader))
+                self._settle(*await read_message(reader, MAX_ANSWER_BYTES))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception:
@@ -109,7 +111,7 @@ def serve(handle: Callable[[Any], Any]) -> None:
         if command is None:
             continue  # a cancelled call: it has run by now
         try:
-            reply = b"".join(parts((call_id, "value", handle(command))))
+            reply = b"".join(parts((call_id, "value", handle(command)), MAX_ANSWER_BYTES))
         except Exception as error:
             reply = b"".join(parts((call_id, *_failure(error))))
         try:
@@ -127,7 +129,7 @@ async def serve_async(handle: Callable[[Any], Awaitable[Any]]) -> None:
 
     async def run(call_id: int, command: Any) -> None:
         try:
-            outbox.send((call_id, "value", await handle(command)))
+            outbox.send((call_id, "value", await handle(command)), MAX_ANSWER_BYTES)
         except Exception as error:
             outbox.send((call_id, *_failure(error)))
         finally:

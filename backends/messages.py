@@ -10,6 +10,8 @@ import socket
 import struct
 from typing import Any
 
+from backends.protocol import InvalidInput
+
 _LENGTH = struct.Struct("<Q")
 _LARGE_BYTES = 64 << 10
 """A buffer (`pickle.PickleBuffer`, a numpy array) of this size is sent beside the pickled message, not in it."""
@@ -19,8 +21,11 @@ STREAM_LIMIT = 1 << 20
 """Of the StreamReader that `read_message` reads from."""
 
 
-def parts(message: Any) -> list[bytes | memoryview]:
-    """A message as it is sent: lengths of all parts, the pickled message, its large buffers."""
+def parts(message: Any, max_bytes: int | None = None) -> list[bytes | memoryview]:
+    """A message as it is sent: lengths of all parts, the pickled message, its large buffers.
+
+    Raises InvalidInput for one of more than `max_bytes`.
+    """
     buffers: list[memoryview] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
@@ -31,6 +36,10 @@ def parts(message: Any) -> list[bytes | memoryview]:
 
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=keep_inside)
     lengths = [len(data), *(buffer.nbytes for buffer in buffers)]
+    if max_bytes is not None and sum(lengths) > max_bytes:
+        raise InvalidInput(
+            f"the answer has {sum(lengths)} bytes; at most {max_bytes} can be given: ask for less at once"
+        )
     header = b"".join(map(_LENGTH.pack, (len(lengths), *lengths)))
     return [header + data, *buffers]
 
@@ -43,9 +52,9 @@ class Outbox:
         self._queue: asyncio.Queue[list[bytes | memoryview]] = asyncio.Queue()
         self._writing = asyncio.create_task(self._write(), name=f"messages to {name}")
 
-    def send(self, message: Any) -> None:
-        """Raises whatever pickling the message raises; a closed connection is for the reading half to notice."""
-        self._queue.put_nowait(parts(message))
+    def send(self, message: Any, max_bytes: int | None = None) -> None:
+        """Raises as `parts`, and what pickling raises; a closed connection is for the reading half to notice."""
+        self._queue.put_nowait(parts(message, max_bytes))
 
     def close(self) -> None:
         """Send nothing more."""
@@ -61,10 +70,13 @@ class Outbox:
                         await self._writer.drain()
 
 
-async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Raises IncompleteReadError or ConnectionError where the other end has closed."""
+async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = None) -> Any:
+    """Raises IncompleteReadError or ConnectionError where the other end has closed, ValueError for a message that
+    says to have more than `max_bytes`, before it is read."""
     (count,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     lengths = [_LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0] for _ in range(count)]
+    if max_bytes is not None and sum(lengths) > max_bytes:
+        raise ValueError(f"a message of {sum(lengths)} bytes")
     data, *buffers = [await reader.readexactly(length) for length in lengths]
     return pickle.loads(data, buffers=buffers)
 

@@ -6,7 +6,10 @@ import pickle
 import subprocess
 from dataclasses import dataclass
 
-from backends.children import Command, serve
+from backends import children
+from backends.children import Command
+
+LONGEST_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,13 @@ class NotToBeRead(Command[None]):
     """Answer with what the server cannot load."""
 
 
+@dataclass(frozen=True)
+class Zeros(Command[bytes]):
+    """Answer so many of them."""
+
+    size: int
+
+
 class Unloadable:
     """Fails where it is unpickled."""
 
@@ -42,6 +52,8 @@ def handle(command: object) -> object:
         case Nap(seconds):
             ctypes.PyDLL(None).sleep(seconds)  # unlike time.sleep, keeps the interpreter's lock
             return None
+        case Zeros(size):
+            return bytes(size)
         case NotToBeRead():
             return Unloadable()
     raise AssertionError(command)
@@ -50,4 +62,5 @@ def handle(command: object) -> object:
 if __name__ == "__main__":
     from tests import busy_child  # whose classes the commands are, and not this module's run as a program
 
-    serve(busy_child.handle)
+    children.MAX_ANSWER_BYTES = LONGEST_ANSWER
+    children.serve(busy_child.handle)

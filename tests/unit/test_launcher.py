@@ -12,12 +12,13 @@ import pytest
 
 from backends.children import ChildDied
 from backends.launcher import launch
-from tests.busy_child import Grandchild, Nap, NotToBeRead
+from backends.protocol import InvalidInput
+from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
 
 SERVER = """
 import asyncio
 from backends.launcher import launch
-from tests.busy_child import Grandchild, Nap
+from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap
 
 async def main():
     child = await launch("busy", "tests.busy_child", {})
@@ -94,5 +95,15 @@ async def test_an_answer_that_cannot_be_read_ends_the_child_and_fails_its_calls(
         assert child.died.is_set()
         with pytest.raises(ChildDied):
             await child.call(Nap(0))
+    finally:
+        await child.stop(grace_s=1)
+
+
+async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
+    child = await launch("busy", "tests.busy_child", {})
+    try:
+        with pytest.raises(InvalidInput, match=f"the answer has .* bytes; at most {LONGEST_ANSWER} can be given"):
+            await child.call(Zeros(LONGEST_ANSWER))
+        assert await child.call(Zeros(10)) == bytes(10)
     finally:
         await child.stop(grace_s=1)
