@@ -173,7 +173,8 @@ class ShuttingDown(TinkerServerError):
 
 
 def failure(error: Exception) -> FutureFailed:
-    """What a failed future says. An error nobody foresaw is logged with its traceback."""
+    """What a failed future says. An error nobody foresaw is logged with its traceback, and told by its type alone:
+    its text may hold paths, SQL, or what is another's."""
     match error:
         case InvalidInput() | MalformedBody():
             return FutureFailed(error=str(error), category="user")
@@ -184,4 +185,5 @@ def failure(error: Exception) -> FutureFailed:
             return FutureFailed(error=str(error), category="server")
         case _:
             log.error("an operation failed unexpectedly", exc_info=error)
-            return FutureFailed(error=f"{type(error).__name__}: {error}", category="server")
+            text = f"the operation failed unexpectedly ({type(error).__name__}); the server's log has the details"
+            return FutureFailed(error=text, category="server")

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 from fastapi import FastAPI
+from sqlalchemy.exc import DataError
 
 from api_schemas.sessions import SessionHeartbeatRequest
 from api_schemas.wire import MalformedBody
@@ -86,9 +87,23 @@ async def test_a_body_over_the_limit_is_read_and_refused(http: httpx.AsyncClient
         (errors.LostModel("gone"), "server", "gone"),
         (ModelLost("gone"), "server", "gone"),
         (BackendFailed("broke"), "server", "broke"),
-        (KeyError("x"), "server", "KeyError: 'x'"),
+        (KeyError("x"), "server", "the operation failed unexpectedly (KeyError); the server's log has the details"),
     ],
 )
 def test_a_failed_future_says_whose_fault_it_was(error: Exception, category: str, text: str) -> None:
     failed = failure(error)
     assert (failed.category, failed.error) == (category, text)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device", "/srv/data/checkpoints/secret"),
+        DataError("UPDATE futures SET result = ?", {"result": "secret"}, Exception("too big")),
+    ],
+)
+def test_an_unforeseen_errors_text_stays_in_the_log(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    failed = failure(error)
+    assert failed.category == "server" and type(error).__name__ in failed.error and "log" in failed.error
+    assert not any(part in failed.error for part in ("secret", "/srv", "UPDATE", "No space"))
+    assert "secret" in caplog.text
