@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from backends.messages import STREAM_LIMIT, Outbox, parts, read_message, receive
-from backends.protocol import BackendFailed, InvalidInput
+from backends.protocol import BackendFailed, InvalidInput, ModelLost
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -29,8 +29,25 @@ class ChildDied(BackendFailed):
     """The process ended, or was ended, before it answered."""
 
 
+class ChildHangs(ChildDied):
+    """The process lives, and does not answer within its time."""
+
+
+class ChildBroke(BackendFailed):
+    """An error in the process that nobody foresaw: what it holds may be in any state."""
+
+
 class Command(Generic[R]):
     """What a child is asked to do; R is its answer. Subclasses are frozen dataclasses."""
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    "invalid": InvalidInput,
+    "lost": ModelLost,
+    "broke": ChildBroke,
+    "failed": BackendFailed,
+}
+"""How a child names what it raised; the first that fits."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +70,18 @@ class Child:
         self._ids = itertools.count()
         self.died = asyncio.Event()
         """Set once the process no longer answers."""
+        self._patient_until_s = 0.0
+        """By the event loop's clock: what the child asked for."""
         self._reading = asyncio.create_task(self._read(reader), name=f"replies of {name}")
 
-    async def call(self, command: Command[R]) -> R:
-        """The command's answer. Raises InvalidInput as the child did, BackendFailed for any other error there,
-        ChildDied where no answer will come. Cancelling tells the child, which may then stop the work."""
+    async def call(self, command: Command[R], patience_s: float | None = None) -> R:
+        """The command's answer. Raises InvalidInput, ModelLost and BackendFailed as the child did, ChildBroke for
+        any other error there, ChildDied where no answer will come. Cancelling tells the child, which may then
+        stop the work.
+
+        With `patience_s`, ChildHangs is raised where the child has neither answered nor asked for more time
+        (`KeepWaiting`) for so long, and for the time that it asked for.
+        """
         if self.died.is_set():
             raise ChildDied(f"the {self.name} process has ended")
         call_id = next(self._ids)
@@ -65,12 +89,23 @@ class Child:
         self._calls[call_id] = answer
         try:
             self._outbox.send((call_id, command))
+            if patience_s is not None:
+                await self._wait(answer, patience_s)
             return await answer
         except asyncio.CancelledError:
             self._outbox.send((call_id, None))
             raise
         finally:
             self._calls.pop(call_id, None)
+
+    async def _wait(self, answer: asyncio.Future[R], patience_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._patient_until_s = loop.time()
+        while not answer.done():
+            left_s = self._patient_until_s + patience_s - loop.time()
+            if left_s <= 0:
+                raise ChildHangs(f"the {self.name} process has not answered in time")
+            await asyncio.wait({answer}, timeout=left_s)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -87,14 +122,17 @@ class Child:
                 if not call.done():
                     call.set_exception(ChildDied(f"the {self.name} process ended while it worked"))
 
-    def _settle(self, call_id: int, outcome: str, value: Any) -> None:
+    def _settle(self, call_id: int | None, outcome: str, value: Any) -> None:
+        if call_id is None:  # it asks for so many seconds
+            self._patient_until_s = asyncio.get_running_loop().time() + value
+            return
         call = self._calls.get(call_id)
         if call is None or call.done():
             return
         if outcome == "value":
             call.set_result(value)
         else:
-            call.set_exception(InvalidInput(value) if outcome == "invalid" else BackendFailed(value))
+            call.set_exception(_ERRORS[outcome](value))
 
     async def stop(self, grace_s: float = 10) -> None:
         """Close our end, which the child takes as its signal to end, and see that it has ended."""
@@ -103,9 +141,19 @@ class Child:
         await asyncio.gather(self._reading, return_exceptions=True)
 
 
-def serve(handle: Callable[[Any], Any]) -> None:
-    """A child's whole life, one command at a time: `handle` takes it and returns its answer."""
+KeepWaiting = Callable[[float], None]
+"""What a child calls before it works for longer: the number of seconds that the server should wait from now."""
+
+
+def serve(make: Callable[[KeepWaiting], Callable[[Any], Any]]) -> None:
+    """A child's whole life, one command at a time: what `make` returns takes it and returns its answer."""
     connection = _connection()
+
+    def keep_waiting(seconds: float) -> None:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"".join(parts((None, "wait", seconds))))
+
+    handle = make(keep_waiting)
     while (message := receive(connection)) is not None:
         call_id, command = message
         if command is None:
@@ -150,7 +198,8 @@ def _connection() -> socket.socket:
 
 
 def _failure(error: Exception) -> tuple[str, str]:
-    if isinstance(error, InvalidInput):
-        return "invalid", str(error)
+    for outcome, kind in _ERRORS.items():
+        if isinstance(error, kind):
+            return outcome, str(error)
     traceback.print_exc()
-    return "failed", f"{type(error).__name__}: {error}"
+    return "broke", f"{type(error).__name__}: {error}"

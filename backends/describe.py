@@ -111,12 +111,7 @@ def _describe(
     model: FoundModel, placement: Placement, device: Device, config: BackendConfig, scratch: Path
 ) -> LocalModel:
     sampler = SamplerClient(_sampler_config(model, placement, device, config, scratch))
-    trainer = TrainerClient(
-        _trainer_config(model, placement, device, config),
-        model.renderer,
-        num_ranks=config.ranks,
-        max_context_length=model.context,
-    )
+    trainer = TrainerClient(_trainer_config(model, placement, device, config), num_ranks=config.ranks)
     info = BaseModelInfo(
         name=model.name,
         source=model.source,
@@ -136,6 +131,7 @@ def _trainer_config(model: FoundModel, placement: Placement, device: Device, con
         source=str(model.directory),
         device=device,
         dtype=model.dtype,
+        max_context_length=model.context,
         max_lora_rank=config.max_lora_rank,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or DEFAULT_MICROBATCH_TOKENS[device],
         image_cache_bytes=config.image_cache_bytes,

@@ -7,13 +7,13 @@ server serialises a model's training operations by seq_id; the trainer runs one 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from pickle import PickleBuffer
+from typing import Any, Protocol
 
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import (
     AdamParams,
-    ForwardBackwardInput,
     ForwardBackwardOutput,
     OptimStepResponse,
     Trainable,
@@ -53,6 +53,19 @@ class BaseModelInfo:
     max_lora_rank: int
 
 
+@dataclass(frozen=True)
+class EncodedBatch:
+    """A forward_backward's request as it came: it is decoded where it is computed."""
+
+    body: bytes
+    content_type: str
+    """wire.PROTOBUF or wire.JSON; in JSON it may be the ForwardRequest of older SDKs."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, the body stays as it is, beside the message."""
+        return EncodedBatch, (PickleBuffer(self.body), self.content_type)
+
+
 class Trainer(Protocol):
     """LoRA models on one frozen base. Every method raises InvalidInput, ModelLost or BackendFailed."""
 
@@ -62,25 +75,26 @@ class Trainer(Protocol):
     async def delete_model(self, model_id: str) -> None:
         """Drop adapter, gradient and optimizer. Nothing happens where the model is not held."""
 
-    async def forward_backward(
-        self, model_id: str, work: ForwardBackwardInput, *, backward: bool
-    ) -> ForwardBackwardOutput:
+    async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Log probabilities of every target; with `backward` the loss's gradient is added to the model's.
 
         A failure with `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
         """
 
     async def mark_incomplete(self, model_id: str) -> None:
-        """A part of the model's gradient never came here: the next optim_step clears it and fails."""
+        """A forward_backward of this model will never run: its gradient is incomplete until the next optim_step."""
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
-        """Apply the gradient, then clear it. InvalidInput where there is none, or part of it is missing."""
+        """Apply the gradient, then clear it. InvalidInput where there is none, part of it is missing, or a weight
+        would not be finite; weights and optimizer are then as they were."""
 
     async def save_state(self, model_id: str, directory: Path) -> None:
-        """Write adapter and optimizer into `directory`, which appears whole or not at all."""
+        """Write adapter and optimizer into `directory`, which appears whole or not at all. InvalidInput for an
+        adapter that is not finite."""
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared."""
+        """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared. A model that it
+        fails for is as it was."""
 
     async def suspend(self, model_id: str, directory: Path) -> None:
         """Write the whole model, its accumulated gradient too, into `directory`, then drop it from memory."""
@@ -89,7 +103,8 @@ class Trainer(Protocol):
         """Make the model that suspend wrote, as it was."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
-        """Write the adapter in PEFT's form into `directory`, which appears whole or not at all."""
+        """Write the adapter in PEFT's form into `directory`, which appears whole or not at all. InvalidInput for an
+        adapter that is not finite."""
 
 
 @dataclass(frozen=True)

@@ -63,4 +63,4 @@ if __name__ == "__main__":
     from tests import busy_child  # whose classes the commands are, and not this module's run as a program
 
     children.MAX_ANSWER_BYTES = LONGEST_ANSWER
-    children.serve(busy_child.handle)
+    children.serve(lambda keep_waiting: busy_child.handle)

@@ -1,14 +1,16 @@
 """Small inputs for tests: images of known content, datums with random targets."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.training import ForwardBackwardInput
+from api_schemas import tinker_wire_pb2 as pb
+from api_schemas import wire
+from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
+from backends.protocol import EncodedBatch
 from backends.rendering import Renderer
 
 VOCAB = 300
@@ -69,5 +71,26 @@ def datum(model_input: ModelInput, renderer: Renderer, seed: int = 0, *, k: int 
     )
 
 
-def cross_entropy(datums: Sequence[Datum]) -> ForwardBackwardInput:
-    return ForwardBackwardInput(data=list(datums), loss_fn="cross_entropy")
+def batch(datums: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None) -> EncodedBatch:
+    """A forward_backward as the SDK sends it."""
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn=loss_fn, loss_fn_config=config or {})
+    for datum in datums:
+        inputs = {name: _tensor(values) for name, values in datum.loss_fn_inputs.items()}
+        message.data.add(model_input=map(_chunk, datum.model_input.chunks), loss_fn_inputs=inputs)
+    return EncodedBatch(message.SerializeToString(), wire.PROTOBUF)
+
+
+def _chunk(chunk: Chunk) -> pb.Chunk:
+    if isinstance(chunk, ImageChunk):
+        return pb.Chunk(image=pb.ImageChunk(data=chunk.data, format=chunk.format))
+    assert isinstance(chunk, EncodedTextChunk)
+    return pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=chunk.tokens.astype("<i4").tobytes()))
+
+
+def _tensor(values: np.ndarray) -> pb.Tensor:
+    dtype = pb.DTYPE_FLOAT32 if values.dtype == np.float32 else pb.DTYPE_INT64
+    return pb.Tensor(dense=values.tobytes(), dtype=dtype, shape=values.shape)
+
+
+def cross_entropy(datums: Sequence[Datum]) -> EncodedBatch:
+    return batch(datums, "cross_entropy")

@@ -12,13 +12,13 @@ from api_schemas.inputs import Datum, EncodedTextChunk
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse
 from api_schemas.training import (
     AdamParams,
-    ForwardBackwardInput,
     ForwardBackwardOutput,
     OptimStepResponse,
     Trainable,
 )
-from backends.protocol import BaseModelInfo, InvalidInput, ModelLost, SamplingTask
+from backends.protocol import BaseModelInfo, EncodedBatch, InvalidInput, ModelLost, SamplingTask
 from backends.sampler.checks import check_support
+from backends.trainer.checks import decode_batch
 
 ADAPTER = {
     f"base_model.model.{module}.lora_{half}.weight": np.full(shape, 0.5, np.float32)
@@ -53,30 +53,30 @@ class FakeTrainer:
     async def delete_model(self, model_id: str) -> None:
         self.steps.pop(model_id, None)
 
-    async def forward_backward(
-        self, model_id: str, work: ForwardBackwardInput, *, backward: bool
-    ) -> ForwardBackwardOutput:
+    async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         self._held(model_id)
+        loss_input = decode_batch(batch)
         assert self.at_once == 0, "two operations at once"
         self.at_once += 1
         try:
-            await self.gates[work.loss_fn].wait()
+            await self.gates[loss_input.loss_fn].wait()
         finally:
             self.at_once -= 1
-        self.calls.append((work.loss_fn, model_id))
-        if work.loss_fn in ("wrong", "broken"):
+        self.calls.append((loss_input.loss_fn, model_id))
+        if loss_input.loss_fn in ("wrong", "broken"):
             if backward:
                 await self.mark_incomplete(model_id)
-            if work.loss_fn == "broken":
+            if loss_input.loss_fn == "broken":
                 raise ZeroDivisionError("division by zero")
             raise InvalidInput("datum 0: loss_fn 'wrong' is not known")
         if backward and (gradient := self.gradients[model_id]) is not None:
-            gradient += [_first_token(datum) for datum in work.data]
+            gradient += [_first_token(datum) for datum in loss_input.data]
         outputs = [
-            {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -1, np.float32)} for datum in work.data
+            {"logprobs": np.full(datum.loss_fn_inputs["target_tokens"].shape, -1, np.float32)}
+            for datum in loss_input.data
         ]
-        metrics = {"loss:sum": float(len(work.data))}
-        if work.loss_fn == "nan":
+        metrics = {"loss:sum": float(len(loss_input.data))}
+        if loss_input.loss_fn == "nan":
             metrics["nan:mean"] = float("nan")
         return ForwardBackwardOutput(loss_fn_outputs=outputs, metrics=metrics)
 

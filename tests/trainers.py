@@ -18,12 +18,13 @@ LORA = Trainable(rank=8, seed=1)
 SMOOTH = AdamParams(learning_rate=0.1, eps=1.0)
 
 
-def config(source: Path, max_tokens: int = 1024) -> TrainerConfig:
+def config(source: Path, max_tokens: int = 1024, max_context_length: int = 1024) -> TrainerConfig:
     return TrainerConfig(
         name="tiny",
         source=str(source),
         device="cpu",
         dtype="float32",
+        max_context_length=max_context_length,
         max_lora_rank=64,
         max_tokens_per_microbatch=max_tokens,
         image_cache_bytes=1 << 26,
@@ -59,13 +60,13 @@ def perturb(rank: TrainerRank, model_id: str) -> None:
     """Give B random values: a fresh adapter adds nothing and would prove nothing."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for name, tensor in rank._models[model_id].adapter.tensors.items():
+        for name, tensor in rank.tenants[model_id].adapter.tensors.items():
             if ".lora_B." in name:
                 tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.05, generator=generator))
 
 
 def gradients(rank: TrainerRank, model_id: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.grad.clone() for name, tensor in rank._models[model_id].adapter.tensors.items()}
+    return {name: tensor.grad.clone() for name, tensor in rank.tenants[model_id].adapter.tensors.items()}
 
 
 def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rtol: float = 1e-4) -> None:

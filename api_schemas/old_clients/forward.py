@@ -4,7 +4,7 @@ from typing import Literal
 
 from api_schemas.base import Request
 from api_schemas.fields import ModelId, SeqId
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from api_schemas.training import ForwardBackwardInput
 
 
 class ForwardRequest(Request):
@@ -15,12 +15,3 @@ class ForwardRequest(Request):
     seq_id: SeqId
     forward_input: ForwardBackwardInput
     """Datums and loss."""
-
-    def as_forward_backward(self) -> ForwardBackwardRequest:
-        """The same request as later clients send it."""
-        return ForwardBackwardRequest(
-            model_id=self.model_id,
-            seq_id=self.seq_id,
-            forward_only=True,
-            forward_backward_input=self.forward_input,
-        )

@@ -1,29 +1,49 @@
 """What is wrong with a forward_backward, found before anything is computed.
 
-Runs in the server and needs no weights: a datum that passes can only fail on pixels that do not decode.
+Depends on nothing but the request, so that all ranks find the same: a datum that passes can only fail on
+pixels that do not decode.
 """
 
+import contextlib
 import math
 
 import numpy as np
+from pydantic import ValidationError
 
+from api_schemas import wire
 from api_schemas.inputs import Datum
-from api_schemas.training import ForwardBackwardInput
-from backends.protocol import InvalidInput
+from api_schemas.old_clients.forward import ForwardRequest
+from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from backends.protocol import EncodedBatch, InvalidInput
 from backends.rendering import Renderer
 from backends.trainer.losses import LOSSES, Loss
 
 
-def check_forward_backward(renderer: Renderer, work: ForwardBackwardInput, max_context_length: int) -> None:
+def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:
+    """Raises InvalidInput for a body that is not what its content type says."""
+    try:
+        if batch.content_type == wire.PROTOBUF:
+            return wire.decode_forward_backward(batch.body).forward_backward_input
+        with contextlib.suppress(ValidationError):
+            return ForwardRequest.model_validate_json(batch.body).forward_input
+        return ForwardBackwardRequest.model_validate_json(batch.body).forward_backward_input
+    except wire.MalformedBody as error:
+        raise InvalidInput(str(error)) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput, max_context_length: int) -> None:
     """Raises InvalidInput naming the datum, the field and what is allowed."""
-    loss = LOSSES.get(work.loss_fn)
+    loss = LOSSES.get(loss_input.loss_fn)
     if loss is None:
-        raise InvalidInput(f"loss_fn {work.loss_fn!r} is not supported; supported: {', '.join(LOSSES)}")
-    loss_config(loss, work)
-    if not work.data:
+        raise InvalidInput(f"loss_fn {loss_input.loss_fn!r} is not supported; supported: {', '.join(LOSSES)}")
+    loss_config(loss, loss_input)
+    if not loss_input.data:
         raise InvalidInput("data holds no datum")
     num_pixels = 0
-    for index, datum in enumerate(work.data):
+    for index, datum in enumerate(loss_input.data):
         where = f"datum {index}"
         length, spans = renderer.layout(datum.model_input, where)
         num_pixels += sum(span.num_pixels for span in spans)
@@ -32,17 +52,16 @@ def check_forward_backward(renderer: Renderer, work: ForwardBackwardInput, max_c
             raise InvalidInput(f"{where}: model_input is empty")
         if length > max_context_length:
             raise InvalidInput(f"{where}: {length} tokens, but the context window holds {max_context_length}")
-        _check_inputs(loss, work.loss_fn, datum, length, renderer.vocab_size, where)
+        _check_inputs(loss, loss_input.loss_fn, datum, length, renderer.vocab_size, where)
 
 
-def loss_config(loss: Loss, work: ForwardBackwardInput) -> dict[str, float]:
+def loss_config(loss: Loss, loss_input: ForwardBackwardInput) -> dict[str, float]:
     """The loss's config with its defaults. Raises InvalidInput for a key it does not have."""
     values = dict(loss.config)
-    for key, value in (work.loss_fn_config or {}).items():
+    for key, value in (loss_input.loss_fn_config or {}).items():
         if key not in values:
-            raise InvalidInput(
-                f"loss_fn_config key {key!r}: {work.loss_fn} has {', '.join(values) if values else 'no config keys'}"
-            )
+            known = ", ".join(values) or "no config keys"
+            raise InvalidInput(f"loss_fn_config key {key!r}: {loss_input.loss_fn} has {known}")
         try:
             values[key] = float(value)
         except ValueError:

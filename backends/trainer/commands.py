@@ -6,12 +6,12 @@ from typing import Literal
 
 from api_schemas.training import (
     AdamParams,
-    ForwardBackwardInput,
     ForwardBackwardOutput,
     OptimStepResponse,
     Trainable,
 )
 from backends.children import Command
+from backends.protocol import EncodedBatch
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class TrainerConfig:
     """A local directory."""
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
+    max_context_length: int
     max_lora_rank: int
     max_tokens_per_microbatch: int
     image_cache_bytes: int
@@ -60,7 +61,7 @@ class ForwardBackward(Command[ForwardBackwardOutput]):
     """`protocol.Trainer.forward_backward`; only rank 0 answers with the output."""
 
     model_id: str
-    loss_input: ForwardBackwardInput
+    batch: EncodedBatch
     backward: bool
 
 

@@ -1,5 +1,6 @@
 """Many LoRA adapters on one frozen base, by PEFT (Hu et al. 2021, arXiv:2106.09685).
 
+A module of the base that maps x [.., I] to W x [.., O] gives W x + (ALPHA / r) B A x, with A [r, I] and B [O, r].
 Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. Which
 modules a request's train_attn, train_mlp and train_unembed mean the model's family says.
 """
@@ -34,6 +35,7 @@ class Adapter:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
+        """All tensors, in a fixed order."""
         return list(self.tensors.values())
 
 
@@ -52,8 +54,30 @@ class Adapters:
     def create(self, name: str, config: Trainable) -> Adapter:
         """A fresh adapter: A uniform as nn.Linear, drawn from `config.seed` in float32, and B zero.
 
-        The same seed gives the same tensors on every device and rank.
+        The same seed gives the same tensors on every device and rank. Raises InvalidInput for a rank or modules
+        that cannot be had; where it raises, nothing of the adapter is left.
         """
+        peft_config = PeftLoraConfig(
+            r=config.rank,
+            lora_alpha=ALPHA,
+            lora_dropout=0.0,
+            target_modules="|".join(map(re.escape, self._chosen_modules(config))),
+        )
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                # A head tied to the embeddings: the adapter is on the head's output alone, which is meant.
+                warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+                self._inject(name, peft_config)
+            self._layers = self._lora_layers()
+            self._selected = None
+            adapter = Adapter(name, config, self._tensors(name))
+            _initialise(adapter)
+        except BaseException:
+            self._remove(name)
+            raise
+        return adapter
+
+    def _chosen_modules(self, config: Trainable) -> list[str]:
         if not 1 <= config.rank <= self._max_rank:
             raise InvalidInput(f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}")
         modules = []
@@ -64,18 +88,7 @@ class Adapters:
                 modules += names
         if not modules:
             raise InvalidInput("lora_config: at least one of train_attn, train_mlp, train_unembed must be true")
-        peft_config = PeftLoraConfig(
-            r=config.rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="|".join(map(re.escape, modules))
-        )
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # A head tied to the embeddings: the adapter is on the head's output alone, which is meant.
-            warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-            self._inject(name, peft_config)
-        self._layers = [(n, m) for n, m in self._model.named_modules() if isinstance(m, LoraLayer)]
-        self._selected = None
-        adapter = Adapter(name, config, self._tensors(name))
-        _initialise(adapter)
-        return adapter
+        return modules
 
     def _inject(self, name: str, peft_config: PeftLoraConfig) -> None:
         if self._tuner is None:
@@ -84,7 +97,11 @@ class Adapters:
             self._tuner.peft_config[name] = peft_config
             self._tuner.inject_adapter(self._model, name)
 
+    def _lora_layers(self) -> list[tuple[str, LoraLayer]]:
+        return [(name, module) for name, module in self._model.named_modules() if isinstance(module, LoraLayer)]
+
     def _tensors(self, name: str) -> dict[str, nn.Parameter]:
+        """A [r, I] and B [O, r] of every module, by their names in a PEFT file."""
         tensors = {}
         for module_name, layer in self._layers:
             for half, linears in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
@@ -103,11 +120,18 @@ class Adapters:
 
     def drop(self, adapter: Adapter) -> None:
         """Forget an adapter and free its tensors."""
-        assert self._tuner is not None
+        self._remove(adapter.name)
+
+    def _remove(self, name: str) -> None:
+        """Whatever PEFT has of an adapter, also where it was put in only in part."""
         with warnings.catch_warnings():
             # PEFT says which adapter it selects next; the next call to select decides that.
             warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
-            self._tuner.delete_adapter(adapter.name)
+            for _, layer in self._lora_layers():
+                layer.delete_adapter(name)
+        if self._tuner is not None:
+            self._tuner.peft_config.pop(name, None)
+            self._tuner.active_adapter = []
         self._selected = None
 
 
@@ -123,8 +147,8 @@ def _initialise(adapter: Adapter) -> None:
                 tensor.copy_(fresh)
 
 
-def copy_tensors(source: dict[str, Tensor], adapter: Adapter, where: str) -> None:
-    """Overwrite the adapter's tensors. Raises InvalidInput where names or shapes differ."""
+def check_tensors(source: dict[str, Tensor], adapter: Adapter, where: str) -> None:
+    """Raises InvalidInput where names or shapes differ from the adapter's."""
     if source.keys() != adapter.tensors.keys():
         raise InvalidInput(f"{where}: the checkpoint trains other modules than this model")
     for name, tensor in adapter.tensors.items():
@@ -133,6 +157,3 @@ def copy_tensors(source: dict[str, Tensor], adapter: Adapter, where: str) -> Non
                 f"{where}: {name} has shape {tuple(source[name].shape)}, this model's {tuple(tensor.shape)}:"
                 " the LoRA ranks differ"
             )
-    with torch.no_grad():
-        for name, tensor in adapter.tensors.items():
-            tensor.copy_(source[name])

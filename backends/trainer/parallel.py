@@ -1,19 +1,27 @@
-"""Ranks and devices: who am I, how the frozen base is sharded, how gradients are summed.
+"""Ranks and devices: who am I, how the frozen base is sharded, how gradients are summed, how ranks agree.
 
 Adapters are whole on every rank and outside FSDP: their gradients are summed once per optim_step.
 """
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from backends.protocol import BackendFailed, InvalidInput
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""Longer than any rank waits for another: the server ends a group that hangs long before."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +33,18 @@ class World:
     device: torch.device
 
 
-def join_world(device_kind: str) -> World:
+def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
     """Reads the launcher's variables (as torchrun sets them) and joins the process group when there are peers."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if device_kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        torch.cuda.set_per_process_memory_fraction(gpu_memory_fraction, device)
     if size > 1:
         # gloo carries the small Python objects (errors, results), nccl the tensors.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(hours=12))
+        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
     return World(rank, size, device)
 
 
@@ -49,13 +58,22 @@ def shard(model: nn.Module, layers: Iterable[nn.Module], world: World) -> None:
 
 
 def sum_gradients(parameters: list[nn.Parameter], world: World) -> None:
-    """Replace every gradient by its sum over ranks; a missing one counts as zero."""
+    """Replace every gradient by its sum over ranks; a missing one counts as zero. All ranks fail, or none."""
     if world.size == 1:
         return
-    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+    def flatten() -> Tensor:
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+
+    flat = agreed(flatten, world)
     dist.all_reduce(flat)
-    for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.grad = piece.view_as(parameter).clone()
+
+    def unflatten() -> list[Tensor]:
+        pieces = flat.split([p.numel() for p in parameters])
+        return [piece.view_as(parameter).clone() for parameter, piece in zip(parameters, pieces, strict=True)]
+
+    for parameter, gradient in zip(parameters, agreed(unflatten, world), strict=True):
+        parameter.grad = gradient
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
@@ -67,7 +85,56 @@ def gather_objects(value: Any, world: World) -> list[Any]:
     return values
 
 
-def barrier(world: World) -> None:
-    """Wait until every rank is here."""
+def agreed(action: Callable[[], T], world: World) -> T:
+    """What `action` returns here, once it has ended on every rank; where it fails on any of them, all raise.
+
+    `action` holds no collective. InvalidInput is raised as it was, anything else as BackendFailed: what
+    went wrong is then known to all, and the ranks can go on together.
+    """
+    value: T | None = None
+    error: Exception | None = None
+    try:
+        value = action()
+    except Exception as raised:
+        error = raised
     if world.size > 1:
-        gather_objects(None, world)
+        any_failed = torch.tensor(int(error is not None))
+        dist.all_reduce(any_failed, dist.ReduceOp.MAX)
+        if any_failed.item():
+            errors = [one for one in gather_objects(None if error is None else _told(error), world) if one is not None]
+            # Every rank picks the same one.
+            raise min(errors, key=lambda one: not isinstance(one, InvalidInput)) from error
+    elif error is not None:
+        raise _told(error) from error
+    return value  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> InvalidInput | BackendFailed:
+    """The error as every rank may raise it; where it is not the request's, the log gets it as it was."""
+    if isinstance(error, (InvalidInput, BackendFailed)):
+        return error
+    log.error("a rank failed", exc_info=error)
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return BackendFailed(f"out of GPU memory; send shorter or fewer datums at once ({error})")
+    if isinstance(error, MemoryError):
+        return BackendFailed("out of memory; send shorter or fewer datums at once")
+    if isinstance(error, OSError):
+        return BackendFailed(f"a file cannot be read or written: {error.strerror or type(error).__name__}")
+    return BackendFailed(f"{type(error).__name__}: {error}")
+
+
+def from_rank_zero(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Rank 0's CPU tensors, on every rank; what the others pass is ignored."""
+    if world.size == 1:
+        return tensors
+    layout = gather_objects({name: (one.shape, one.dtype) for name, one in tensors.items()}, world)[0]
+
+    def place(name: str) -> Tensor:
+        shape, dtype = layout[name]
+        return tensors[name].contiguous() if world.rank == 0 else torch.empty(shape, dtype=dtype)
+
+    received = agreed(lambda: {name: place(name) for name in layout}, world)
+    for tensor in received.values():
+        dist.broadcast(tensor, src=0)
+    return received

@@ -1,30 +1,30 @@
 """One trainer rank as a child process: `python -m backends.trainer.process FD`."""
 
 import logging
+from pathlib import Path
 from typing import assert_never
 
-import torch
-
-from backends.children import serve
+from backends.children import KeepWaiting, serve
 from backends.trainer import commands
 from backends.trainer.parallel import join_world
 from backends.trainer.rank import TrainerRank
+from backends.trainer.time_limits import files_s
 
 
 class Process:
     """Holds the rank from its first command, `Start`, on."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_waiting: KeepWaiting) -> None:
+        self._keep_waiting = keep_waiting
         self._rank: TrainerRank | None = None
 
     def handle(self, command: commands.Start | commands.ModelCommand) -> object:
         """Run one command; its answer is of the type that the command names."""
         if isinstance(command, commands.Start):
-            world = join_world(command.config.device)
-            if world.device.type == "cuda":
-                # The rest is the sampler's, also while it is away to start again.
-                torch.cuda.set_per_process_memory_fraction(command.config.gpu_memory_fraction)
-            self._rank = TrainerRank(command.config, world)
+            config = command.config
+            self._keep_waiting(files_s(sum(file.stat().st_size for file in Path(config.source).iterdir())))
+            world = join_world(config.device, config.gpu_memory_fraction)
+            self._rank = TrainerRank(config, world, self._keep_waiting)
             return None
         assert self._rank is not None, "the first command is Start"
         return run(self._rank, command)
@@ -37,8 +37,8 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
             rank.create_model(model_id, lora)
         case commands.DeleteModel(model_id):
             rank.delete_model(model_id)
-        case commands.ForwardBackward(model_id, loss_input, backward):
-            return rank.forward_backward(model_id, loss_input, backward)
+        case commands.ForwardBackward(model_id, batch, backward):
+            return rank.forward_backward(model_id, batch, backward)
         case commands.MarkIncomplete(model_id):
             rank.mark_incomplete(model_id)
         case commands.OptimStep(model_id, adam):
@@ -60,4 +60,4 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    serve(Process().handle)
+    serve(lambda keep_waiting: Process(keep_waiting).handle)

@@ -23,7 +23,7 @@ from backends.rendering import Renderer
 from backends.trainer.client import TrainerClient
 from tests.conformance.failures import assert_each_fails_alone
 from tests.conformance.reference import Reference, Trained, assert_gradients
-from tests.factories import make_renderer, photo
+from tests.factories import photo
 from tests.fake_server import Running
 from tests.fakes import FakeBackend
 from tests.servers import MODEL, Server
@@ -182,7 +182,7 @@ class TextBackend(FakeBackend):
 
     def __init__(self, source: Path) -> None:
         super().__init__()
-        self.trainer = TrainerClient(config(source), make_renderer(source), num_ranks=1, max_context_length=64)
+        self.trainer = TrainerClient(config(source, max_context_length=64), num_ranks=1)
         self.tiny.trainer = self.trainer  # type: ignore[assignment]
 
     async def start(self) -> None:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from api_schemas.training import AdamParams, ForwardBackwardInput, Trainable
+from api_schemas.training import AdamParams, Trainable
 from backends.protocol import InvalidInput, ModelLost
 from backends.trainer.client import TrainerClient
-from tests.factories import MIXED, cross_entropy, datum
+from tests.factories import MIXED, batch, cross_entropy, datum
 from tests.trainers import config
 
 LORA = Trainable(rank=8, seed=1)
@@ -20,7 +20,7 @@ ADAM = AdamParams(learning_rate=0.01)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl, renderer, tmp_path, num_ranks):
     batches = [[datum(item, renderer, seed)] for seed, item in enumerate(MIXED.values())][:3]
-    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=num_ranks, max_context_length=1024)
+    ranked = TrainerClient(config(tiny_vl), num_ranks=num_ranks)
     await ranked.start()
     try:
         for name, suspends in (("stayed", False), ("moved", True)):
@@ -47,12 +47,12 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
 
 async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl, renderer, tmp_path):
     good = datum(MIXED["text"], renderer)
-    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=1, max_context_length=1024)
+    ranked = TrainerClient(config(tiny_vl), num_ranks=1)
     await ranked.start()
     try:
         await ranked.create_model("m", LORA)
         with pytest.raises(InvalidInput):
-            await ranked.forward_backward("m", ForwardBackwardInput(data=[good], loss_fn="unknown"), backward=True)
+            await ranked.forward_backward("m", batch([good], "unknown"), backward=True)
         await ranked.suspend("m", tmp_path / "snapshot")
         await ranked.resume("m", LORA, tmp_path / "snapshot")
         await ranked.forward_backward("m", cross_entropy([good]), backward=True)

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
-from api_schemas.training import AdamParams, ForwardBackwardInput, Trainable
+from api_schemas.training import AdamParams, Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.protocol import BackendFailed, InvalidInput
 from backends.rendering import Renderer
 from backends.trainer import scoring
 from backends.trainer.client import TrainerClient
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, prompt, words
+from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_vl
 from tests.trainers import (
     LORA,
@@ -196,7 +196,7 @@ def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, 
         ),
     ).eval()
     own = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if "lora_" in name}
-    theirs = rank._models["m"].adapter.tensors
+    theirs = rank.tenants["m"].adapter.tensors
     assert own.keys() == theirs.keys()
     with torch.no_grad():
         for name, tensor in own.items():
@@ -245,7 +245,7 @@ def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, re
                 rank.forward_backward(name, cross_entropy(data[name]), True)
             for name in names:
                 rank.optim_step(name, SMOOTH)
-        return {name: dict(rank._models[name].adapter.tensors) for name in names}
+        return {name: dict(rank.tenants[name].adapter.tensors) for name in names}
 
     together = run(["small", "large"])
     for name in ("small", "large"):
@@ -268,7 +268,7 @@ def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(rank):
     drawn = []
     for seed in (5, 5, 6):
         rank.create_model("m", Trainable(rank=4, seed=seed))
-        drawn.append({name: tensor.detach().clone() for name, tensor in rank._models["m"].adapter.tensors.items()})
+        drawn.append({name: tensor.detach().clone() for name, tensor in rank.tenants["m"].adapter.tensors.items()})
     assert_same(drawn[0], drawn[1], rtol=0)
     assert any((drawn[0][name] != drawn[2][name]).any() for name in drawn[0])
 
@@ -281,7 +281,7 @@ def test_the_flags_choose_the_modules(rank):
     ):
         flags = {"train_attn": False, "train_mlp": False, "train_unembed": False, flag: True}
         rank.create_model("m", Trainable(rank=2, seed=1, **flags))
-        names = rank._models["m"].adapter.tensors
+        names = rank.tenants["m"].adapter.tensors
         assert {name.split(".")[-3] for name in names} == modules
         assert not any("visual" in name for name in names)
 
@@ -345,7 +345,7 @@ def test_saved_state_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path
     for one, name in ((rank, "m"), (other, "n"), (fresh, "n")):
         one.forward_backward(name, data, True)
         one.optim_step(name, AdamParams(learning_rate=1e-2))
-    tensors = [dict(one._models[name].adapter.tensors) for one, name in ((rank, "m"), (other, "n"), (fresh, "n"))]
+    tensors = [dict(one.tenants[name].adapter.tensors) for one, name in ((rank, "m"), (other, "n"), (fresh, "n"))]
     assert_same(tensors[1], tensors[0], rtol=0)
     assert any((tensors[2][name] != tensors[0][name]).any() for name in tensors[0])
 
@@ -384,7 +384,7 @@ def test_a_sliding_window_stays_the_models_own_in_packed_rows(tiny_text, tmp_pat
     window = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
     path.write_text(json.dumps({**json.loads(path.read_text()), **window}))
     rank, renderer = trainer(source), make_renderer(source)
-    assert rank._packs
+    assert rank.base.packs
     rank.create_model("m", LORA)
     data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
     output = rank.forward_backward("m", cross_entropy(data), False)
@@ -419,7 +419,7 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
     ]
     weights = []
     for num_ranks in (1, 2):
-        ranked = TrainerClient(config(tiny_vl, max_tokens=60), renderer, num_ranks=num_ranks, max_context_length=1024)
+        ranked = TrainerClient(config(tiny_vl, max_tokens=60), num_ranks=num_ranks)
         await ranked.start()
         try:
             await ranked.create_model("m", LORA)
@@ -446,7 +446,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
         model_input=prompt(words(3), cut), loss_fn_inputs=datum(prompt(words(3), whole), renderer).loss_fn_inputs
     )
     good = datum(MIXED["text"], renderer)
-    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=2, max_context_length=1024)
+    ranked = TrainerClient(config(tiny_vl), num_ranks=2)
     await ranked.start()
     try:
         await ranked.create_model("m", LORA)
@@ -461,7 +461,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
 
 
 async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
-    ranked = TrainerClient(config(tiny_vl), renderer, num_ranks=1, max_context_length=64)
+    ranked = TrainerClient(config(tiny_vl, max_context_length=64), num_ranks=1)
     good = datum(MIXED["text"], renderer)
     inputs = good.loss_fn_inputs
 
@@ -487,9 +487,7 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
             with pytest.raises(InvalidInput, match=message):
                 await ranked.forward_backward("m", cross_entropy([good, bad]), backward=False)
         with pytest.raises(InvalidInput, match="loss_fn 'stable_reinforce' is not supported; supported: cross_entropy"):
-            await ranked.forward_backward(
-                "m", ForwardBackwardInput(data=[good], loss_fn="stable_reinforce"), backward=False
-            )
+            await ranked.forward_backward("m", batch([good], "stable_reinforce"), backward=False)
         await ranked.forward_backward("m", cross_entropy([good]), backward=True)
         await ranked.optim_step("m", SMOOTH)
     finally:
@@ -497,7 +495,7 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
 
 
 async def test_threads_of_a_rank_on_the_cpu_sleep_while_they_wait(tiny_text):
-    ranked = TrainerClient(config(tiny_text), make_renderer(tiny_text), num_ranks=1, max_context_length=64)
+    ranked = TrainerClient(config(tiny_text, max_context_length=64), num_ranks=1)
     await ranked.start()
     try:
         environment = psutil.Process(ranked._ranks[0].process.pid).environ()

@@ -36,7 +36,7 @@ class Tower:
 
     def __init__(self, rank: TrainerRank) -> None:
         self.images: list[int] = []
-        visual = rank._scorer.model.base_model.visual
+        visual = rank.base.scorer.model.base_model.visual
         self._hook = visual.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, _: object, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]) -> None:
@@ -71,7 +71,7 @@ def data(renderer) -> list[Datum]:
 
 
 def run(rank: TrainerRank, data: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
-    rank._models["m"].clear_gradient()
+    rank.tenants["m"].clear_gradient()
     output = rank.forward_backward("m", cross_entropy(data), True)
     found = {name: gradient.clone() for name, gradient in gradients(rank, "m").items()}
     return [row["logprobs"] for row in output.loss_fn_outputs], found
@@ -128,14 +128,14 @@ def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetti
     one = datum(prompt(words(2), SMALL, words(1)), renderer)
     probe = trainer(tiny_vl, 1 << 26)
     probe.forward_backward("m", cross_entropy([one]), False)
-    size = probe._vision._kept.size
-    assert size == sum(part.nbytes for features in probe._vision._kept._values.values() for part in features) > 0  # type: ignore[misc]
+    size = probe.base.vision._kept.size
+    assert size == sum(part.nbytes for features in probe.base.vision._kept._values.values() for part in features) > 0  # type: ignore[misc]
     rank = trainer(tiny_vl, 3 * size)
     tower = Tower(rank)
     squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
     for item in squares:
         rank.forward_backward("m", cross_entropy([item]), False)
-        assert rank._vision._kept.size <= 3 * size
+        assert rank.base.vision._kept.size <= 3 * size
     assert tower.take() == 5
     rank.forward_backward("m", cross_entropy(squares[2:]), False)
     assert tower.take() == 0
@@ -165,21 +165,21 @@ def test_a_broken_image_is_refused_whatever_is_kept(keeping, renderer, data):
 
 def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, monkeypatch):
     """As it would be, should a later transformers take image features another way."""
-    monkeypatch.setattr(keeping._scorer.model.base_model, "get_image_features", keeping._vision._tower._run)
+    monkeypatch.setattr(keeping.base.scorer.model.base_model, "get_image_features", keeping.base.vision._tower._run)
     with pytest.raises((BackendFailed, RuntimeError, AttributeError, IndexError)):
         keeping.forward_backward("m", cross_entropy(data), False)
 
 
 @pytest.fixture
 async def two_ranks(tiny_vl, renderer) -> AsyncIterator[TrainerClient]:
-    ranked = TrainerClient(config(tiny_vl, max_tokens=60), renderer, num_ranks=2, max_context_length=1024)
+    ranked = TrainerClient(config(tiny_vl, max_tokens=60), num_ranks=2)
     await ranked.start()
     yield ranked
     await ranked.stop()
 
 
 async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, tiny_vl, renderer, tmp_path, data):
-    one = TrainerClient(config(tiny_vl, max_tokens=60), renderer, num_ranks=1, max_context_length=1024)
+    one = TrainerClient(config(tiny_vl, max_tokens=60), num_ranks=1)
     await one.start()
     try:
         for ranked, name in ((two_ranks, "two"), (one, "one")):

@@ -64,7 +64,7 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path):
     weights = []
     for num_ranks in (1, 2):
         settings = dataclasses.replace(config(tiny_vl, max_tokens=60), dtype="float32", **CUDA)
-        ranked = TrainerClient(settings, renderer, num_ranks=num_ranks, max_context_length=1024)
+        ranked = TrainerClient(settings, num_ranks=num_ranks)
         await ranked.start()
         try:
             await ranked.create_model("m", LORA)

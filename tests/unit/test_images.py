@@ -14,7 +14,7 @@ from api_schemas.inputs import ImageChunk
 from backends.images import BadImage, decode, open_image
 from backends.protocol import InvalidInput
 from backends.rendering import Renderer
-from backends.trainer.checks import check_forward_backward
+from backends.trainer.checks import check_forward_backward, decode_batch
 from tests.factories import cross_entropy, datum, image, photo, prompt, text
 
 MANY = 10**8
@@ -167,6 +167,6 @@ def test_pixels_of_all_images_of_one_input_are_bounded(tiny_vl) -> None:
 def test_pixels_of_all_datums_of_one_request_are_bounded(tiny_vl) -> None:
     renderer = Renderer(str(tiny_vl), image_cache_bytes=0, max_image_pixels=10_000)
     data = [datum(prompt(image(100, 100, seed), text(1)), renderer, seed) for seed in range(11)]
-    check_forward_backward(renderer, cross_entropy(data[:10]), 64)
+    check_forward_backward(renderer, decode_batch(cross_entropy(data[:10])), 64)
     with pytest.raises(InvalidInput, match="datums 0 to 10: images of 110000 pixels in all; 100000 are allowed"):
-        check_forward_backward(renderer, cross_entropy(data), 64)
+        check_forward_backward(renderer, decode_batch(cross_entropy(data)), 64)

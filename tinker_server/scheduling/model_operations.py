@@ -8,13 +8,11 @@ import time
 from collections.abc import Set
 
 from api_schemas import ids
-from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import (
     AdamParams,
     CreateModelRequest,
     CreateModelResponse,
     ForwardBackwardOutput,
-    ForwardBackwardRequest,
     LoraConfig,
     OptimizerConfig,
     OptimStepRequest,
@@ -24,6 +22,7 @@ from api_schemas.training import (
     UnloadModelResponse,
 )
 from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
+from backends.protocol import EncodedBatch
 from tinker_server.auth.keys import Keys
 from tinker_server.errors import ModelIdTaken, Unsupported
 from tinker_server.models import Models
@@ -53,18 +52,10 @@ class ModelOperations:
         self._storage = storage
         self._usage = usage
 
-    async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        """Log probabilities, and the gradient added to the model's."""
-        return await self._train(request, backward=True)
-
-    async def forward(self, request: ForwardRequest | ForwardBackwardRequest) -> ForwardBackwardOutput:
-        """Log probabilities alone."""
-        same = request.as_forward_backward() if isinstance(request, ForwardRequest) else request
-        return await self._train(same, backward=False)
-
-    async def _train(self, request: ForwardBackwardRequest, *, backward: bool) -> ForwardBackwardOutput:
-        async with self._models.training(request.model_id) as (run, trainer):
-            output = await trainer.forward_backward(request.model_id, request.forward_backward_input, backward=backward)
+    async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
+        """Log probabilities, and with `backward` the gradient added to the model's."""
+        async with self._models.training(model_id) as (run, trainer):
+            output = await trainer.forward_backward(model_id, batch, backward=backward)
         # Every position of every datum; images as many as they are expanded to.
         tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
         self._usage.count("training", run.owner, run.session_id, run.base_model, tokens)

@@ -29,6 +29,7 @@ from api_schemas.weights import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+from backends.protocol import EncodedBatch
 from tinker_server.offload import off_loop
 from tinker_server.scheduling.model_operations import ModelOperations
 from tinker_server.scheduling.sampling import Sampling
@@ -98,6 +99,12 @@ def _forward_request(body: bytes) -> Request:
         raise error
 
 
+def _batch(operation: Operation) -> EncodedBatch:
+    """What the ranks decode for themselves."""
+    assert operation.body is not None, "the scheduler has read the body"
+    return EncodedBatch(operation.body, operation.content_type)
+
+
 OPERATIONS = {
     kind.name: kind
     for kind in (
@@ -107,7 +114,9 @@ OPERATIONS = {
         OperationKind(
             "forward_backward",
             ForwardBackwardRequest,
-            lambda do, _, request: do.models.forward_backward(request),
+            lambda do, operation, request: do.models.forward_backward(
+                request.model_id, _batch(operation), backward=True
+            ),
             wire.decode_forward_backward,
             wire.encode_forward_backward,
             results.forward_backward_json,
@@ -115,7 +124,9 @@ OPERATIONS = {
         OperationKind(
             "forward",
             ForwardRequest,
-            lambda do, _, request: do.models.forward(request),
+            lambda do, operation, request: do.models.forward_backward(
+                request.model_id, _batch(operation), backward=False
+            ),
             wire.decode_forward_backward,
             wire.encode_forward_backward,
             results.forward_backward_json,

@@ -1,0 +1,51 @@
+"""The frozen base model of one rank: loaded, tested, sharded when there are several ranks."""
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from backends.families.family import Family
+from backends.rendering import Renderer
+from backends.trainer import attention
+from backends.trainer.commands import TrainerConfig
+from backends.trainer.lora import Adapters
+from backends.trainer.parallel import World, shard
+from backends.trainer.scoring import Scorer
+from backends.trainer.self_test import packing_is_exact
+from backends.trainer.vision import FrozenVision
+
+log = logging.getLogger(__name__)
+
+
+class FrozenBase:
+    """What all tenants share. `scorer` is the only way through the model, `renderer` the only way into it."""
+
+    def __init__(self, config: TrainerConfig, world: World) -> None:
+        """Raises BackendFailed for a model that cannot be trained here."""
+        # Pixels are not kept: what the vision tower makes of them is.
+        self.renderer = Renderer(config.source, image_cache_bytes=0, max_image_pixels=config.max_image_pixels)
+        family = self.renderer.family
+        model = load(config, family, world)
+        vision = family.vision
+        self.vision = FrozenVision(vision, model.base_model, config.image_cache_bytes) if vision is not None else None
+        self.num_parameters = model.num_parameters()
+        self.scorer = Scorer(model, self.vision).eval()
+        self.packs = packing_is_exact(self.scorer, self.renderer, world.device)
+        """Whether samples may stand in one row."""
+        if not self.packs:
+            log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
+        if world.size > 1:
+            shard(self.scorer, model.get_decoder().layers, world)
+        self.adapters = Adapters(model, family.lora_modules(model), config.max_lora_rank)
+
+
+def load(config: TrainerConfig, family: Family, world: World) -> PreTrainedModel:
+    """The frozen base, on this rank's device (FSDP moves it there itself when there are several ranks)."""
+    dtype = getattr(torch, config.dtype)
+    decoder = attention.implementation(world.device, dtype)
+    model: PreTrainedModel = family.model_class.from_pretrained(
+        config.source, dtype=dtype, attn_implementation=family.attention(decoder)
+    )
+    model.requires_grad_(False)
+    return model.to(world.device)

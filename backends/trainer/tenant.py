@@ -1,0 +1,113 @@
+"""One tenant: its adapter, its optimizer, and how whole its gradient is. Knows no other rank."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from api_schemas.training import AdamParams
+from backends.protocol import InvalidInput
+from backends.trainer.checkpoint import GradientState
+from backends.trainer.lora import Adapter, check_tensors
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""torch's names of what Adam keeps of a tensor: [] the number of steps, and two of the tensor's shape."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of all that an optim_step changes."""
+
+    weights: list[Tensor]
+    moments: dict[Tensor, dict[str, Tensor]]
+
+
+class Tenant:
+    """A model of a client. Its gradient stands at the adapter's tensors, in their `grad`."""
+
+    def __init__(self, adapter: Adapter, *, fused: bool) -> None:
+        """`fused`: torch's one-kernel AdamW, on CUDA. What Adam needs comes with every optim_step."""
+        self.adapter = adapter
+        self.optimizer = torch.optim.AdamW(adapter.parameters, fused=fused)
+        self.gradient: GradientState = "none"
+
+    def clear_gradient(self) -> None:
+        """As after a step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.gradient = "none"
+
+    def gradient_norm(self) -> Tensor:
+        """[] L2 norm of the whole gradient."""
+        return torch.nn.utils.get_total_norm([p.grad for p in self.adapter.parameters if p.grad is not None])
+
+    def snapshot(self) -> Snapshot:
+        """What `restore` takes."""
+        moments = {p: {key: value.clone() for key, value in of.items()} for p, of in self.optimizer.state.items()}
+        return Snapshot([p.detach().clone() for p in self.adapter.parameters], moments)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Everything that a step changes is as it was, to the bit."""
+        with torch.no_grad():
+            for parameter, weights in zip(self.adapter.parameters, snapshot.weights, strict=True):
+                parameter.copy_(weights)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(snapshot.moments)
+
+    def step(self, adam: AdamParams, norm: Tensor) -> None:
+        """One step of torch.optim.AdamW; `norm` is `gradient_norm()`. Raises InvalidInput where a weight, or
+        what Adam keeps, is not finite after it: then it must be undone."""
+        if adam.grad_clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.adapter.parameters, adam.grad_clip_norm, norm)
+        for group in self.optimizer.param_groups:
+            group.update(
+                lr=adam.learning_rate,
+                betas=(adam.beta1, adam.beta2),
+                eps=adam.eps,
+                weight_decay=adam.weight_decay,
+            )
+        self.optimizer.step()
+        if not all_finite([*self.adapter.parameters, *self.optimizer_state().values()]):
+            raise InvalidInput(
+                f"the step makes weights that are not finite (learning_rate {adam.learning_rate:g}, eps {adam.eps:g},"
+                f" gradient norm {norm.item():g}); the gradient was cleared and the weights are unchanged"
+            )
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Adam's state by `<adapter tensor>:<its name in torch>`; empty before the first step."""
+        state = self.optimizer.state
+        return {
+            f"{name}:{key}": value
+            for name, parameter in self.adapter.tensors.items()
+            for key, value in state.get(parameter, {}).items()
+        }
+
+    def prepared(self, weights: dict[str, Tensor], optimizer_state: dict[str, Tensor]) -> Snapshot:
+        """Saved tensors as `restore` takes them, on the adapter's device. Raises InvalidInput where they are of
+        another LoRA shape, or not finite."""
+        check_tensors(weights, self.adapter, "load_weights")
+        if not all_finite([*weights.values(), *optimizer_state.values()]):
+            raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
+        tensors = self.adapter.tensors
+        moments: dict[Tensor, dict[str, Tensor]] = {
+            parameter: own for name, parameter in tensors.items() if (own := self._moments(name, optimizer_state))
+        }
+        return Snapshot([weights[name].to(p.device) for name, p in tensors.items()], moments)
+
+    def _moments(self, name: str, optimizer_state: dict[str, Tensor]) -> dict[str, Tensor]:
+        device = self.adapter.tensors[name].device
+        # torch keeps the step count of an unfused Adam on the CPU, of a fused one on the device.
+        fused = self.optimizer.defaults["fused"]
+        return {
+            key: optimizer_state[f"{name}:{key}"].to(device if fused or key != "step" else "cpu")
+            for key in _MOMENTS
+            if f"{name}:{key}" in optimizer_state
+        }
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether no cell is NaN or infinite. A largest magnitude is asked for: sums of finite cells may overflow."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor.detach())
+    largest = [torch.nn.utils.get_total_norm(group, float("inf")) for group in by_device.values()]
+    return all(bool(one.isfinite()) for one in largest)

@@ -1,0 +1,91 @@
+"""A tenant's weights in files. Rank 0 alone reads and writes, so that ranks cannot see different files.
+
+Whatever fails, fails on every rank, and leaves the tenant as it was.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from backends.protocol import InvalidInput
+from backends.trainer import checkpoint
+from backends.trainer.parallel import World, agreed, from_rank_zero, gather_objects, sum_gradients
+from backends.trainer.tenant import Tenant, all_finite
+
+T = TypeVar("T")
+
+
+class WeightFiles:
+    """What the ranks save and load together."""
+
+    def __init__(self, base_model: str, world: World) -> None:
+        self._base_model = base_model
+        self._world = world
+
+    def save_adapter(self, tenant: Tenant, directory: Path) -> None:
+        """The adapter alone, as PEFT and vLLM load it. Raises InvalidInput where it is not finite."""
+        self._write(tenant, directory, lambda aside: self._write_adapter(tenant, aside))
+
+    def save_state(self, tenant: Tenant, directory: Path) -> None:
+        """Adapter and optimizer. Raises InvalidInput where the adapter is not finite."""
+        self._write(tenant, directory, lambda aside: self._write_state(tenant, aside))
+
+    def load_state(self, tenant: Tenant, directory: Path, *, with_optimizer: bool) -> None:
+        """Read a saved state; the gradient is cleared, and without the optimizer's state that starts afresh."""
+        weights = self._read(lambda: checkpoint.read_adapter(directory))
+        moments = self._read(lambda: checkpoint.read_optimizer(directory)) if with_optimizer else {}
+        prepared = agreed(lambda: tenant.prepared(weights, moments), self._world)
+        tenant.clear_gradient()
+        tenant.restore(prepared)
+
+    def save_all(self, tenant: Tenant, directory: Path) -> None:
+        """Adapter, optimizer and the gradient accumulated so far."""
+        if tenant.gradient == "whole":
+            sum_gradients(tenant.adapter.parameters, self._world)
+            if self._world.rank != 0:  # or it would be counted again, should the writing fail
+                tenant.optimizer.zero_grad(set_to_none=True)
+        gradient = {name: p.grad for name, p in tenant.adapter.tensors.items() if p.grad is not None}
+
+        def write(aside: Path) -> None:
+            self._write_state(tenant, aside)
+            checkpoint.write_gradient(aside, gradient, tenant.gradient)
+
+        self._write(tenant, directory, write)
+
+    def load_all(self, tenant: Tenant, directory: Path) -> None:
+        """What save_all wrote; rank 0 gets the gradient, which is the sum over ranks."""
+        self.load_state(tenant, directory, with_optimizer=True)
+        tensors = tenant.adapter.tensors
+
+        def read() -> tuple[dict[str, Tensor], checkpoint.GradientState]:
+            gradient, state = checkpoint.read_gradient(directory)
+            return {name: one.to(tensors[name].device) for name, one in gradient.items()}, state
+
+        gradient, state = agreed(self._on_rank_zero(read), self._world) or ({}, "none")
+        for name, one in gradient.items():
+            tensors[name].grad = one
+        tenant.gradient = gather_objects(state, self._world)[0]
+
+    def _write_state(self, tenant: Tenant, directory: Path) -> None:
+        self._write_adapter(tenant, directory)
+        checkpoint.write_optimizer(directory, tenant.optimizer_state())
+
+    def _write_adapter(self, tenant: Tenant, directory: Path) -> None:
+        checkpoint.write_adapter(directory, tenant.adapter.tensors, tenant.adapter.config, self._base_model)
+
+    def _write(self, tenant: Tenant, directory: Path, write: Callable[[Path], None]) -> None:
+        def write_finite() -> None:
+            if not all_finite(list(tenant.adapter.tensors.values())):
+                raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
+            checkpoint.write_directory(directory, write)
+
+        agreed(self._on_rank_zero(write_finite), self._world)
+
+    def _read(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] | None = agreed(self._on_rank_zero(read), self._world)
+        return from_rank_zero(tensors or {}, self._world)
+
+    def _on_rank_zero(self, action: Callable[[], T]) -> Callable[[], T | None]:
+        return lambda: action() if self._world.rank == 0 else None
