@@ -66,7 +66,7 @@ def perturb(rank: TrainerRank, model_id: str) -> None:
 
 
 def gradients(rank: TrainerRank, model_id: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.grad.clone() for name, tensor in rank.tenants[model_id].adapter.tensors.items()}
+    return {name: tensor.clone() for name, tensor in rank.tenants[model_id].adapter.gradients.items()}
 
 
 def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rtol: float = 1e-4) -> None:

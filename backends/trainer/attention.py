@@ -5,6 +5,7 @@ transformers' attention interface. Elsewhere transformers' SDPA does it, one sam
 whole row it would compute all pairs of tokens to throw most of them away.
 """
 
+import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,8 @@ from backends.protocol import BackendFailed
 
 VARLEN = "tinker_varlen"
 PER_SAMPLE = "tinker_per_sample"
+_FEWER_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""torch 2.11 takes fewer key than query heads as they are, later ones want to be told. Repeating keys gains nothing."""
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 """What some decoders ask of attention, as transformers names it, and the kernel would leave out."""
 
@@ -85,11 +88,7 @@ def _varlen_attention(
     for name in _UNSUPPORTED:
         if other.get(name) is not None:
             raise BackendFailed(f"{name} in {type(module).__name__} is not supported in bfloat16 on CUDA; float32 is")
-    groups = query.shape[1] // key.shape[1]
-    query, key, value = (
-        tensor[0].repeat_interleave(repeats, dim=0).transpose(0, 1).contiguous()
-        for tensor, repeats in ((query, 1), (key, groups), (value, groups))
-    )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out = varlen_attn(
         query,
         key,
@@ -100,6 +99,7 @@ def _varlen_attention(
         packed_longest,
         scale=scaling,
         window_size=(-1, 0),
+        **_FEWER_KEYS,
     )
     assert isinstance(out, Tensor)
     return out[None], None

@@ -12,7 +12,7 @@ from backends.trainer.commands import TrainerConfig
 from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World, shard
 from backends.trainer.scoring import Scorer
-from backends.trainer.self_test import packing_is_exact
+from backends.trainer.self_test import own_logprobs, packing_is_exact
 from backends.trainer.vision import FrozenVision
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,15 @@ class FrozenBase:
         vision = family.vision
         self.vision = FrozenVision(vision, model.base_model, config.image_cache_bytes) if vision is not None else None
         self.num_parameters = model.num_parameters()
-        self.scorer = Scorer(model, self.vision).eval()
-        self.packs = packing_is_exact(self.scorer, self.renderer, world.device)
+        own = own_logprobs(model, self.renderer, world.device)
+        self.adapters = Adapters(model, family.lora_modules(model), config.max_lora_rank)
+        self.scorer = Scorer(model, self.vision, self.adapters).eval()
+        self.packs = packing_is_exact(self.scorer, self.renderer, own, world.device)
         """Whether samples may stand in one row."""
         if not self.packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
         if world.size > 1:
             shard(self.scorer, model.get_decoder().layers, world)
-        self.adapters = Adapters(model, family.lora_modules(model), config.max_lora_rank)
 
 
 def load(config: TrainerConfig, family: Family, world: World) -> PreTrainedModel:

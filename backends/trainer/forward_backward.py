@@ -20,17 +20,26 @@ from backends.protocol import BackendFailed
 from backends.trainer.base import FrozenBase
 from backends.trainer.batching import Microbatch, loss_inputs, pack, plan_microbatches
 from backends.trainer.checks import loss_config
+from backends.trainer.lora import Adapter
 from backends.trainer.losses import LOSSES, Loss
 from backends.trainer.parallel import World, agreed, gather_objects
-from backends.trainer.scoring import score
 from backends.trainer.time_limits import microbatch_s
 
 
 class BatchPass:
-    """One batch through the selected adapter, on one rank."""
+    """One batch through one adapter, on one rank."""
 
-    def __init__(self, base: FrozenBase, world: World, loss_input: ForwardBackwardInput, *, backward: bool) -> None:
+    def __init__(
+        self,
+        base: FrozenBase,
+        world: World,
+        adapter: Adapter,
+        loss_input: ForwardBackwardInput,
+        *,
+        backward: bool,
+    ) -> None:
         """`loss_input` has passed `check_forward_backward`."""
+        self._adapter = adapter
         self._base = base
         self._world = world
         self._data = loss_input.data
@@ -49,10 +58,13 @@ class BatchPass:
         """
         plan = plan_microbatches(self._lengths, self._world.size, max_tokens if self._base.packs else 1)
         total = 0.0
+        (self._scales_R,) = self._base.adapters.load([self._adapter])
         with torch.set_grad_enabled(self._backward):
             for steps in zip(*plan, strict=True):
                 keep_waiting(max(self._step_s(indices) for indices in steps))
                 total += self._step(steps[self._world.rank])
+        if self._backward:
+            self._base.adapters.collect([self._adapter])
         shares = gather_objects((self._logprobs, total), self._world)
         if self._world.rank != 0:
             return None
@@ -94,7 +106,7 @@ class BatchPass:
         return pack(samples, self._base.renderer.family, self._world.device)
 
     def _compute(self, batch: Microbatch, indices: Sequence[int]) -> float:
-        logprobs_TK = score(self._base.scorer, batch)
+        logprobs_TK = self._base.scorer(batch, self._scales_R.repeat(len(batch.targets_TK), 1))
         if not indices:  # the others have one more microbatch: take part in their collectives, with no gradient
             if self._backward:
                 (logprobs_TK.sum() * 0).backward()

@@ -1,157 +1,251 @@
-"""Many LoRA adapters on one frozen base, by PEFT (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA models on one frozen base: each an adapter of its own rank, any number of them in one packed row.
 
-A module of the base that maps x [.., I] to W x [.., O] gives W x + (ALPHA / r) B A x, with A [r, I] and B [O, r].
-Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. Which
-modules a request's train_attn, train_mlp and train_unembed mean the model's family says.
+Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. A model's tensors of
+equal linears of all layers are one stack: an optimizer step, a copy or a sum is then a few operations, not hundreds.
+
+L layers, r rank of a model, I inputs and O outputs of a linear, R rank columns of a row's models
 """
 
 import math
-import re
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import get_args
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft.tuners.lora import LoraLayer, LoraModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
 from backends.protocol import InvalidInput
+from backends.trainer.lora_linear import LoraLinear, RowScales
 
 ALPHA = 32
 """Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """One adapter's tensors, by their name in a PEFT file."""
+class Group:
+    """Linears of equal name and shape, in the order of their layers."""
 
-    name: str
+    flag: LoraFlag
+    names: tuple[str, ...]
+    """Of the modules, in the whole model."""
+    linears: tuple[LoraLinear, ...]
+    positions: tuple[int, ...]
+    """Where the modules stand among all that take LoRA, in the model's own order."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One model's tensors for a group of linears."""
+
+    group: Group
+    a_LrI: nn.Parameter
+    b_LrO: nn.Parameter
+    """B, transposed."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One model's tensors."""
+
     config: Trainable
-    tensors: dict[str, nn.Parameter]
+    stacks: tuple[Stack, ...]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All tensors, in a fixed order."""
-        return list(self.tensors.values())
+        return [parameter for stack in self.stacks for parameter in (stack.a_LrI, stack.b_LrO)]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of all tensors, A [r, I] and B [O, r], by their name in a PEFT file."""
+        return self.named([(stack.a_LrI.data, stack.b_LrO.data) for stack in self.stacks])
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Views of the gradients, named and shaped as `tensors`; empty where there are none."""
+        return self.named([(stack.a_LrI.grad, stack.b_LrO.grad) for stack in self.stacks])
+
+    def named(self, halves: Sequence[tuple[Tensor | None, Tensor | None]]) -> dict[str, Tensor]:
+        """By name in a PEFT file, in the model's own order: layer by layer what there is per stack for A and B."""
+        places: list[tuple[int, str, Tensor, Tensor]] = []
+        for stack, (a_LrI, b_LrO) in zip(self.stacks, halves, strict=True):
+            if a_LrI is not None and b_LrO is not None:
+                places += zip(stack.group.positions, stack.group.names, a_LrI, b_LrO, strict=True)
+        parts = {}
+        for _, name, a_rI, b_rO in sorted(places, key=lambda place: place[0]):
+            parts[f"base_model.model.{name}.lora_A.weight"] = a_rI
+            parts[f"base_model.model.{name}.lora_B.weight"] = b_rO.T
+        return parts
+
+    def stacked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """What `named` gave, as it stands for each of `parameters`."""
+        stacks = [torch.empty_like(parameter.data) for parameter in self.parameters]
+        for name, place in self.named(list(zip(stacks[::2], stacks[1::2], strict=True))).items():
+            place.copy_(tensors[name])
+        return stacks
 
 
 class Adapters:
-    """The adapters of one model. Exactly one is selected: only it computes and gathers gradient."""
+    """Puts LoRA into a model's linears, makes adapters, and loads those of a row."""
 
     def __init__(self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int) -> None:
-        """`modules` are the full names of those that each of a request's flags trains."""
-        self._model = model
-        self._max_rank = max_rank
-        self._modules = modules
-        self._tuner: LoraModel | None = None
-        self._layers: list[tuple[str, LoraLayer]] = []
-        self._selected: str | None = None
+        """Replaces the linears in place; before the model is sharded, which goes by its modules.
 
-    def create(self, name: str, config: Trainable) -> Adapter:
+        `modules` are the full names of those that each of a request's flags trains.
+        """
+        self._max_rank = max_rank
+        self._row = RowScales()
+        self._groups = _replace_linears(model, modules, self._row)
+        weight = model.get_output_embeddings().weight
+        self._device, self._dtype = weight.device, weight.dtype
+        self.gradient_dtype = torch.promote_types(self._dtype, torch.float32)
+        self._columns: list[slice] = []
+        self._loaded: list[RowStack] = []
+        self._buffers: dict[int, list[RowStack]] = {}
+        """By R, kept: compiled code and graphs know their addresses."""
+        # Without it the first layer's adapters would get no gradient: nothing before them wants any.
+        model.get_input_embeddings().register_forward_hook(
+            lambda *call: call[-1].requires_grad_(torch.is_grad_enabled())
+        )
+
+    def create(self, config: Trainable) -> Adapter:
         """A fresh adapter: A uniform as nn.Linear, drawn from `config.seed` in float32, and B zero.
 
-        The same seed gives the same tensors on every device and rank. Raises InvalidInput for a rank or modules
-        that cannot be had; where it raises, nothing of the adapter is left.
+        The same seed gives the same tensors on every device and rank. Raises InvalidInput.
         """
-        peft_config = PeftLoraConfig(
-            r=config.rank,
-            lora_alpha=ALPHA,
-            lora_dropout=0.0,
-            target_modules="|".join(map(re.escape, self._chosen_modules(config))),
-        )
-        try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                # A head tied to the embeddings: the adapter is on the head's output alone, which is meant.
-                warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-                self._inject(name, peft_config)
-            self._layers = self._lora_layers()
-            self._selected = None
-            adapter = Adapter(name, config, self._tensors(name))
-            _initialise(adapter)
-        except BaseException:
-            self._remove(name)
-            raise
-        return adapter
-
-    def _chosen_modules(self, config: Trainable) -> list[str]:
         if not 1 <= config.rank <= self._max_rank:
             raise InvalidInput(f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}")
-        modules = []
-        for flag, names in self._modules.items():
-            if getattr(config, flag):
-                if not names:
-                    raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
-                modules += names
-        if not modules:
+        flags = [flag for flag in get_args(LoraFlag) if getattr(config, flag)]
+        if not flags:
             raise InvalidInput("lora_config: at least one of train_attn, train_mlp, train_unembed must be true")
-        return modules
+        for flag in flags:
+            if not any(group.flag == flag for group in self._groups):
+                raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
+        adapter = Adapter(
+            config, tuple(self._stack(group, config.rank) for group in self._groups if group.flag in flags)
+        )
+        _initialise(adapter)
+        return adapter
 
-    def _inject(self, name: str, peft_config: PeftLoraConfig) -> None:
-        if self._tuner is None:
-            self._tuner = LoraModel(self._model, peft_config, name)
-        else:
-            self._tuner.peft_config[name] = peft_config
-            self._tuner.inject_adapter(self._model, name)
+    def _stack(self, group: Group, rank: int) -> Stack:
+        outputs, inputs = group.linears[0].weight.shape
+        halves = [
+            nn.Parameter(torch.zeros(len(group.linears), rank, width, dtype=self.gradient_dtype, device=self._device))
+            for width in (inputs, outputs)
+        ]
+        return Stack(group, *halves)
 
-    def _lora_layers(self) -> list[tuple[str, LoraLayer]]:
-        return [(name, module) for name, module in self._model.named_modules() if isinstance(module, LoraLayer)]
+    def load(self, adapters: Sequence[Adapter]) -> Tensor:
+        """Put the adapters of a row's models side by side, in the base's precision, with gradients of 0.
 
-    def _tensors(self, name: str) -> dict[str, nn.Parameter]:
-        """A [r, I] and B [O, r] of every module, by their names in a PEFT file."""
-        tensors = {}
-        for module_name, layer in self._layers:
-            for half, linears in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-                if name in linears:
-                    linear = linears[name]
-                    linear.weight = nn.Parameter(torch.empty_like(linear.weight, dtype=torch.float32))
-                    tensors[f"base_model.model.{module_name}.{half}.weight"] = linear.weight
-        return tensors
+        Returns [models, R], the scales of a token of each model; `use` takes a row's.
+        """
+        ends = list(accumulate(adapter.config.rank for adapter in adapters))
+        self._columns = [slice(end - a.config.rank, end) for end, a in zip(ends, adapters, strict=True)]
+        width = self._width(sum(adapter.config.rank for adapter in adapters))
+        self._loaded = self._buffers.setdefault(width, [RowStack.zeros(group, width) for group in self._groups])
+        for row_stack in self._loaded:
+            row_stack.clear()
+        for columns, stack, row_stack in self._placed(adapters):
+            row_stack.a_LRI[:, columns].copy_(stack.a_LrI.data)
+            row_stack.b_LRO[:, columns].copy_(stack.b_LrO.data)
+        scales = torch.zeros(len(adapters), width, dtype=self.gradient_dtype)
+        for scale_R, columns in zip(scales, self._columns, strict=True):
+            scale_R[columns] = ALPHA / (columns.stop - columns.start)
+        return scales.to(self._device)
 
-    def select(self, name: str) -> None:
-        """Make `name` the adapter that computes."""
-        if name != self._selected:
-            for _, layer in self._layers:
-                layer.set_adapter([name])
-            self._selected = name
+    def blank(self, num_tokens: int) -> Tensor:
+        """[T, R] scales of tokens of no model, after `load([])`: the base alone."""
+        return torch.zeros(num_tokens, self._width(0), dtype=self.gradient_dtype, device=self._device)
 
-    def drop(self, adapter: Adapter) -> None:
-        """Forget an adapter and free its tensors."""
-        self._remove(adapter.name)
+    def use(self, scales_TR: Tensor) -> None:
+        """The next forward is of a row whose tokens have these scales."""
+        self._row.scales_TR = scales_TR
 
-    def _remove(self, name: str) -> None:
-        """Whatever PEFT has of an adapter, also where it was put in only in part."""
-        with warnings.catch_warnings():
-            # PEFT says which adapter it selects next; the next call to select decides that.
-            warnings.filterwarnings("ignore", message="Adapter .* was active which is now deleted")
-            for _, layer in self._lora_layers():
-                layer.delete_adapter(name)
-        if self._tuner is not None:
-            self._tuner.peft_config.pop(name, None)
-            self._tuner.active_adapter = []
-        self._selected = None
+    def collect(self, adapters: Sequence[Adapter]) -> None:
+        """Add the gradients of the rows since `load`, which had the same adapters, to each model's own."""
+        for columns, stack, row_stack in self._placed(adapters):
+            for parameter, total in ((stack.a_LrI, row_stack.grad_a_LRI), (stack.b_LrO, row_stack.grad_b_LRO)):
+                part = total[:, columns]
+                parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
+
+    def _placed(self, adapters: Sequence[Adapter]) -> Iterator[tuple[slice, Stack, "RowStack"]]:
+        by_group = {id(row_stack.group): row_stack for row_stack in self._loaded}
+        for columns, adapter in zip(self._columns, adapters, strict=True):
+            for stack in adapter.stacks:
+                yield columns, stack, by_group[id(stack.group)]
+
+    def _width(self, rank: int) -> int:
+        """R for ranks that sum to `rank`. Few widths on a GPU: compiled code and graphs are made for each."""
+        return rank if self._device.type == "cpu" else max(16, 1 << max(0, rank - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class RowStack:
+    """What the linears of a group compute with: the adapters of a row's models, and their gradients."""
+
+    group: Group
+    a_LRI: Tensor
+    b_LRO: Tensor
+    grad_a_LRI: Tensor
+    grad_b_LRO: Tensor
+
+    @classmethod
+    def zeros(cls, group: Group, width: int) -> "RowStack":
+        weight = group.linears[0].weight
+        outputs, inputs = weight.shape
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        sizes = ((inputs, weight.dtype), (outputs, weight.dtype), (inputs, wide), (outputs, wide))
+        # Not weight.new_zeros: of a sharded weight that would be sharded too.
+        stacks = [
+            torch.zeros(len(group.linears), width, size, dtype=dtype, device=weight.device) for size, dtype in sizes
+        ]
+        return cls(group, *stacks)
+
+    def clear(self) -> None:
+        """Make all 0, and the group's linears compute with it."""
+        for name, stack in zip(("a_RI", "b_RO", "grad_a_RI", "grad_b_RO"), self._stacks(), strict=True):
+            stack.zero_()
+            for linear, part in zip(self.group.linears, stack, strict=True):
+                # .data has a version counter of its own: backward adds to one layer's after another's.
+                setattr(linear, name, part.data)
+
+    def _stacks(self) -> tuple[Tensor, ...]:
+        return self.a_LRI, self.b_LRO, self.grad_a_LRI, self.grad_b_LRO
+
+
+def _replace_linears(model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], row: RowScales) -> list[Group]:
+    """Put a LoraLinear in the place of every linear that can take an adapter."""
+    flags = {name: flag for flag, names in modules.items() for name in names}
+    in_order = [name for name, _ in model.named_modules() if name in flags]
+    found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[str, LoraLinear, int]]] = {}
+    for position, name in enumerate(in_order):
+        parent_name, _, last = name.rpartition(".")
+        linear = LoraLinear(model.get_submodule(name), row)
+        setattr(model.get_submodule(parent_name), last, linear)
+        found.setdefault((flags[name], last, linear.weight.shape), []).append((name, linear, position))
+    return [Group(flag, *zip(*members, strict=True)) for (flag, _, _), members in found.items()]
 
 
 def _initialise(adapter: Adapter) -> None:
+    """Draw each A in the model's own order of modules, so that grouping does not change the numbers."""
     generator = torch.Generator().manual_seed((adapter.config.seed or 0) % 2**63)
-    with torch.no_grad():
-        for name, tensor in adapter.tensors.items():
-            if ".lora_B." in name:
-                tensor.zero_()
-            else:
-                fresh = torch.empty(tensor.shape, dtype=torch.float32)
-                nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
-                tensor.copy_(fresh)
+    for name, tensor in adapter.tensors.items():
+        if name.endswith("lora_A.weight"):
+            fresh = torch.empty(tensor.shape, dtype=torch.float32)
+            nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
+            tensor.copy_(fresh)
 
 
 def check_tensors(source: dict[str, Tensor], adapter: Adapter, where: str) -> None:
     """Raises InvalidInput where names or shapes differ from the adapter's."""
-    if source.keys() != adapter.tensors.keys():
+    tensors = adapter.tensors
+    if source.keys() != tensors.keys():
         raise InvalidInput(f"{where}: the checkpoint trains other modules than this model")
-    for name, tensor in adapter.tensors.items():
+    for name, tensor in tensors.items():
         if source[name].shape != tensor.shape:
             raise InvalidInput(
                 f"{where}: {name} has shape {tuple(source[name].shape)}, this model's {tuple(tensor.shape)}:"

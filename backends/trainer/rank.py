@@ -4,7 +4,6 @@ All ranks run the same commands with the same arguments. Whatever one of them fi
 (`parallel.agreed`), so that no rank waits for another that has given up, and none goes on alone.
 """
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from backends.trainer.base import FrozenBase
 from backends.trainer.checks import check_forward_backward, decode_batch
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.forward_backward import BatchPass
-from backends.trainer.lora import Adapter
 from backends.trainer.parallel import World, agreed, sum_gradients
 from backends.trainer.tenant import Tenant
 from backends.trainer.time_limits import decoding_s, files_s
@@ -37,31 +35,21 @@ class TrainerRank:
         self.base = FrozenBase(config, world)
         self._files = WeightFiles(config.name, world)
         self.tenants: dict[str, Tenant] = {}
-        self._adapter_numbers = itertools.count()
 
     # ---- models
 
     def create_model(self, model_id: str, lora: Trainable) -> None:
         """Where it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
-        made: list[Adapter] = []
 
         def make() -> Tenant:
-            made.append(self.base.adapters.create(f"adapter{next(self._adapter_numbers)}", lora))
-            return Tenant(made[0], fused=self._world.device.type == "cuda")
+            return Tenant(self.base.adapters.create(lora), fused=self._world.device.type == "cuda")
 
-        try:
-            self.tenants[model_id] = agreed(make, self._world)
-        except BaseException:
-            for adapter in made:
-                self.base.adapters.drop(adapter)
-            raise
+        self.tenants[model_id] = agreed(make, self._world)
 
     def delete_model(self, model_id: str) -> None:
         """Nothing happens where it is not held."""
-        tenant = self.tenants.pop(model_id, None)
-        if tenant is not None:
-            self.base.adapters.drop(tenant.adapter)
+        self.tenants.pop(model_id, None)
 
     def _tenant(self, model_id: str) -> Tenant:
         if model_id not in self.tenants:
@@ -76,8 +64,7 @@ class TrainerRank:
         try:
             self._keep_waiting(decoding_s(len(batch.body)))
             loss_input = agreed(lambda: self._checked(batch), self._world)
-            self.base.adapters.select(tenant.adapter.name)
-            batch_pass = BatchPass(self.base, self._world, loss_input, backward=backward)
+            batch_pass = BatchPass(self.base, self._world, tenant.adapter, loss_input, backward=backward)
             output = batch_pass.run(self._config.max_tokens_per_microbatch, self._keep_waiting)
         except Exception:
             if backward:

@@ -9,35 +9,48 @@ from backends.protocol import BackendFailed
 from backends.rendering import Rendered, Renderer
 from backends.trainer import attention
 from backends.trainer.batching import pack
-from backends.trainer.scoring import Scorer, score
+from backends.trainer.scoring import Scorer
+
+Sample = tuple[Rendered, np.ndarray]
 
 
-def packing_is_exact(scorer: Scorer, renderer: Renderer, device: torch.device) -> bool:
-    """Compare our way of scoring with the model's own forward, on two short random texts.
+def own_logprobs(model: PreTrainedModel, renderer: Renderer, device: torch.device) -> list[Tensor]:
+    """[T, 1] nats of each of two short texts, by the model's own forward, as it was loaded."""
+    return [_own_logprobs(model, *sample, device) for sample in _samples(renderer)]
+
+
+def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], device: torch.device) -> bool:
+    """Compare our way of scoring with what `own_logprobs` gave before the model took LoRA.
 
     Raises BackendFailed where one text alone already differs: then the model does something after its
     decoder that we would leave out. Returns whether packing the two changes nothing.
     """
     # A tenth of what mixing samples or a missing step does to log probabilities, at either precision.
     tolerance = 1e-3 if scorer.model.dtype == torch.float32 else 0.3
-    generator = np.random.default_rng(0)
-    texts = [generator.integers(0, renderer.vocab_size, length) for length in (12, 9)]
-    # Random ids may hit a placeholder, which a text must not hold.
-    samples = [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
+    samples = _samples(renderer)
+    scorer.adapters.load([])
 
-    def scored(*packed: tuple[Rendered, np.ndarray]) -> Tensor:
+    def scored(*packed: Sample) -> Tensor:
+        batch = pack(packed, renderer.family, device)
         with torch.no_grad():
-            return score(scorer, pack(packed, renderer.family, device))
+            scores: Tensor = scorer(batch, scorer.adapters.blank(len(batch.targets_TK)))
+        return scores
 
     alone = torch.cat([scored(sample) for sample in samples])
-    own = torch.cat([_own_logprobs(scorer.model, *sample, device) for sample in samples])
-    worst = (alone - own).abs().max().item()
+    worst = (alone - torch.cat(own)).abs().max().item()
     if worst > tolerance:
         raise BackendFailed(
             f"{type(scorer.model).__name__} is not supported: its own log probabilities and those of its last"
             f" hidden state through its head differ by {worst:.3g} nats"
         )
     return (scored(*samples) - alone).abs().max().item() <= tolerance
+
+
+def _samples(renderer: Renderer) -> list[Sample]:
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, renderer.vocab_size, length) for length in (12, 9)]
+    # Random ids may hit a placeholder, which a text must not hold.
+    return [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
 
 
 def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:

@@ -10,8 +10,8 @@ from backends.protocol import InvalidInput
 from backends.trainer.checkpoint import GradientState
 from backends.trainer.lora import Adapter, check_tensors
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""torch's names of what Adam keeps of a tensor: [] the number of steps, and two of the tensor's shape."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""torch's names of what Adam keeps of a tensor, beside the number of steps."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,14 @@ class Tenant:
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's state by `<adapter tensor>:<its name in torch>`; empty before the first step."""
         state = self.optimizer.state
-        return {
-            f"{name}:{key}": value
-            for name, parameter in self.adapter.tensors.items()
-            for key, value in state.get(parameter, {}).items()
-        }
+        flat: dict[str, Tensor] = {}
+        if state:
+            pairs = [(state[stack.a_LrI], state[stack.b_LrO]) for stack in self.adapter.stacks]
+            for key in _MOMENTS:
+                moments = self.adapter.named([(of_a[key], of_b[key]) for of_a, of_b in pairs])
+                flat |= {f"{name}:{key}": moment for name, moment in moments.items()}
+                flat |= {f"{name}:step": pairs[0][0]["step"].clone() for name in moments}
+        return flat
 
     def prepared(self, weights: dict[str, Tensor], optimizer_state: dict[str, Tensor]) -> Snapshot:
         """Saved tensors as `restore` takes them, on the adapter's device. Raises InvalidInput where they are of
@@ -87,20 +90,25 @@ class Tenant:
         check_tensors(weights, self.adapter, "load_weights")
         if not all_finite([*weights.values(), *optimizer_state.values()]):
             raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
-        tensors = self.adapter.tensors
-        moments: dict[Tensor, dict[str, Tensor]] = {
-            parameter: own for name, parameter in tensors.items() if (own := self._moments(name, optimizer_state))
-        }
-        return Snapshot([weights[name].to(p.device) for name, p in tensors.items()], moments)
+        return Snapshot(self.adapter.stacked(weights), self._moments(optimizer_state))
 
-    def _moments(self, name: str, optimizer_state: dict[str, Tensor]) -> dict[str, Tensor]:
-        device = self.adapter.tensors[name].device
+    def _moments(self, flat: dict[str, Tensor]) -> dict[Tensor, dict[str, Tensor]]:
+        """What `optimizer_state` gave, by parameter."""
+        if not flat:
+            return {}
+        names = list(self.adapter.tensors)
+        if missing := [key for name in names for key in (*_MOMENTS, "step") if f"{name}:{key}" not in flat]:
+            raise InvalidInput(f"load_weights: the checkpoint's optimizer has no {missing[0]} of some tensors")
         # torch keeps the step count of an unfused Adam on the CPU, of a fused one on the device.
-        fused = self.optimizer.defaults["fused"]
+        step, fused = flat[f"{names[0]}:step"], self.optimizer.defaults["fused"]
+        average, square = (self.adapter.stacked({name: flat[f"{name}:{key}"] for name in names}) for key in _MOMENTS)
         return {
-            key: optimizer_state[f"{name}:{key}"].to(device if fused or key != "step" else "cpu")
-            for key in _MOMENTS
-            if f"{name}:{key}" in optimizer_state
+            parameter: {
+                "step": step.clone().to(parameter.device if fused else "cpu"),
+                "exp_avg": exp_avg,
+                "exp_avg_sq": exp_avg_sq,
+            }
+            for parameter, exp_avg, exp_avg_sq in zip(self.adapter.parameters, average, square, strict=True)
         }
 
 

@@ -46,7 +46,7 @@ class WeightFiles:
             sum_gradients(tenant.adapter.parameters, self._world)
             if self._world.rank != 0:  # or it would be counted again, should the writing fail
                 tenant.optimizer.zero_grad(set_to_none=True)
-        gradient = {name: p.grad for name, p in tenant.adapter.tensors.items() if p.grad is not None}
+        gradient = tenant.adapter.gradients
 
         def write(aside: Path) -> None:
             self._write_state(tenant, aside)
@@ -57,15 +57,14 @@ class WeightFiles:
     def load_all(self, tenant: Tenant, directory: Path) -> None:
         """What save_all wrote; rank 0 gets the gradient, which is the sum over ranks."""
         self.load_state(tenant, directory, with_optimizer=True)
-        tensors = tenant.adapter.tensors
 
-        def read() -> tuple[dict[str, Tensor], checkpoint.GradientState]:
+        def read() -> tuple[list[Tensor], checkpoint.GradientState]:
             gradient, state = checkpoint.read_gradient(directory)
-            return {name: one.to(tensors[name].device) for name, one in gradient.items()}, state
+            return tenant.adapter.stacked(gradient) if gradient else [], state
 
-        gradient, state = agreed(self._on_rank_zero(read), self._world) or ({}, "none")
-        for name, one in gradient.items():
-            tensors[name].grad = one
+        gradient, state = agreed(self._on_rank_zero(read), self._world) or ([], "none")
+        for parameter, one in zip(tenant.adapter.parameters, gradient, strict=bool(gradient)):
+            parameter.grad = one
         tenant.gradient = gather_objects(state, self._world)[0]
 
     def _write_state(self, tenant: Tenant, directory: Path) -> None:

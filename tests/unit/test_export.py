@@ -50,7 +50,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     source, auto = (tiny_vl, AutoModelForImageTextToText) if kind == "vl" else (tiny_text, AutoModelForCausalLM)
     model = auto.from_pretrained(source)
     text = model.config.get_text_config()
-    adapter = Adapters(model, decoder_modules(model), max_rank=8).create("a", Trainable(rank=RANK, seed=1))
+    adapter = Adapters(model, decoder_modules(model), max_rank=8).create(Trainable(rank=RANK, seed=1))
     with torch.no_grad():
         for number, tensor in enumerate(adapter.parameters):
             tensor.add_(number)
@@ -63,8 +63,8 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
 
     trained, renamed = load_file(peft / ADAPTER_FILE), load_file(exported / ADAPTER_FILE)
     assert trained.keys() == adapter.tensors.keys()
-    for name, tensor in adapter.tensors.items():
-        assert np.array_equal(trained[name], tensor.detach().numpy())
+    for name, parameter in adapter.tensors.items():
+        assert np.array_equal(trained[name], parameter.detach().numpy())
         assert np.array_equal(renamed[export.tinker_name(name)], trained[name])
 
     # What the names and shapes must be, from the model's config alone.
