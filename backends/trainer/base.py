@@ -9,6 +9,7 @@ from backends.families.family import Family
 from backends.rendering import Renderer
 from backends.trainer import attention
 from backends.trainer.commands import TrainerConfig
+from backends.trainer.compiling import compile_layers, warm_up
 from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World, shard
 from backends.trainer.scoring import Scorer
@@ -39,6 +40,9 @@ class FrozenBase:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
         if world.size > 1:
             shard(self.scorer, model.get_decoder().layers, world)
+        if world.device.type == "cuda" and config.dtype == "bfloat16":
+            compile_layers(model.get_decoder().layers)
+            warm_up(self.scorer, self.renderer, world)
 
 
 def load(config: TrainerConfig, family: Family, world: World) -> PreTrainedModel:
