@@ -53,15 +53,18 @@ class Microbatch:
     max_seqlen: int
     targets_TK: Tensor
     sample_lengths: list[int]
+    """Of the samples that were given; what follows in the row is nobody's."""
 
 
 def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device) -> Microbatch:
     """Pack samples of (input, targets [N] or [N, K]).
 
-    No sample at all makes a row of one token, for a rank that only keeps the others company.
+    Where there is none, for a rank that only keeps the others company, or none of two tokens, a sample that is
+    nobody's is added at the end: code compiled for any number of tokens is compiled again for one.
     """
-    if not samples:
-        samples = [(Rendered(np.zeros(1, np.int64), [], []), np.zeros(1, np.int64))]
+    own_lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
+    if max(own_lengths, default=0) < 2:
+        samples = [*samples, (Rendered(np.zeros(2, np.int64), [], []), np.zeros(2, np.int64))]
     lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
     position_ids = np.concatenate(
         [family.position_ids(length, one.spans) for length, (one, _) in zip(lengths, samples, strict=True)], axis=-1
@@ -78,7 +81,7 @@ def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device:
         torch.from_numpy(bounds).to(device),
         max(lengths),
         torch.from_numpy(_in_columns([targets for _, targets in samples], 0)).to(device),
-        lengths,
+        own_lengths,
     )
 
 

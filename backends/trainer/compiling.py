@@ -1,4 +1,4 @@
-"""The decoder's layers compiled before the first request: once for all layers, lengths, ranks and mixtures of models."""
+"""The decoder's layers compiled before the first request, once for all layers, lengths, ranks and mixes of models."""
 
 import logging
 import time
@@ -14,7 +14,8 @@ from backends.trainer.parallel import World
 from backends.trainer.scoring import Scorer
 
 log = logging.getLogger(__name__)
-_WARM_UP_LENGTHS = (40, 24)
+_WARM_UP_LENGTHS = (41, 26)
+"""Their sum should be no width of a model: a length that equals one is taken for it."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

@@ -112,6 +112,7 @@ class BatchPass:
                 (logprobs_TK.sum() * 0).backward()
             return 0.0
         datums = [self._data[index] for index in indices]
+        logprobs_TK = logprobs_TK[: sum(batch.sample_lengths)]
         value = self._loss.compute(loss_inputs(self._loss, self._config, datums, logprobs_TK))
         if self._backward:
             value.backward()

@@ -106,10 +106,7 @@ class Adapters:
         self._loaded: list[RowStack] = []
         self._buffers: dict[int, list[RowStack]] = {}
         """By R, kept: compiled code and graphs know their addresses."""
-        # Without it the first layer's adapters would get no gradient: nothing before them wants any.
-        model.get_input_embeddings().register_forward_hook(
-            lambda *call: call[-1].requires_grad_(torch.is_grad_enabled())
-        )
+        model.get_input_embeddings().register_forward_hook(_want_gradient)
 
     def create(self, config: Trainable) -> Adapter:
         """A fresh adapter: A uniform as nn.Linear, drawn from `config.seed` in float32, and B zero.
@@ -215,6 +212,14 @@ class RowStack:
 
     def _stacks(self) -> tuple[Tensor, ...]:
         return self.a_LRI, self.b_LRO, self.grad_a_LRI, self.grad_b_LRO
+
+
+def _want_gradient(embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Without it the first layer's adapters would get no gradient: nothing before them wants any.
+
+    A copy, as an input with images is one too: code is compiled apart for what a graph begins with.
+    """
+    return output.requires_grad_().clone() if torch.is_grad_enabled() else output
 
 
 def _replace_linears(model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], row: RowScales) -> list[Group]:

@@ -57,7 +57,7 @@ class _TargetLogprobs(torch.autograd.Function):
         logprobs, sums = [], []
         for hidden, scales, targets in _chunks(head, hidden_TH, scales_TR, targets_TK):
             logits, _ = _logits(hidden, head, scales)
-            values, lse = _fused(_logprobs, logits)(logits, targets)
+            values, lse = _fused(_logprobs, logits)(logits, targets.clone())
             logprobs.append(values)
             sums.append(lse)
         ctx.save_for_backward(hidden_TH, scales_TR, targets_TK, torch.cat(sums))
@@ -103,7 +103,7 @@ def _logprobs(logits_TV: Tensor, targets_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 def _logits_gradient(logits_TV: Tensor, lse_T1: Tensor, targets_TK: Tensor, grad_TK: Tensor) -> Tensor:
     """[T, V]: the gradient of the logits for one of the log probabilities."""
-    probabilities_TV = _fused(_probabilities, logits_TV)(logits_TV, lse_T1, grad_TK.sum(-1, keepdim=True))
+    probabilities_TV = _fused(_probabilities, logits_TV)(logits_TV, lse_T1.clone(), grad_TK.sum(-1, keepdim=True))
     return cast(Tensor, probabilities_TV.scatter_add_(-1, targets_TK, grad_TK))
 
 
@@ -113,7 +113,7 @@ def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor) -> Tens
 
 
 def _fused(function: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """The function in one pass over the logits, on a GPU."""
+    """The function in one pass over the logits, on a GPU. No views: it would be compiled for what they are of, too."""
     return _compiled(function) if logits.is_cuda else function
 
 

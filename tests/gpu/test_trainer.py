@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from backends.trainer.client import TrainerClient
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum
+from tests.factories import MIXED, cross_entropy, datum, prompt, words
 from tests.trainers import LORA, SMOOTH, assert_same, config, gradients, perturb
 
 pytestmark = pytest.mark.gpu
@@ -76,3 +76,16 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path):
             await ranked.stop()
         weights.append(load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors"))
     assert_same(weights[1], weights[0], rtol=1e-4)
+
+
+def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
+    rank = on_cuda(tiny_vl, "bfloat16")
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    for size in (1, 3, 32):
+        rank.create_model("m", LORA.model_copy(update={"rank": size}))
+        for seed, inputs in enumerate(([*MIXED.values()], [prompt(words(1))], [*MIXED.values()] * 3)):
+            data = cross_entropy([datum(one, renderer, seed) for one in inputs])
+            rank.forward_backward("m", data, True)
+            rank.forward_backward("m", data, False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
