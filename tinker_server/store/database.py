@@ -6,6 +6,7 @@ import importlib.resources
 import json
 import logging
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Connection, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
@@ -28,11 +30,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
 from tinker_server.errors import DatabaseUnavailable, StartFailed
+from tinker_server.store.lease import sole_use
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Connect = Callable[[], AbstractAsyncContextManager[AsyncSession]]
 RETRY_S, RETRY_PAUSE_S = 30.0, 0.2
+BUSY_TIMEOUT_MS = 10_000
 SHRUNK_PAGES = 20_000
 """At once: about 80 MB, which takes a fraction of a second."""
 
@@ -40,9 +44,10 @@ SHRUNK_PAGES = 20_000
 class Database:
     """Sessions to read and to write. Writers take turns: SQLite has one, and waiting here is fair and cheap."""
 
-    def __init__(self, url: str, retry_s: float = RETRY_S) -> None:
-        """`retry_s`: for how long `look` and `change` go on without an answer."""
+    def __init__(self, url: str, retry_s: float = RETRY_S, busy_timeout_ms: int = BUSY_TIMEOUT_MS) -> None:
+        """`retry_s`: for how long `look` and `change` go on without an answer; SQLite has none while it is locked."""
         self._retry_s = retry_s
+        self._busy_timeout_ms = busy_timeout_ms
         try:
             # SQLite finds a key in JSON only as it is written there, so it is written without escapes.
             serializer = partial(json.dumps, ensure_ascii=False)
@@ -54,7 +59,7 @@ class Database:
         self.insert = sqlite.insert
         """The dialect's insert, which has on_conflict_do_nothing."""
         if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine.sync_engine, "connect", _set_up_sqlite)
+            event.listen(self._engine.sync_engine, "connect", partial(_set_up_sqlite, busy_timeout_ms))
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
         else:
             self.insert = postgresql.insert  # type: ignore[assignment]  # the same methods
@@ -125,25 +130,42 @@ class Database:
                 await asyncio.to_thread(os.makedirs, os.path.dirname(self._engine.url.database) or ".", exist_ok=True)
             async with self._engine.begin() as connection:
                 await connection.run_sync(_upgrade, revision)
+        except CommandError as error:
+            raise StartFailed(
+                f"the database {self._shown()} was made by a newer version of this server, or by something else:"
+                f" {str(error).splitlines()[0]}"
+            ) from error
         except (SQLAlchemyError, OSError) as error:
-            shown = make_url(self._engine.url).render_as_string(hide_password=True)
-            reason = str(error).splitlines()[0]
-            raise StartFailed(f"the database {shown} cannot be used: {reason}") from error
+            raise StartFailed(f"the database {self._shown()} cannot be used: {str(error).splitlines()[0]}") from error
+
+    def _shown(self) -> str:
+        return make_url(self._engine.url).render_as_string(hide_password=True)
+
+    def sole_use(self) -> AbstractAsyncContextManager[None]:
+        """Keep other servers out of the database while the block runs. Raises StartFailed."""
+        return sole_use(self._engine, self._unavailable)
 
     async def shrink(self) -> None:
         """Give the disk back what deleted rows held, a part at a time. PostgreSQL does it by itself."""
         if self._engine.dialect.name != "sqlite":
             return
-        async with self._turn, self._engine.connect() as connection:
+        async with self._engine.connect() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            # As a script: a plain execute would stop after the first page.
-            await driver.executescript(f"PRAGMA incremental_vacuum({SHRUNK_PAGES}); PRAGMA wal_checkpoint(TRUNCATE);")
+            async with self._turn:
+                # As a script: a plain execute would stop after the first page.
+                await driver.executescript(f"PRAGMA incremental_vacuum({SHRUNK_PAGES});")
+            # Writers go on meanwhile. Whoever reads (a backup, a shell) keeps the log from being truncated, and is not
+            # waited for: that is done another time.
+            await driver.executescript("PRAGMA wal_checkpoint(PASSIVE); PRAGMA busy_timeout=0;")
+            with contextlib.suppress(sqlite3.OperationalError):
+                await driver.executescript("PRAGMA wal_checkpoint(TRUNCATE);")
+            await driver.executescript(f"PRAGMA busy_timeout={self._busy_timeout_ms};")
 
     async def close(self) -> None:
         await self._engine.dispose()
 
 
-def _set_up_sqlite(connection: Any, _: object) -> None:
+def _set_up_sqlite(busy_timeout_ms: int, connection: Any, _: object) -> None:
     connection.isolation_level = None  # the driver begins no transactions by itself; _begin_sqlite does
     cursor = connection.cursor()
     # auto_vacuum first: it is for databases that do not exist yet.
@@ -152,7 +174,7 @@ def _set_up_sqlite(connection: Any, _: object) -> None:
         "journal_mode=WAL",
         "synchronous=NORMAL",
         "foreign_keys=ON",
-        "busy_timeout=10000",
+        f"busy_timeout={busy_timeout_ms}",
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
