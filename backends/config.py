@@ -26,7 +26,9 @@ class BackendConfig(BaseModel):
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 8192 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
-    """Sequences the sampler decodes at once; more wait their turn."""
+    """Sequences decoded at once; more wait their turn. Eight further places are kept for owners with none running."""
+    adapter_slots: int = Field(default=8, ge=1, le=64)
+    """Adapters the sampler decodes with at once, each with memory for the largest rank; more take turns."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)

@@ -35,6 +35,7 @@ def sampler_config(source: Path, scratch_dir: Path) -> SamplerConfig:
         max_context_length=4096,
         max_lora_rank=64,
         max_concurrent_samples=256,
+        adapter_slots=4,
         max_images_per_prompt=8,
         gpu_memory_fraction=0.4,
         kv_cache_bytes=64 << 20,
@@ -135,8 +136,10 @@ def scoring(model_input: ModelInput) -> SampleRequest:
     return request(model_input, {"max_tokens": 1}, prompt_logprobs=True)
 
 
-async def sample(sampler: SamplerClient, one: SampleRequest, weights: Path | None) -> SampleResponse:
-    return await sampler.sample(SamplingTask.from_request(one, weights, owner="somebody"))
+async def sample(
+    sampler: SamplerClient, one: SampleRequest, weights: Path | None, owner: str = "somebody"
+) -> SampleResponse:
+    return await sampler.sample(SamplingTask.from_request(one, weights, owner))
 
 
 async def drawn(sampler: SamplerClient, model_input: ModelInput, params: dict, **fields) -> SampledSequence:

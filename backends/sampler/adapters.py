@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -23,18 +23,15 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, 
 from backends.sampler.engine import MAX_ADAPTERS
 
 
-class _LoadedAdapter:
-    """One adapter, loaded or about to be, and how many use it."""
+class _Adapter:
+    """One adapter's files and name, and how many use it."""
 
-    def __init__(self, loading: asyncio.Task[LoRARequest]) -> None:
-        self.loading = loading
+    def __init__(self, weights: Path, request: LoRARequest, linking: asyncio.Task[None]) -> None:
+        self.weights = weights
+        self.request = request
+        self.linking = linking
+        self.loading: asyncio.Task[None] | None = None
         self.users = 0
-
-    @property
-    def is_idle(self) -> bool:
-        """Loaded, and used by nobody."""
-        done = self.loading.done() and not self.loading.cancelled() and self.loading.exception() is None
-        return done and self.users == 0
 
 
 class EngineAdapters:
@@ -46,72 +43,88 @@ class EngineAdapters:
         self._scratch_dir = scratch_dir.absolute()
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
         self._scratch_dir.mkdir(parents=True)
-        self._loaded: OrderedDict[Path, _LoadedAdapter] = OrderedDict()
+        self._adapters: OrderedDict[Path, _Adapter] = OrderedDict()
         self._numbers = itertools.count(1)
         self._dropping: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def use(self, weights: Path | None) -> AsyncIterator[LoRARequest | None]:
-        """The engine's name for the adapter saved in `weights`, which stays loadable inside; None for the base.
+    async def hold(self, weights: Path | None) -> AsyncIterator["_Adapter | None"]:
+        """Inside, the adapter saved in `weights` can be loaded, even where its directory is deleted meanwhile;
+        None for the base model.
 
-        Raises InvalidInput where the directory is gone, BackendFailed where the engine cannot load it.
+        Raises InvalidInput where the directory is gone, or holds values that are not finite, and BackendFailed
+        where its files cannot be read.
         """
         if weights is None:
             yield None
             return
-        adapter = self._loaded.get(weights)
-        if adapter is None:
-            adapter = _LoadedAdapter(asyncio.create_task(self._load(weights)))
-            adapter.loading.add_done_callback(lambda task: self._forget_failed(weights, task))
-            self._loaded[weights] = adapter
-        self._loaded.move_to_end(weights)
+        adapter = self._adapters.get(weights) or self._new(weights)
+        self._adapters.move_to_end(weights)
         adapter.users += 1
         try:
-            # Others may wait for the same adapter: one cancelled request does not stop the loading.
-            yield await asyncio.shield(adapter.loading)
+            # Others may wait for the same adapter: one cancelled request does not stop the work.
+            await asyncio.shield(adapter.linking)
+            yield adapter
         finally:
             adapter.users -= 1
             self._drop_idle()
 
-    def _forget_failed(self, weights: Path, task: asyncio.Task[LoRARequest]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._loaded.pop(weights, None)
+    async def load(self, adapter: "_Adapter | None") -> LoRARequest | None:
+        """The engine's name for an adapter that is held. Raises BackendFailed where the engine cannot load it."""
+        if adapter is None:
+            return None
+        if adapter.loading is None:
+            adapter.loading = asyncio.create_task(self._load(adapter.request))
+            adapter.loading.add_done_callback(lambda task: self._forget_failed(adapter, task))
+        await asyncio.shield(adapter.loading)
+        return adapter.request
 
-    async def _load(self, weights: Path) -> LoRARequest:
+    def _new(self, weights: Path) -> _Adapter:
         number = next(self._numbers)
         request = LoRARequest(f"adapter-{number}", number, str(self._scratch_dir / str(number)))
+        linking = asyncio.create_task(asyncio.to_thread(_link, weights, Path(request.lora_path)))
+        adapter = _Adapter(weights, request, linking)
+        linking.add_done_callback(lambda task: self._forget_failed(adapter, task))
+        self._adapters[weights] = adapter
+        return adapter
+
+    async def _load(self, request: LoRARequest) -> None:
         try:
-            await asyncio.to_thread(_link, weights, Path(request.lora_path))
-            await asyncio.to_thread(_check_finite, Path(request.lora_path))
             await self._engine.add_lora(request)
-            (ignored,) = await self._engine.collective_rpc("ignored_modules", args=(number,))
-            if ignored:
-                raise BackendFailed(f"the engine has no place for {', '.join(ignored)}")
-        except FileNotFoundError:
-            await self._remove(request)
-            raise InvalidInput("the sampler weights no longer exist") from None
+            (ignored,) = await self._engine.collective_rpc("ignored_modules", args=(request.lora_int_id,))
         except EngineDeadError:
             raise
-        except InvalidInput:
-            await self._remove(request)
-            raise
         except Exception as error:  # whatever vLLM meets in the files; the engine lives
-            await self._remove(request)
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise BackendFailed(f"the sampler cannot load these weights: {reason}") from error
-        return request
+        if ignored:
+            raise BackendFailed(
+                f"the sampler cannot load these weights: the engine has no place for {', '.join(ignored)}"
+            )
 
     def _drop_idle(self) -> None:
         """Forget the adapters least recently used while there are too many."""
-        idle = [weights for weights, adapter in self._loaded.items() if adapter.is_idle]
-        for weights in idle[: max(0, len(self._loaded) - MAX_ADAPTERS)]:
-            task = asyncio.create_task(self._remove(self._loaded.pop(weights).loading.result()))
+        idle = [weights for weights, adapter in self._adapters.items() if not adapter.users]
+        for weights in idle[: max(0, len(self._adapters) - MAX_ADAPTERS)]:
+            self._forget(self._adapters[weights])
+
+    def _forget_failed(self, adapter: _Adapter, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._forget(adapter)
+
+    def _forget(self, adapter: _Adapter) -> None:
+        if self._adapters.get(adapter.weights) is adapter:
+            del self._adapters[adapter.weights]
+            task = asyncio.create_task(self._remove(adapter))
             self._dropping.add(task)
             task.add_done_callback(self._dropping.discard)
 
-    async def _remove(self, request: LoRARequest) -> None:
-        await self._engine.remove_lora(request.lora_int_id)
-        await asyncio.to_thread(shutil.rmtree, request.lora_path, ignore_errors=True)
+    async def _remove(self, adapter: _Adapter) -> None:
+        tasks = [adapter.linking, *([adapter.loading] if adapter.loading else [])]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if adapter.loading is not None:
+            await self._engine.remove_lora(adapter.request.lora_int_id)
+        await asyncio.to_thread(shutil.rmtree, adapter.request.lora_path, ignore_errors=True)
 
 
 def _link(source: Path, directory: Path) -> None:
@@ -121,17 +134,21 @@ def _link(source: Path, directory: Path) -> None:
         try:
             os.link(source / name, directory / name)
         except FileNotFoundError:
-            raise
+            raise InvalidInput("the sampler weights no longer exist") from None
         except OSError:
             shutil.copyfile(source / name, directory / name)
+    _check_finite(directory)
 
 
 def _check_finite(directory: Path) -> None:
     """Raises InvalidInput naming the first tensor with NaN or infinity in it."""
-    with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - the file is no mapping
-            if not file.get_tensor(name).isfinite().all():
-                raise InvalidInput(
-                    f"the sampler weights cannot be used: {name} holds values that are not finite; the training"
-                    " run has diverged, sample from a checkpoint before that"
-                )
+    try:
+        with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                if not file.get_tensor(name).isfinite().all():
+                    raise InvalidInput(
+                        f"the sampler weights cannot be used: {name} holds values that are not finite; the training"
+                        " run has diverged, sample from a checkpoint before that"
+                    )
+    except SafetensorError as error:
+        raise BackendFailed(f"the sampler cannot load these weights: {error}") from None

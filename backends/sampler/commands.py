@@ -21,6 +21,7 @@ class SamplerConfig:
     max_context_length: int
     max_lora_rank: int
     max_concurrent_samples: int
+    adapter_slots: int
     max_images_per_prompt: int
     gpu_memory_fraction: float
     kv_cache_bytes: int

@@ -14,14 +14,13 @@ from backends.protocol import BackendFailed
 from backends.rendering import Renderer
 from backends.sampler.checks import MAX_TOPK
 from backends.sampler.commands import SamplerConfig
+from backends.sampler.turns import NEWCOMER_ROWS
 from backends.sources import kv_bytes_per_token
 
 VLLM_VERSION = "0.32.0"
 """What `worker_fixes.py`, `lora_fixes.py` and `prompt_columns.py` reach into; another version may differ silently."""
 MAX_ADAPTERS = 32
 """Adapters held in main memory and in the scratch directory; more only while in use."""
-_ADAPTER_SLOTS = 4
-"""Adapters in one step of the engine; requests for more take turns."""
 
 
 def check_version(found: str = vllm.__version__) -> None:
@@ -53,14 +52,16 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         # Samples without a seed of their own should not repeat when the engine starts again.
         seed=secrets.randbelow(2**31),
         max_model_len=config.max_context_length,
-        max_num_seqs=config.max_concurrent_samples,
+        max_num_seqs=max_rows(config),
+        # Of those let in, the prompts of owners with few rows running come first (`turns.py`).
+        scheduling_policy="priority",
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
         enable_lora=True,
         max_lora_rank=config.max_lora_rank,
-        max_loras=_ADAPTER_SLOTS,
-        max_cpu_loras=MAX_ADAPTERS,
+        max_loras=config.adapter_slots,
+        max_cpu_loras=max(MAX_ADAPTERS, config.adapter_slots),
         lora_target_modules=list(ENGINE_MODULES),
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
         disable_log_stats=True,
@@ -70,18 +71,23 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
     )
 
 
+def max_rows(config: SamplerConfig) -> int:
+    """Sequences that the engine decodes at once at most."""
+    return config.max_concurrent_samples + NEWCOMER_ROWS
+
+
 def _device_args(config: SamplerConfig) -> dict[str, Any]:
     if config.device == "cpu":
         return {
             "enforce_eager": True,
             "kv_cache_memory_bytes": config.kv_cache_bytes,
-            "max_num_batched_tokens": max(4096, config.max_concurrent_samples),
+            "max_num_batched_tokens": max(4096, max_rows(config)),
         }
     # Decode graphs without torch.compile: as fast as both, and up in a third of the time.
     return {
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "gpu_memory_utilization": config.gpu_memory_fraction,
-        "max_num_batched_tokens": max(8192, config.max_concurrent_samples),
+        "max_num_batched_tokens": max(8192, max_rows(config)),
     }
 
 

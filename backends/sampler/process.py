@@ -1,7 +1,7 @@
 """The process that holds a base model's vLLM engine: `python -m backends.sampler.process FD`.
 
-One task's sequences become engine requests of their own, at most `max_concurrent_samples` at a time. The
-process ends when the engine dies, so that the server sees it.
+One task's sequences become engine requests of their own, each when its turn comes. The process ends when the
+engine dies, so that the server sees it.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from backends.sampler.answers import answer
 from backends.sampler.commands import Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.requests import engine_input, sampling_params
+from backends.sampler.turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class SamplerProcess:
         self._adapters = EngineAdapters(engine, config.scratch_dir)
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, config.source)
-        self._free = asyncio.Semaphore(config.max_concurrent_samples)
+        self._turns = Turns(config.max_concurrent_samples, config.adapter_slots)
         self._ids = itertools.count()
         self._watching = asyncio.create_task(self._watch())
 
@@ -65,28 +66,33 @@ class SamplerProcess:
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """`protocol.Sampler.sample`."""
         prompt = _Prompt(self._renderer, task.prompt)
-        async with self._adapters.use(task.weights) as adapter:
-            outputs = await _all(
-                self._sequence(prompt, sampling_params(task, index, self._end_tokens, self._placeholders), adapter)
-                for index in range(task.num_samples)
-            )
+        async with self._adapters.hold(task.weights) as adapter:
+
+            async def sequence(index: int) -> RequestOutput:
+                async with self._turns.turn(task.owner, task.weights) as num_before:
+                    lora = await self._adapters.load(adapter)
+                    _, inputs = await prompt.render()
+                    params = sampling_params(task, index, self._end_tokens, self._placeholders)
+                    return await self._generate(inputs, params, lora, priority=num_before)
+
+            outputs = await _all(sequence(index) for index in range(task.num_samples))
         return answer(task, (await prompt.render())[0], outputs)
 
-    async def _sequence(self, prompt: "_Prompt", params: SamplingParams, adapter: LoRARequest | None) -> RequestOutput:
-        """One sequence, once there is room. Cancelling takes it out of the engine."""
-        async with self._free:
-            _, inputs = await prompt.render()
-            outputs = self._engine.generate(inputs, params, str(next(self._ids)), lora_request=adapter)
-            try:
-                async for output in outputs:
-                    if output.finished:
-                        return output
-            except VLLMClientError as error:
-                raise InvalidInput(f"the engine refuses the request: {error}") from None
-            except EngineGenerateError as error:
-                raise BackendFailed(f"the engine failed: {error.__cause__!r}") from error
-            except EngineDeadError:
-                end_process()
+    async def _generate(
+        self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
+    ) -> RequestOutput:
+        """One sequence; the least `priority` has its prompt computed first. Cancelling takes it out of the engine."""
+        outputs = self._engine.generate(inputs, params, str(next(self._ids)), lora_request=lora, priority=priority)
+        try:
+            async for output in outputs:
+                if output.finished:
+                    return output
+        except VLLMClientError as error:
+            raise InvalidInput(f"the engine refuses the request: {error}") from None
+        except EngineGenerateError as error:
+            raise BackendFailed(f"the engine failed: {error.__cause__!r}") from error
+        except EngineDeadError:
+            end_process()
         raise BackendFailed("the engine ended a request without a result")
 
     async def _watch(self) -> None:
