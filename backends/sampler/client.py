@@ -1,85 +1,132 @@
-"""The server's side of the vLLM sampler: one child process per base model, started again when it dies.
+"""The server's side of the vLLM sampler: one child process per base model, started again when it dies or hangs.
 
-Imports no vLLM: the engine is in the child (`process.py`) and in a further process that vLLM starts.
+Imports no vLLM: the engine is in the child (`process.py`) and in a further process that vLLM starts. A task
+waits until there is an engine, however long that takes; only one that kills engines itself fails (`trials.py`).
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from api_schemas.sampling import SampleResponse
+import numpy as np
+
+from api_schemas.inputs import EncodedTextChunk, ModelInput
+from api_schemas.sampling import SampleResponse, SamplingParams
 from backends.children import Child, ChildDied
 from backends.launcher import launch_sampler
 from backends.protocol import BackendFailed, SamplingTask
-from backends.sampler.commands import Sample, SamplerConfig, Start
+from backends.sampler.commands import CountProgress, Sample, SamplerConfig, Start
+from backends.sampler.trials import EngineDied, Trials
 
 log = logging.getLogger(__name__)
 
-_MAX_STARTS, _WINDOW_S = 4, 300
-"""An engine that dies at once must not be started for ever: so many starts in so many seconds."""
 _PROGRESS_S = 15
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
+"""Between tries to start an engine that does not start, each pause twice the one before."""
+_FIRST_TASK = SamplingTask(
+    prompt=ModelInput(chunks=[EncodedTextChunk(tokens=np.zeros(1, np.int64))]),
+    params=SamplingParams(max_tokens=1),
+    num_samples=1,
+    weights=None,
+    owner="",
+)
+"""An engine that cannot do this is no engine: no request is to blame for its death."""
 
 
 class SamplerClient:
     """`protocol.Sampler`."""
 
-    def __init__(self, config: SamplerConfig) -> None:
+    def __init__(self, config: SamplerConfig, launch: Callable[..., Awaitable[Child]] = launch_sampler) -> None:
         self._config = config
+        self._launch = launch
         self._child: Child | None = None
         self._starting: asyncio.Task[Child] | None = None
-        self._starts: deque[float] = deque(maxlen=_MAX_STARTS)
+        self._watching: asyncio.Task[None] | None = None
+        self._trials = Trials(self._running)
 
     async def start(self) -> None:
         """Returns once the engine can sample. Raises BackendFailed."""
-        await self._running()
+        await self._start()
 
     async def stop(self) -> None:
         """End the child and its engine."""
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        for task in (self._starting, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._child is not None:
             await self._child.stop()
             self._child = None
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
-        """As the protocol says. A task whose engine died under it is tried once more, on a new one."""
-        try:
-            return await (await self._running()).call(Sample(task))
-        except ChildDied:
-            return await (await self._running()).call(Sample(task))
+        """As the protocol says."""
+
+        async def work(child: Child) -> SampleResponse:
+            try:
+                return await child.call(Sample(task))
+            except ChildDied:
+                if child is self._child:
+                    self._child = None
+                    self._trials.engine_died()
+                raise EngineDied from None
+
+        return await self._trials.run(task.owner, work)
 
     async def _running(self) -> Child:
         """The living child; the first caller after its death starts another, and all wait for that."""
         if self._child is not None and not self._child.died.is_set():
             return self._child
         if self._starting is None or self._starting.done():
-            self._starting = asyncio.create_task(self._start(), name=f"start of sampler {self._config.name}")
+            self._starting = asyncio.create_task(self._start_again(), name=f"start of sampler {self._config.name}")
         return await asyncio.shield(self._starting)
 
+    async def _start_again(self) -> Child:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            log.error("%s: the sampler process died and is started again", self._config.name)
+            try:
+                return await self._start()
+            except BackendFailed as error:
+                log.error("%s: %s; samples wait, the next try is in %s s", self._config.name, error, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
     async def _start(self) -> Child:
-        name = self._config.name
-        if self._child is not None:
-            log.error("%s: the sampler process died and is started again", name)
-            await self._child.stop(grace_s=1)
-            self._child = None
-        now = time.monotonic()
-        if len(self._starts) == _MAX_STARTS and now - self._starts[0] < _WINDOW_S:
-            raise BackendFailed(f"{name}: the sampler died {_MAX_STARTS} times within {_WINDOW_S} s; try later")
-        self._starts.append(now)
-        child = await launch_sampler(name, device=self._config.device, gpus=self._config.gpus)
+        name, began = self._config.name, time.monotonic()
+        child = await self._launch(name, device=self._config.device, gpus=self._config.gpus)
         try:
             async with _progress(name):
                 await child.call(Start(self._config))
+                await child.call(Sample(_FIRST_TASK))
         except BaseException:
             await child.stop(grace_s=1)
             raise
-        log.info("%s: the sampler is ready after %.0f s", name, time.monotonic() - now)
+        log.info("%s: the sampler is ready after %.0f s", name, time.monotonic() - began)
         self._child = child
+        self._watching = asyncio.create_task(self._watch(child), name=f"watch over sampler {name}")
         return child
+
+    async def _watch(self, child: Child) -> None:
+        """End a child that has work and does not get on with it; and clear away one that has died."""
+        patience_s = self._config.silence_s
+        seen, since = -1, time.monotonic()
+        while not child.died.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.died.wait(), min(_PROGRESS_S, patience_s / 4))
+            now = time.monotonic()
+            if not self._trials.is_busy:
+                since = now
+                continue
+            if now - since > patience_s:
+                log.error("%s: the sampler has not got on for %.0f s and is ended", self._config.name, now - since)
+                break
+            with contextlib.suppress(TimeoutError, ChildDied):
+                progress = await asyncio.wait_for(child.call(CountProgress()), patience_s - (now - since))
+                if progress != seen:
+                    seen, since = progress, time.monotonic()
+        await child.stop(grace_s=0)
 
 
 @contextlib.asynccontextmanager

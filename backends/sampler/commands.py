@@ -28,6 +28,7 @@ class SamplerConfig:
     image_cache_bytes: int
     max_image_pixels: int
     scratch_dir: Path
+    silence_s: float
     gpus: tuple[int, ...] = ()
     """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
 
@@ -44,3 +45,8 @@ class Sample(Command[SampleResponse]):
     """Do the task; the answer comes when all its samples are done."""
 
     task: SamplingTask
+
+
+@dataclass(frozen=True)
+class CountProgress(Command[int]):
+    """A number that grows with every step of the engine and every task done."""

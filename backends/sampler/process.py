@@ -26,7 +26,7 @@ from backends.protocol import BackendFailed, InvalidInput, SamplingTask
 from backends.rendering import Rendered, Renderer
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
-from backends.sampler.commands import Sample, SamplerConfig, Start
+from backends.sampler.commands import CountProgress, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.requests import engine_input, sampling_params
 from backends.sampler.turns import Turns
@@ -48,6 +48,7 @@ class SamplerProcess:
         self._end_tokens = end_tokens(renderer, config.source)
         self._turns = Turns(config.max_concurrent_samples, config.adapter_slots)
         self._ids = itertools.count()
+        self._tasks_done = 0
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
@@ -76,7 +77,13 @@ class SamplerProcess:
                     return await self._generate(inputs, params, lora, priority=num_before)
 
             outputs = await _all(sequence(index) for index in range(task.num_samples))
+        self._tasks_done += 1
         return answer(task, (await prompt.render())[0], outputs)
+
+    async def count_progress(self) -> int:
+        """Steps of the engine and tasks done."""
+        (steps,) = await self._engine.collective_rpc("count_steps")
+        return int(steps) + self._tasks_done
 
     async def _generate(
         self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
@@ -150,13 +157,15 @@ async def main() -> None:
     """Serve the server's commands until it closes its end."""
     started: list[SamplerProcess] = []
 
-    async def handle(command: Start | Sample) -> SampleResponse | None:
+    async def handle(command: Start | Sample | CountProgress) -> SampleResponse | int | None:
         match command:
             case Start(config):
                 started.append(await SamplerProcess.start(config))
                 return None
             case Sample(task):
                 return await started[0].sample(task)
+            case CountProgress():
+                return await started[0].count_progress()
 
     await serve_async(handle)
     for process in started:

@@ -26,6 +26,7 @@ class WorkerExtension:
 
     model_runner: Any
     use_v2_model_runner: bool
+    steps_done: int
 
     def install_fixes(self, placeholder_ids: Sequence[int]) -> None:
         """Once, before the first request. `placeholder_ids` are never drawn."""
@@ -38,6 +39,7 @@ class WorkerExtension:
         if len(heads) != 1:
             raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
         prompt_rows = PromptRows(heads[0].punica_wrapper)
+        self._count_steps(runner)
         columns = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
         if self.use_v2_model_runner:
             worker = runner.prompt_logprobs_worker
@@ -51,6 +53,20 @@ class WorkerExtension:
             runner._get_prompt_logprobs_dict = prompt_rows.during(scores, argument=0)
             if placeholder_ids:
                 placeholders.on_first_runner(runner.sampler, columns)
+
+    def _count_steps(self, runner: Any) -> None:
+        execute, self.steps_done = runner.execute_model, 0
+
+        def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = execute(scheduler_output, *args, **kwargs)
+            self.steps_done += scheduler_output.total_num_scheduled_tokens > 0
+            return answer
+
+        runner.execute_model = counted
+
+    def count_steps(self) -> int:
+        """Steps in which the model computed something."""
+        return self.steps_done
 
     def ignored_modules(self, lora_id: int) -> list[str]:
         """Modules of a loaded adapter that no layer of the engine takes up; vLLM passes over them in silence."""

@@ -1,0 +1,112 @@
+"""What happens to whom when the sampler's process dies; a real process, with a light one in the engine's place."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from api_schemas.sampling import SamplingParams
+from backends.children import Child
+from backends.launcher import launch
+from backends.protocol import BackendFailed, SamplingTask
+from backends.sampler.client import SamplerClient
+from tests.factories import prompt, words
+from tests.sampling import sampler_config
+
+STARTS: list[float] = []
+
+
+async def launch_light(name: str, **_: Any) -> Child:
+    STARTS.append(asyncio.get_running_loop().time())
+    return await launch(name, "tests.fake_sampler_process", {})
+
+
+@pytest_asyncio.fixture
+async def sampler(tmp_path: Path) -> AsyncIterator[SamplerClient]:
+    STARTS.clear()
+    running = SamplerClient(replace(sampler_config(tmp_path, tmp_path), silence_s=4), launch_light)
+    await running.start()
+    yield running
+    await running.stop()
+
+
+async def ask(sampler: SamplerClient, token: int, owner: str = "good") -> int:
+    one = words(1)
+    task = SamplingTask(
+        prompt=prompt(one.model_copy(update={"tokens": one.tokens * 0 + token})),
+        params=SamplingParams(max_tokens=1),
+        num_samples=1,
+        weights=None,
+        owner=owner,
+    )
+    return int((await sampler.sample(task)).sequences[0].tokens[0])
+
+
+@pytest.mark.parametrize("poison", [13, 14])
+async def test_a_request_that_kills_the_engine_fails_alone_and_by_name(sampler: SamplerClient, poison: int) -> None:
+    """Beside twenty of another owner and five of its own."""
+    beside = [asyncio.create_task(ask(sampler, 1)) for _ in range(20)]
+    own = [asyncio.create_task(ask(sampler, 1, "bad")) for _ in range(5)]
+    await asyncio.sleep(0.2)
+    with pytest.raises(BackendFailed, match="the engine died twice while it worked on this request"):
+        await ask(sampler, poison, "bad")
+    assert await asyncio.gather(*beside, *own) == [1] * 25
+    assert await ask(sampler, 0) == 0
+    assert len(STARTS) <= 4  # at first, after the death of all, of the owner's, of the one alone
+
+
+async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler: SamplerClient) -> None:
+    """More deaths in a row than a fixed number of starts would allow."""
+    bad = [asyncio.create_task(ask(sampler, 13, "bad")) for _ in range(4)]
+    good = [asyncio.create_task(ask(sampler, token)) for token in (0, 1) * 5]
+    failures = await asyncio.gather(*bad, return_exceptions=True)
+    assert all(isinstance(one, BackendFailed) for one in failures)
+    assert await asyncio.gather(*good) == [0, 1] * 5
+    assert len(STARTS) >= 5
+
+
+async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(
+    sampler: SamplerClient, tmp_path: Path
+) -> None:
+    (tmp_path / "broken").touch()
+    waiting = [asyncio.create_task(ask(sampler, token)) for token in (0, 1, 0)]
+    await asyncio.sleep(9)
+    assert not any(one.done() for one in waiting)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(STARTS[1:])]
+    assert 2 <= len(pauses) <= 4 and pauses[0] > 0.9 and pauses[1] > 1.9
+    (tmp_path / "broken").unlink()
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == [0, 1, 0]
+
+
+async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more(sampler: SamplerClient) -> None:
+    child = sampler._child
+    assert child is not None
+    await ask(sampler, 0)
+    psutil.Process(child.process.pid).suspend()
+    assert await asyncio.wait_for(ask(sampler, 1), 30) == 1
+    assert not psutil.pid_exists(child.process.pid)
+
+
+async def test_a_request_that_hangs_the_engine_fails_like_one_that_kills_it(sampler: SamplerClient) -> None:
+    beside = [asyncio.create_task(ask(sampler, 1)) for _ in range(3)]
+    with pytest.raises(BackendFailed, match="died twice"):
+        await asyncio.wait_for(ask(sampler, 7, "bad"), 60)
+    assert await asyncio.gather(*beside) == [1] * 3
+
+
+async def test_cancelled_requests_are_no_suspects(sampler: SamplerClient) -> None:
+    cancelled = [asyncio.create_task(ask(sampler, 1)) for _ in range(5)]
+    dying = asyncio.create_task(ask(sampler, 14, "bad"))
+    await asyncio.sleep(0.7)
+    for one in cancelled:
+        one.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
+    assert await asyncio.wait_for(ask(sampler, 0), 30) == 0
+    with pytest.raises(BackendFailed):
+        await dying

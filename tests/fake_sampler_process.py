@@ -1,0 +1,54 @@
+"""A sampler's process without an engine: `python -m tests.fake_sampler_process FD`.
+
+The first token of a prompt says what happens: 0 answers at once, 1 after a second, 13 ends the process, 14 does
+so after half a second, 7 hangs it. While a file `broken` stands in the scratch directory, everything ends it.
+"""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from api_schemas.sampling import SampledSequence, SampleResponse
+from backends.children import serve_async
+from backends.protocol import SamplingTask
+from backends.sampler.commands import CountProgress, Sample, Start
+
+
+async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
+    (chunk,) = task.prompt.chunks
+    token = int(chunk.tokens[0])  # type: ignore[union-attr]
+    await asyncio.sleep({1: 1.0, 14: 0.5}.get(token, 0))
+    if token in (13, 14) or os.path.exists(broken):  # noqa: ASYNC240, PTH110
+        os._exit(1)
+    if token == 7:
+        time.sleep(1000)  # noqa: ASYNC251 - it is to hang
+    tokens = np.array([token], np.int32)
+    return SampleResponse(
+        sequences=[SampledSequence(stop_reason="length", tokens=tokens, logprobs=np.zeros(1, np.float32))]
+    )
+
+
+async def main() -> None:
+    broken, done = Path(), 0
+
+    async def handle(command: Start | Sample | CountProgress) -> SampleResponse | int | None:
+        nonlocal broken, done
+        match command:
+            case Start(config):
+                broken = config.scratch_dir / "broken"
+                return None
+            case Sample(task):
+                response = await sample(task, broken)
+                done += 1
+                return response
+            case CountProgress():
+                return done
+
+    await serve_async(handle)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
