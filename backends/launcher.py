@@ -36,7 +36,8 @@ processes want the cores: a training step of 2 s took 14."""
 async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
     """Run `python -m module FD`, which ends in `children.serve` or `serve_async`; `env` is added to the server's."""
     ours, theirs = socket.socketpair()
-    guarding, guard = os.pipe()
+    guarding, guard_fd = os.pipe()
+    guard = os.fdopen(guard_fd, "w")
     with theirs, os.fdopen(guarding):
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", _GUARDED, str(guarding)),
@@ -56,7 +57,7 @@ async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-        os.close(guard)
+        guard.close()
 
     reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
     return Child(name, Process(process.pid, end), reader, writer)

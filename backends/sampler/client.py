@@ -43,7 +43,8 @@ class SamplerClient:
         self._launch = launch
         self._child: Child | None = None
         self._starting: asyncio.Task[Child] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: dict[Child, asyncio.Task[None]] = {}
+        """Every child that has not been cleared away."""
         self._trials = Trials(self._running)
 
     async def start(self) -> None:
@@ -52,13 +53,15 @@ class SamplerClient:
 
     async def stop(self) -> None:
         """End the child and its engine."""
-        for task in (self._starting, self._watching):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if self._child is not None:
-            await self._child.stop()
-            self._child = None
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        watching, self._watching = self._watching, {}
+        for child, task in watching.items():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await child.stop()
+        self._child = None
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """As the protocol says."""
@@ -105,7 +108,7 @@ class SamplerClient:
             raise
         log.info("%s: the sampler is ready after %.0f s", name, time.monotonic() - began)
         self._child = child
-        self._watching = asyncio.create_task(self._watch(child), name=f"watch over sampler {name}")
+        self._watching[child] = asyncio.create_task(self._watch(child), name=f"watch over sampler {name}")
         return child
 
     async def _watch(self, child: Child) -> None:
@@ -127,6 +130,7 @@ class SamplerClient:
                 if progress != seen:
                     seen, since = progress, time.monotonic()
         await child.stop(grace_s=0)
+        self._watching.pop(child, None)
 
 
 @contextlib.asynccontextmanager
