@@ -29,8 +29,6 @@ class BackendConfig(BaseModel):
     """Sequences decoded at once; more wait their turn. Eight further places are kept for owners with none running."""
     adapter_slots: int = Field(default=8, ge=1, le=64)
     """Adapters the sampler decodes with at once, each with memory for the largest rank; more take turns."""
-    sampler_silence_s: float = Field(default=600, gt=0)
-    """A sampler that has work and takes no step for so many seconds is taken to hang, and started again."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)

@@ -153,7 +153,6 @@ def _sampler_config(
         max_lora_rank=config.max_lora_rank,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots,
-        silence_s=config.sampler_silence_s,
         max_images_per_prompt=config.max_images_per_prompt,
         gpu_memory_fraction=placement.sampler_fraction,
         kv_cache_bytes=model.size.kv_cache_bytes,

@@ -36,7 +36,6 @@ def sampler_config(source: Path, scratch_dir: Path) -> SamplerConfig:
         max_lora_rank=64,
         max_concurrent_samples=256,
         adapter_slots=4,
-        silence_s=600,
         max_images_per_prompt=8,
         gpu_memory_fraction=0.4,
         kv_cache_bytes=64 << 20,

@@ -28,7 +28,9 @@ class SamplerConfig:
     image_cache_bytes: int
     max_image_pixels: int
     scratch_dir: Path
-    silence_s: float
+    silence_s: float = 600
+    """A process that has work and takes no step for so long is taken to hang. The longest step computes 4096
+    tokens of prompts on a slow CPU, or a kernel's first use on CUDA: minutes at most."""
     gpus: tuple[int, ...] = ()
     """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
 
