@@ -16,8 +16,7 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str) -> Non
 
     Builds the model of `config` without memory for its weights. Raises BackendFailed naming the weights.
     """
-    with torch.device("meta"):
-        model: PreTrainedModel = family.model_class.from_config(config)
+    model = _without_memory(family, config, source)
     modules = [name for names in family.lora_modules(model).values() for name in names]
     twice = {name for name in modules if modules.count(name) > 1}
     missing = list(untrained(model, modules, family.frozen))
@@ -26,6 +25,15 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str) -> Non
             f"{source}: {type(model).__name__} is not supported: LoRA would leave out"
             f" {', '.join(dict.fromkeys(_without_numbers([*missing, *twice])))}"
         )
+
+
+def _without_memory(family: Family, config: PretrainedConfig, source: str) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return family.model_class.from_config(config)
+    except Exception as error:  # an architecture's own code, on a config that may not suit it
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BackendFailed(f"{source}: no model that generates text can be built of its config: {reason}") from None
 
 
 def untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[str]) -> Iterator[str]:

@@ -13,6 +13,8 @@ SEEING = {qwen3_vl.ARCHITECTURE: qwen3_vl.Qwen3VL}
 
 def find_family(config: PretrainedConfig, source: str) -> Family:
     """The family of the model in the directory `source`. Raises BackendFailed for one that none of ours covers."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise BackendFailed(f"{source}: quantised weights are not supported; serve the model in bfloat16 or float32")
     (architecture, *_) = config.architectures or [""]
     if architecture in SEEING:
         return SEEING[architecture](config, source)

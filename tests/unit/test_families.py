@@ -96,3 +96,16 @@ def test_a_module_that_two_flags_train_is_refused() -> None:
 
     with pytest.raises(BackendFailed, match=r"self_attn\.q_proj"):
         check_coverage(Twice(), config("qwen3"), "dir")
+
+
+def test_a_model_that_generates_no_text_is_refused() -> None:
+    model = AutoConfig.for_model("t5")
+    model.architectures = ["T5ForConditionalGeneration"]
+    with pytest.raises(BackendFailed, match="dir: no model that generates text can be built of its config: "):
+        check_coverage(find_family(model, "dir"), model, "dir")
+
+
+def test_quantised_weights_are_refused() -> None:
+    model = config("qwen3", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(BackendFailed, match="dir: quantised weights are not supported"):
+        find_family(model, "dir")

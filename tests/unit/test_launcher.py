@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from backends.children import ChildDied
-from backends.launcher import launch
+from backends.launcher import launch, launch_trainer
 from backends.protocol import InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
 
 SERVER = """
 import asyncio
-from backends.launcher import launch
+from backends.launcher import launch, launch_trainer
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap
 
 async def main():
@@ -107,3 +107,16 @@ async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
         assert await child.call(Zeros(10)) == bytes(10)
     finally:
         await child.stop(grace_s=1)
+
+
+async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7")
+    ranks = await launch_trainer("tiny", num_ranks=2, device="cuda", gpus=(1, 2))
+    try:
+        found = [psutil.Process(rank.process.pid).environ() for rank in ranks]
+    finally:
+        await asyncio.gather(*(rank.stop(grace_s=0.1) for rank in ranks))
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in found} == {"GPU-aa,7"}
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in found] == [("0", "0", "2"), ("1", "1", "2")]
+    assert len({one["MASTER_PORT"] for one in found}) == 1
+    assert found[0]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
