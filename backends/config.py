@@ -24,7 +24,7 @@ class BackendConfig(BaseModel):
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 64
     """Largest rank a client may ask for; the sampler reserves memory for it."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
-    """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 8192 on CUDA."""
+    """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 16384 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Sequences decoded at once; more wait their turn. Eight further places are kept for owners with none running."""
     adapter_slots: int = Field(default=8, ge=1, le=64)

@@ -26,7 +26,7 @@ from backends.trainer.client import TrainerClient
 from backends.trainer.commands import TrainerConfig
 
 LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
-DEFAULT_MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+DEFAULT_MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 SMALLEST_DEFAULT_KV_CACHE = 512 << 20
 
 
@@ -138,6 +138,7 @@ def _trainer_config(model: FoundModel, placement: Placement, device: Device, con
         max_image_pixels=config.max_image_pixels,
         gpus=placement.gpus,
         gpu_memory_fraction=placement.trainer_fraction,
+        gpu_memory_bytes=placement.trainer_bytes,
     )
 
 

@@ -53,6 +53,8 @@ class Placement:
     """Part of each of its GPUs that torch may fill in the trainer."""
     sampler_fraction: float = 1.0
     """Part of its first GPU that the sampler fills."""
+    trainer_bytes: int = 0
+    """What `trainer_fraction` is, of the smallest of its GPUs; 0 on the CPU."""
 
 
 def this_machine() -> Machine:
@@ -82,7 +84,15 @@ def place(
             trainer_fraction[name] = min(trainer_fraction[name], (size - _CONTEXT_BYTES) / total)
         for name, size in _shares(sampling, total * sampler_fraction, "samplers", gpu).items():
             sampler_fractions[name] = size / total
-    return {name: Placement(own, trainer_fraction[name], sampler_fractions[name]) for name, own in gpus.items()}
+    return {
+        name: Placement(
+            own,
+            trainer_fraction[name],
+            sampler_fractions[name],
+            int(trainer_fraction[name] * min(machine.gpu_bytes[gpu] for gpu in own)),
+        )
+        for name, own in gpus.items()
+    }
 
 
 def _check_main_memory(models: Sequence[ModelSize], free: int, num_ranks: int) -> None:

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from backends.families.family import Family
 from backends.rendering import Renderer
 from backends.trainer import attention
+from backends.trainer.activations import Memory
 from backends.trainer.commands import TrainerConfig
-from backends.trainer.compiling import compile_layers, warm_up
+from backends.trainer.compiling import compile_layers, run_text, warm_up
 from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World, shard
 from backends.trainer.scoring import Scorer
@@ -40,9 +41,21 @@ class FrozenBase:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
         if world.size > 1:
             shard(self.scorer, model.get_decoder().layers, world)
+        self.memory: Memory | None = None
+        """Of the GPU, where rows are made to fit into it."""
         if world.device.type == "cuda" and config.dtype == "bfloat16":
             compile_layers(model.get_decoder().layers)
             warm_up(self.scorer, self.renderer, world)
+            if config.gpu_memory_bytes is not None:
+                self.memory = self._measured(model, world, config.gpu_memory_bytes)
+
+    def _measured(self, model: PreTrainedModel, world: World, limit_bytes: int) -> Memory:
+        def run_row(num_tokens: int) -> None:
+            run_text(self.scorer, self.renderer, world, [num_tokens])
+
+        memory = Memory(model.get_decoder().layers, run_row, world.device, limit_bytes)
+        log.info("%s: %s", model.config.model_type, memory.describe())
+        return memory
 
 
 def load(config: TrainerConfig, family: Family, world: World) -> PreTrainedModel:

@@ -32,6 +32,8 @@ class TrainerConfig:
     """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
     gpu_memory_fraction: float = 1.0
     """Part of its GPU's memory that each rank may take."""
+    gpu_memory_bytes: int | None = None
+    """The same in bytes, into which rows are made to fit; absent: they are not."""
 
 
 @dataclass(frozen=True)

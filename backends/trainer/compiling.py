@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -31,12 +31,17 @@ def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
     """Compile what serving needs, with a gradient and without: then nothing is compiled while it serves."""
     began = time.monotonic()
     log.info("compiling the decoder's layers, which takes about half a minute")
-    scorer.adapters.load([])
-    texts = [np.zeros(length, np.int64) for length in _WARM_UP_LENGTHS]
-    batch = pack([(Rendered(text, [], []), text) for text in texts], renderer.family, world.device)
     for with_gradient in (True, False):
         with torch.set_grad_enabled(with_gradient):
-            logprobs_TK = scorer(batch, scorer.adapters.blank(sum(_WARM_UP_LENGTHS)))
-            if with_gradient:
-                logprobs_TK.sum().backward()
+            run_text(scorer, renderer, world, _WARM_UP_LENGTHS)
     log.info("compiled in %.0f s", time.monotonic() - began)
+
+
+def run_text(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int]) -> None:
+    """A row of made-up texts through the base alone, and back where gradients are enabled."""
+    scorer.adapters.load([])
+    texts = [np.zeros(length, np.int64) for length in lengths]
+    batch = pack([(Rendered(text, [], []), text) for text in texts], renderer.family, world.device)
+    logprobs_TK = scorer(batch, scorer.adapters.blank(sum(lengths)))
+    if torch.is_grad_enabled():
+        logprobs_TK.sum().backward()

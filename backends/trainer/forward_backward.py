@@ -16,7 +16,7 @@ from torch import Tensor
 
 from api_schemas.inputs import Datum, ImageChunk
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
-from backends.protocol import BackendFailed
+from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.base import FrozenBase
 from backends.trainer.batching import Microbatch, loss_inputs, pack, plan_microbatches
 from backends.trainer.checks import loss_config
@@ -56,15 +56,17 @@ class BatchPass:
 
         `keep_waiting` is told before every step how many seconds it may take.
         """
+        max_tokens = self._largest_row(max_tokens)
         plan = plan_microbatches(self._lengths, self._world.size, max_tokens if self._base.packs else 1)
         total = 0.0
         (self._scales_R,) = self._base.adapters.load([self._adapter])
         with torch.set_grad_enabled(self._backward):
             for steps in zip(*plan, strict=True):
                 keep_waiting(max(self._step_s(indices) for indices in steps))
+                if self._base.memory is not None and self._backward:
+                    # The same on all ranks: what is computed again is gathered again.
+                    self._base.memory.prepare(max(self._num_tokens(indices) for indices in steps))
                 total += self._step(steps[self._world.rank])
-        if self._backward:
-            self._base.adapters.collect([self._adapter])
         shares = gather_objects((self._logprobs, total), self._world)
         if self._world.rank != 0:
             return None
@@ -74,18 +76,32 @@ class BatchPass:
             metrics={"loss:sum": math.fsum(part for _, part in shares)},
         )
 
+    def _largest_row(self, max_tokens: int) -> int:
+        """`max_tokens`, or what fits into memory. Raises InvalidInput where a datum alone does not."""
+        if self._base.memory is None or not self._backward:
+            return max_tokens
+        longest: int = min(gather_objects(self._base.memory.longest_row, self._world))
+        for index, length in enumerate(self._lengths):
+            if length > longest:
+                raise InvalidInput(f"datum {index}: {length} tokens, but the GPU's memory is enough for {longest}")
+        return min(max_tokens, longest)
+
+    def _num_tokens(self, indices: Sequence[int]) -> int:
+        return sum(self._lengths[index] for index in indices)
+
     def _step_s(self, indices: Sequence[int]) -> float:
         """Seconds that a microbatch of these datums takes at most."""
         chunks = (chunk for index in indices for chunk in self._data[index].model_input.chunks)
         num_images = sum(isinstance(chunk, ImageChunk) for chunk in chunks)
-        num_tokens = sum(self._lengths[index] for index in indices)
-        return microbatch_s(num_tokens, num_images, self._base.num_parameters, self._world.device)
+        return microbatch_s(self._num_tokens(indices), num_images, self._base.num_parameters, self._world.device)
 
     def _step(self, indices: Sequence[int]) -> float:
         """Forward, loss and backward of one packed row; returns the loss."""
         try:
             batch = agreed(lambda: self._packed(indices), self._world)
-            value = self._compute(batch, indices)
+            value = self._compute_in_memory(batch, indices)
+            if self._backward:
+                self._base.adapters.collect([self._adapter])
         except torch.OutOfMemoryError as error:
             if self._world.size > 1:  # the others wait in a collective
                 raise
@@ -104,6 +120,18 @@ class BatchPass:
             rendered = self._base.renderer.render(datum.model_input, f"datum {index}", self._base.vision or ())
             samples.append((rendered, _targets(datum)))
         return pack(samples, self._base.renderer.family, self._world.device)
+
+    def _compute_in_memory(self, batch: Microbatch, indices: Sequence[int]) -> float:
+        """`_compute`, once more with the least memory where it ran out of it."""
+        try:
+            return self._compute(batch, indices)
+        except torch.OutOfMemoryError:
+            if self._base.memory is None or self._world.size > 1:
+                raise
+        # Outside of the handler, whose traceback holds the failed pass's tensors.
+        self._base.adapters.discard()
+        self._base.memory.prepare_least()
+        return self._compute(batch, indices)
 
     def _compute(self, batch: Microbatch, indices: Sequence[int]) -> float:
         logprobs_TK = self._base.scorer(batch, self._scales_R.repeat(len(batch.targets_TK), 1))

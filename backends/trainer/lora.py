@@ -163,11 +163,18 @@ class Adapters:
         self._row.scales_TR = scales_TR
 
     def collect(self, adapters: Sequence[Adapter]) -> None:
-        """Add the gradients of the rows since `load`, which had the same adapters, to each model's own."""
+        """Move the gradients of the rows since the last time, which had the loaded adapters, to each model's own."""
         for columns, stack, row_stack in self._placed(adapters):
             for parameter, total in ((stack.a_LrI, row_stack.grad_a_LRI), (stack.b_LrO, row_stack.grad_b_LRO)):
                 part = total[:, columns]
                 parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the gradients since the last `collect`: of a row that failed."""
+        for row_stack in self._loaded:
+            row_stack.grad_a_LRI.zero_()
+            row_stack.grad_b_LRO.zero_()
 
     def _placed(self, adapters: Sequence[Adapter]) -> Iterator[tuple[slice, Stack, "RowStack"]]:
         by_group = {id(row_stack.group): row_stack for row_stack in self._loaded}
