@@ -1,9 +1,12 @@
 """What the futures' store makes of a database that refuses, breaks off, or cannot take one result."""
 
 import asyncio
+import contextlib
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -140,6 +143,20 @@ async def test_an_operation_that_was_stored_without_an_answer_is_adopted_by_its_
     assert {one.request_id for one in repeats} == {lost.request_id}
     futures.complete(lost.request_id, done())
     assert await futures.wait(lost.request_id, OWNER, 10) is not None
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_database_that_another_program_has_locked_does_not_answer_and_then_does(
+    db: Database, futures: FutureStore, tmp_path: Path
+) -> None:
+    async with db.write() as session:
+        await session.execute(text("PRAGMA busy_timeout=50"))  # of the one connection there is
+    with contextlib.closing(sqlite3.connect(tmp_path / "test.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DatabaseUnavailable):
+            await futures.enqueue(step(1))
+        other.execute("ROLLBACK")
+    assert (await futures.enqueue(step(1))).is_new
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)

@@ -51,8 +51,10 @@ class Database:
         try:
             # SQLite finds a key in JSON only as it is written there, so it is written without escapes.
             serializer = partial(json.dumps, ensure_ascii=False)
-            # The ping finds connections that ended while they were idle, with a restarted PostgreSQL for example.
-            self._engine = create_async_engine(url, json_serializer=serializer, pool_pre_ping=True)
+            # The ping finds connections that ended while they were idle, with a restarted PostgreSQL: a file has none.
+            self._engine = create_async_engine(
+                url, json_serializer=serializer, pool_pre_ping=not url.startswith("sqlite")
+            )
         except (ArgumentError, ImportError) as error:
             raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
         self._unavailable: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, OSError)
@@ -61,6 +63,7 @@ class Database:
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine.sync_engine, "connect", partial(_set_up_sqlite, busy_timeout_ms))
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+            self._unavailable += (sqlite3.OperationalError,)  # of beginning, which SQLAlchemy leaves as it is
         else:
             self.insert = postgresql.insert  # type: ignore[assignment]  # the same methods
             import asyncpg  # optional, and there: the engine could not be made without it
@@ -185,7 +188,9 @@ def _set_up_sqlite(busy_timeout_ms: int, connection: Any, _: object) -> None:
 def _begin_sqlite(connection: Connection) -> None:
     # A transaction that reads first and writes later cannot always get the write lock, so take it at once.
     writes = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+    begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
+    driver: Any = connection.connection.dbapi_connection
+    driver.run_async(lambda raw: raw.execute(begin))  # a cursor of the dialect would go to its thread thrice
 
 
 def _upgrade(connection: Connection, revision: str) -> None:
