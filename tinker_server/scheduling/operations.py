@@ -63,6 +63,8 @@ class OperationKind:
     """A result in protobuf as JSON, for clients that take no protobuf."""
     json_request: Callable[[bytes], Request] | None = None
     """Decodes a request that is not only `request` in JSON."""
+    decoded_elsewhere: bool = False
+    """The body itself is handed on: what was decoded at the submit, to see that it is sound, is not kept."""
 
     def decode(self, body: bytes, content_type: str) -> Request:
         """A stored or received body. Raises pydantic's ValidationError, MalformedBody."""
@@ -114,23 +116,21 @@ OPERATIONS = {
         OperationKind(
             "forward_backward",
             ForwardBackwardRequest,
-            lambda do, operation, request: do.models.forward_backward(
-                request.model_id, _batch(operation), backward=True
-            ),
+            lambda do, operation, _: do.models.forward_backward(operation.lane, _batch(operation), backward=True),
             wire.decode_forward_backward,
             wire.encode_forward_backward,
             results.forward_backward_json,
+            decoded_elsewhere=True,
         ),
         OperationKind(
             "forward",
             ForwardRequest,
-            lambda do, operation, request: do.models.forward_backward(
-                request.model_id, _batch(operation), backward=False
-            ),
+            lambda do, operation, _: do.models.forward_backward(operation.lane, _batch(operation), backward=False),
             wire.decode_forward_backward,
             wire.encode_forward_backward,
             results.forward_backward_json,
             _forward_request,
+            decoded_elsewhere=True,
         ),
         OperationKind("optim_step", OptimStepRequest, lambda do, _, request: do.models.optim_step(request)),
         OperationKind("unload_model", UnloadModelRequest, lambda do, _, request: do.models.unload_model(request)),
@@ -167,11 +167,11 @@ class OperationRunner:
         self._executors = executors
 
     def decoded(self, operation: Operation) -> Operation:
-        """The operation with its request at hand. Raises ValidationError, MalformedBody."""
-        if operation.request is not None:
+        """The operation with its request at hand, where it is needed. Raises ValidationError, MalformedBody."""
+        kind = OPERATIONS[operation.operation_kind]
+        if operation.request is not None or kind.decoded_elsewhere:
             return operation
         assert operation.body is not None, "the scheduler has read the body"
-        kind = OPERATIONS[operation.operation_kind]
         return replace(operation, request=kind.decode(operation.body, operation.content_type))
 
     async def is_on_disk(self, model_id: str) -> bool:

@@ -50,7 +50,7 @@ class Submission(Generic[R]):
             owner,
             self.digest,
             len(self.body),
-            request=self.request,
+            request=None if OPERATIONS[self.operation_kind].decoded_elsewhere else self.request,
         )
         return UntypedFuture(request_id=await scheduler.submit(operation))
 
