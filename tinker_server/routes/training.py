@@ -18,7 +18,7 @@ from api_schemas.training import (
     UnloadModelRequest,
 )
 from backends.protocol import BaseModelInfo
-from tinker_server.errors import SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
+from tinker_server.errors import Busy, SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
 from tinker_server.scheduling.scheduler import UNLOAD_SUFFIX
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import Runs, ServedModels
@@ -26,7 +26,7 @@ from tinker_server.web.refusals import SUBMIT, refused
 from tinker_server.web.submission import OwnModels, Submission, body_of
 
 router = APIRouter()
-OF_MODEL = refused(UnknownModel, SessionFinished, *SUBMIT)
+OF_MODEL = refused(UnknownModel, SessionFinished, Busy, *SUBMIT)
 
 
 @router.post(

@@ -13,8 +13,6 @@ from tinker_server.store.results import Result
 from tinker_server.store.tables import Future
 
 FUTURES = cast(Table, Future.__table__)
-IDS_AT_ONCE = 500
-"""In one statement: databases limit its parameters."""
 FINISHED = ("done", "failed")
 PAST_AT_ONCE = 1000
 
@@ -95,18 +93,14 @@ class FutureRows:
             connection = await session.connection()
             await connection.execute(change, [_finished_columns(*result) for result in results])
 
-    async def delete_results(self, lane: str, request_ids: list[str]) -> None:
-        """Of the finished ones among these of a lane; one lane's client cannot delete another's results."""
+    async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
+        """Of the finished ones among these of each lane; one lane's client cannot delete another's results."""
         async with self._db.write() as session:
             connection = await session.connection()
-            for start in range(0, len(request_ids), IDS_AT_ONCE):
-                some = FUTURES.c.request_id.in_(request_ids[start : start + IDS_AT_ONCE])
-                finished = FUTURES.c.status.in_(FINISHED)
-                await connection.execute(
-                    update(FUTURES)
-                    .where((FUTURES.c.lane == lane) & some & finished)
-                    .values(status="expired", result=None)
-                )
+            for lane, request_ids in of_lanes:
+                mine = (FUTURES.c.lane == lane) & FUTURES.c.request_id.in_(request_ids)
+                done = update(FUTURES).where(mine & FUTURES.c.status.in_(FINISHED))
+                await connection.execute(done.values(status="expired", result=None))
 
     async def completions(self, target: Target) -> list[Completion]:
         """What has finished for one client of a sampling session."""

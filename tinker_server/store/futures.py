@@ -23,7 +23,8 @@ from tinker_server.store.writer import BatchWriter
 
 log = logging.getLogger(__name__)
 TOMBSTONES_KEPT_S = 7 * 24 * 3600
-DELETIONS_AT_ONCE = 5000
+DELETIONS_AT_ONCE, IDS_AT_ONCE = 10, 500
+"""Statements in one transaction, and ids in one statement: submits and results come between."""
 MAX_RESULT_BYTES = 512 << 20
 """Of one operation. SQLite takes 10^9 bytes in one value, PostgreSQL 2^30."""
 
@@ -150,7 +151,8 @@ class FutureStore:
 
     def acknowledge(self, lane: str, request_ids: list[str]) -> None:
         """The client has these results of its lane: they may go. Those that are not finished stay."""
-        self._deletions.put(*((lane, request_id) for request_id in request_ids))
+        for start in range(0, len(request_ids), IDS_AT_ONCE):
+            self._deletions.put((lane, request_ids[start : start + IDS_AT_ONCE]))
 
     def release(self) -> None:
         """Let all waiters go empty-handed, for the server stops."""
@@ -187,15 +189,12 @@ class FutureStore:
         self._recent.put(request_id, result)
         return result
 
-    async def _write_deletions(self, batch: list[tuple[str, str]]) -> None:
-        by_lane: dict[str, list[str]] = {}
-        for lane, request_id in batch:
-            by_lane.setdefault(lane, []).append(request_id)
-        for lane, request_ids in by_lane.items():
-            try:
-                await self._rows.delete_results(lane, request_ids)
-            except Exception:  # results that stay are deleted when their time is over
-                log.exception("the database did not delete %d fetched results", len(request_ids))
+    async def _write_deletions(self, batch: list[tuple[str, list[str]]]) -> None:
+        try:
+            await self._rows.delete_results(batch)
+        except Exception:  # results that stay are deleted when their time is over
+            log.exception("the database did not delete fetched results")
+        for lane, request_ids in batch:
             for request_id in request_ids:
                 if (recent := self._recent.get(request_id)) is not None and recent.lane == lane:
                     self._recent.pop(request_id)
