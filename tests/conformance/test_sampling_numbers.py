@@ -51,7 +51,7 @@ def after(tokens: Sequence[int]) -> ModelInput:
 
 
 def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Path) -> None:
-    """All cut the same draw, and what stops it stays."""
+    """All cut the same draw, and what stops it stays; what is asked for is added to the model's end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_vl)
     ends = {tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")}
     long = {"max_tokens": 100, "seed": 3}
@@ -64,16 +64,19 @@ def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Pat
         assert one.tokens == (free.tokens if at is None else free.tokens[: at + 1])
         assert one.stop_reason == ("length" if at is None else "stop")
 
-    drawn = whole[0].tokens
+    which = next(i for i, one in enumerate(whole) if not ends & set(one.tokens))
+    drawn = whole[which].tokens
     ids = [drawn[80], drawn[60]]
     at = next(i for i in range(20, 90) if tokenizer.decode(drawn[i : i + 2]).strip().isalnum())
     word = tokenizer.decode(drawn[at : at + 2])
-    by_id, by_text, by_texts = (ask(sampler, **long | {"stop": stop}) for stop in (ids, word, ["never seen", word]))
-    (cut,) = by_id.result().sequences
-    assert (cut.tokens, cut.stop_reason) == (drawn[: min(map(drawn.index, ids)) + 1], "stop")
-    assert len(cut.logprobs) == len(cut.tokens)
+    by_id, by_text, by_texts = (ask(sampler, 24, **long | {"stop": stop}) for stop in (ids, word, ["never seen", word]))
+    for cut, free in zip(by_id.result().sequences, whole, strict=True):
+        at = next((index for index, token in enumerate(free.tokens) if token in {*ids, *ends}), 99)
+        assert cut.tokens == free.tokens[: at + 1]
+        assert len(cut.logprobs) == len(cut.tokens)
+    assert by_id.result().sequences[which].stop_reason == "stop"
     for form in (by_text, by_texts):
-        (cut,) = form.result().sequences
+        cut = form.result().sequences[which]
         assert cut.stop_reason == "stop" and cut.tokens == drawn[: len(cut.tokens)]
         assert word in tokenizer.decode(cut.tokens) and word not in tokenizer.decode(cut.tokens[:-1])
 
