@@ -21,13 +21,11 @@ from backends.messages import STREAM_LIMIT
 log = logging.getLogger(__name__)
 Device = Literal["cpu", "cuda"]
 
-_GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@" 3<&0 </dev/null'
+_GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
 """The guard waits on a pipe whose other end the server alone holds; the shell itself becomes the child. As part of
-the group that it ends, the guard also keeps the group's number from being given to others. The child's connection
-comes as the shell's input, which a shell takes from what it runs aside: held by the guard too, it would stay open
-when the child dies, and nobody would notice."""
-_CONNECTION = "3"
-"""The descriptor at which a child finds its connection."""
+the group that it ends, the guard also keeps the group's number from being given to others."""
+_LAST_WORDS_S = 0.1
+"""For the answers that a process sent just before it ended."""
 _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation once other
 processes want the cores: a training step of 2 s took 14."""
@@ -41,13 +39,23 @@ async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
     with theirs, os.fdopen(guarding):
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", _GUARDED, str(guarding)),
-            *(sys.executable, "-m", module, _CONNECTION),
-            pass_fds=[guarding],
+            *(sys.executable, "-m", module, str(theirs.fileno())),
+            pass_fds=[theirs.fileno(), guarding],
             env={**os.environ, **env},
-            stdin=theirs.fileno(),
+            stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,  # the server's own output is for its user alone
             start_new_session=True,
         )
+
+    reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
+
+    async def watch() -> None:
+        """Break the connection when the process has ended: the guard still holds its other end."""
+        await process.wait()
+        await asyncio.sleep(_LAST_WORDS_S)
+        writer.transport.abort()
+
+    watching = asyncio.create_task(watch(), name=f"end of {name}")
 
     async def end(grace_s: float) -> None:
         try:
@@ -56,10 +64,9 @@ async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
             log.warning("the %s process did not end within %s s and is killed", name, grace_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await watching
         guard.close()
 
-    reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
     return Child(name, Process(process.pid, end), reader, writer)
 
 

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
+import uvloop
 
 from backends.children import ChildDied
 from backends.launcher import launch, launch_trainer
@@ -74,17 +76,22 @@ def _group(pid: int) -> int:
         return 0
 
 
-async def test_a_killed_child_is_noticed_at_once() -> None:
-    child = await launch("busy", "tests.busy_child", {})
-    try:
-        napping = asyncio.create_task(child.call(Nap(60)))
-        await asyncio.sleep(0.5)
-        os.kill(child.process.pid, signal.SIGKILL)
-        with pytest.raises(ChildDied):
-            await asyncio.wait_for(napping, 5)
-        assert child.died.is_set()
-    finally:
-        await child.stop(grace_s=1)
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_killed_child_is_noticed_at_once(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def kill() -> None:
+        child = await launch("busy", "tests.busy_child", {})
+        try:
+            napping = asyncio.create_task(child.call(Nap(60)))
+            await asyncio.sleep(0.5)
+            os.kill(child.process.pid, signal.SIGKILL)
+            with pytest.raises(ChildDied):
+                await asyncio.wait_for(napping, 5)
+            assert child.died.is_set()
+        finally:
+            await child.stop(grace_s=1)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(kill())
 
 
 async def test_an_answer_that_cannot_be_read_ends_the_child_and_fails_its_calls() -> None:
