@@ -1,15 +1,26 @@
 """Fixtures shared by all tests: tiny models, made once."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tinker.lib.internal_client_holder import InternalClientHolder
 
 from backends.rendering import Renderer
 from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl
 from tests.servers import MODEL, Server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed_clients() -> Iterator[None]:
+    """Clients that a file leaves open would send heartbeats to servers that are gone, until the interpreter ends."""
+    yield
+    for client in gc.get_objects():
+        if type(client) is InternalClientHolder:
+            client.close()
 
 
 @pytest.fixture(params=KINDS)
