@@ -1,8 +1,16 @@
-"""Microbatch plans."""
+"""Microbatches: which datums run together, and what a packed row is."""
 
 import itertools
 
-from backends.trainer.batching import plan_microbatches
+import numpy as np
+import torch
+
+from backends.families.text import Text
+from backends.rendering import Rendered, Renderer
+from backends.trainer.batching import pack, plan_microbatches
+from tests.factories import image, prompt, words
+
+CPU = torch.device("cpu")
 
 
 def test_every_datum_is_planned_once_and_rows_keep_the_budget():
@@ -22,3 +30,38 @@ def test_all_ranks_run_equally_many_steps():
 
 def test_a_datum_longer_than_the_budget_runs_alone():
     assert [len(row) for row in plan_microbatches([500, 10, 10], 1, 100)[0]] == [1, 2]
+
+
+def test_a_packed_row_holds_whole_samples_one_after_the_other(renderer: Renderer) -> None:
+    first = renderer.render(prompt(words(3, 1), image(64, 64, 1), words(2, 2)), "datum")
+    second = renderer.render(prompt(words(4, 3)), "datum")
+    lengths = [len(first.token_ids_T), 4]
+    batch = pack([(first, np.arange(lengths[0])), (second, np.arange(8).reshape(4, 2))], renderer.family, CPU)
+
+    assert batch.sample_lengths == lengths and batch.max_seqlen == lengths[0]
+    assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens.tolist() == [0, lengths[0], lengths[0] + 4]
+    assert batch.model_inputs["input_ids"].tolist() == [[*first.token_ids_T, *second.token_ids_T]]
+    assert batch.images == first.images
+    wanted = [
+        renderer.family.position_ids(length, one.spans) for length, one in zip(lengths, (first, second), strict=True)
+    ]
+    np.testing.assert_array_equal(batch.model_inputs["position_ids"], np.concatenate(wanted, -1))
+    assert batch.model_inputs["position_ids"][..., -4:].tolist() == [[[0, 1, 2, 3]]] * 4, "positions begin again"
+
+
+def test_targets_stand_in_as_many_columns_as_the_widest_sample_has(renderer: Renderer) -> None:
+    one, other = (renderer.render(prompt(words(count)), "datum") for count in (2, 3))
+    batch = pack([(one, np.array([7, 8])), (other, np.array([[1, 2], [3, 4], [5, 6]]))], renderer.family, CPU)
+    assert batch.targets_TK.tolist() == [[7, 0], [8, 0], [1, 2], [3, 4], [5, 6]]
+
+
+def test_a_row_of_no_samples_is_one_token_that_keeps_the_others_company(renderer: Renderer) -> None:
+    batch = pack([], renderer.family, CPU)
+    assert batch.sample_lengths == [1] and batch.cu_seqlens.tolist() == [0, 1]
+    assert batch.model_inputs["input_ids"].tolist() == [[0]] and batch.targets_TK.tolist() == [[0]]
+    assert batch.images == []
+
+
+def test_samples_without_images_have_one_row_of_positions_where_the_model_takes_none() -> None:
+    texts = [(Rendered(np.arange(length), [], []), np.arange(length)) for length in (2, 3)]
+    assert pack(texts, Text(), CPU).model_inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
