@@ -1,0 +1,172 @@
+"""Mixed work on two models while the server, its trainer and its sampler are killed at drawn moments.
+
+All is answered, nothing is answered twice in two ways, and every state is what its acknowledged steps make.
+
+pytest tests/chaos -m "slow or not slow"
+"""
+
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.chaos.client import Client, Model, State
+from tests.chaos.worker import Seen, Worker
+from tests.servers import MODEL, Server
+
+SEED = 20
+ORPHAN_S = 10
+"""How long a child may outlive its server."""
+TOLERANCE = 2e-3
+"""Nats; trainer and sampler are 1e-4 apart."""
+
+
+class Place:
+    """A server and who works with it."""
+
+    def __init__(self, server: Server, num_operations: int, seed: int) -> None:
+        self.server = server
+        self._num_operations = num_operations
+        self._random = random.Random(seed)
+        self.starts_s: list[float] = []
+        self.saved: dict[str, State] = {}
+        self.sampled: dict[str, State] = {}
+        self.start()
+        self.workers = [
+            Worker(Client(server.base_url), random.Random(seed + 1 + n), self.saved, self.sampled, self._may_go_on)
+            for n in range(2)
+        ]
+
+    def start(self) -> None:
+        began = time.monotonic()
+        self.server.start()
+        self.starts_s.append(time.monotonic() - began)
+
+    def num_answered(self) -> int:
+        return sum(len(worker.client.told) for worker in self.workers)
+
+    def _may_go_on(self) -> bool:
+        return self.num_answered() < self._num_operations and not any(worker.error for worker in self.workers)
+
+    def work_through(self, kills: list[str]) -> None:
+        """All operations, with the kills spread over them at drawn moments."""
+        for worker in self.workers:
+            worker.start()
+        moments = sorted(self._random.uniform(0.1, 0.9) * self._num_operations for _ in kills)
+        for moment, victim in zip(moments, kills, strict=True):
+            while self.num_answered() < moment and self._may_go_on():
+                time.sleep(0.02)
+            self._kill(victim)
+        for worker in self.workers:
+            worker.thread.join()
+        for worker in self.workers:
+            if worker.error is not None:
+                raise worker.error
+
+    def _kill(self, victim: str) -> None:
+        api = psutil.Process(self.server.process.pid)
+        children = api.children(recursive=True)
+        if victim != "server":
+            return next(
+                child for child in children if child.cmdline()[1:3] == ["-m", f"backends.{victim}.process"]
+            ).kill()
+        self.server.kill()
+        _, orphans = psutil.wait_procs(children, timeout=ORPHAN_S)
+        assert not orphans, f"outlive their server: {[' '.join(orphan.cmdline()) for orphan in orphans]}"
+        self.start()
+
+
+def assert_told_once(clients: list[Client]) -> None:
+    """Sent again, every operation is the same one and has the same result."""
+    for client in clients:
+        for told in list(client.told):
+            assert client.post(told.path, told.body)["request_id"] == told.request_id, told
+            again = client.post("/retrieve_future", {"request_id": told.request_id})
+            assert again == told.result, (told, again)
+
+
+def assert_made_by_its_steps(seen: list[Seen], client: Client) -> None:
+    """What was seen of weights is what a model without crashes shows after the same steps."""
+    wanted: dict[State, list[float]] = {}
+    states = {one.state for one in seen}
+    for number, end in enumerate(sorted(states, key=len, reverse=True)):
+        if end in wanted:
+            continue
+        model = Model(client, client.session(), number)
+        assert model.create()
+        for length in range(len(end) + 1):
+            if length:
+                assert model.train(end[length - 1])
+            if (state := end[:length]) in states and state not in wanted:
+                logprobs = model.probe()
+                assert logprobs is not None
+                wanted[state] = logprobs
+    for one in seen:
+        difference = np.abs(np.subtract(one.logprobs, wanted[one.state])).max()
+        assert difference < TOLERANCE, (one, wanted[one.state])
+    probes = list(wanted.values())
+    assert np.abs(np.subtract(probes[0], probes[-1])).max() > 10 * TOLERANCE, "the states do not tell themselves apart"
+
+
+def assert_no_strays(data_dir: Path, client: Client) -> None:
+    """On the disk is what is listed, and the models that wait for their clients."""
+    listed = set()
+    for one in client.get("/checkpoints?limit=1000")["checkpoints"]:
+        run_id, kind, name = one["tinker_path"].removeprefix("tinker://").split("/")
+        listed.add((run_id, kind, name))
+    paths = [path.relative_to(data_dir / "checkpoints") for path in (data_dir / "checkpoints").glob("*/*/*")]
+    found = {(path.parts[0], path.parts[1], path.parts[2].partition("~")[0]) for path in paths}
+    assert {one for one in found if one[1] != "suspended"} == listed
+    assert len(paths) == len({str(path).partition("~")[0] for path in paths}), "weights lie there twice"
+
+
+def assert_sampler_was_back_in_time(place: Place) -> None:
+    """No sample waited for longer than the server and the sampler take to start."""
+    log = place.server.log.read_text()
+    starts_s = place.starts_s + [float(found) for found in re.findall(r"sampler is ready after (\d+) s", log)]
+    samples = [told for worker in place.workers for told in worker.client.told if told.path == "/asample"]
+    assert max(told.seconds for told in samples) < 2 * max(starts_s) + 10
+
+
+@pytest.fixture
+def server(tiny_vl: Path, tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "data", {MODEL: tiny_vl})
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("num_operations", "kills"),
+    [
+        pytest.param(40, ["trainer", "sampler", "server"], id="one kill each"),
+        pytest.param(
+            300,
+            ["sampler", "trainer", "server", "trainer", "sampler", "server", "trainer"],
+            id="300 operations",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_work_survives_kills(server: Server, tmp_path: Path, num_operations: int, kills: list[str]) -> None:
+    place = Place(server, num_operations, SEED)
+    place.work_through(kills)
+    clients = [worker.client for worker in place.workers]
+    assert_sampler_was_back_in_time(place)
+    assert_told_once(clients)
+    fresh = Client(server.base_url)
+    seen = [one for worker in place.workers for one in worker.seen]
+    for number, (path, state) in enumerate(place.saved.items()):
+        model = Model(fresh, fresh.session(), number)
+        assert model.create() and "error" not in model.do("/load_weights", path=path, optimizer=True)
+        logprobs = model.probe()
+        assert logprobs is not None
+        seen.append(Seen(state, logprobs, "a checkpoint"))
+    assert_made_by_its_steps(seen, fresh)
+    assert_no_strays(tmp_path / "data", fresh)
+    assert server.stop() == 0
