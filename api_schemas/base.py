@@ -56,7 +56,7 @@ def require_storable(value: Any) -> Any:
     return value
 
 
-def unstorable(value: Any, depth: int = 0) -> str | None:
+def unstorable(value: Any, depth: int = 0) -> str | None:  # noqa: C901 - one case for each type of JSON
     """Why a database would not hold a JSON value, or would give back another one; None if it is all right."""
     match value:
         case str():

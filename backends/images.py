@@ -27,7 +27,7 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     scans = _num_scans(data) if data.startswith(b"\xff\xd8") else 1
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
-    except Exception:  # Pillow's parsers raise whatever the bytes lead them into
+    except Exception:  # noqa: BLE001 - Pillow's parsers raise whatever the bytes lead them into
         raise BadImage(f"the {len(data)} bytes are no readable PNG or JPEG image") from None
     num_pixels = image.width * image.height
     if num_pixels > max_pixels:
@@ -46,7 +46,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
     with open_image(data, max_pixels) as image:
         try:
             return image.convert("RGB")
-        except Exception as error:  # as above
+        except Exception as error:  # noqa: BLE001 - as above
             raise BadImage(f"the image does not decode: {str(error) or type(error).__name__}") from None
 
 

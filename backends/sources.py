@@ -38,7 +38,7 @@ def check_tokenizer(directory: Path) -> None:
     """The sampler needs it for stop strings."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # transformers raises what it happens to meet first
+    except Exception as error:  # noqa: BLE001 - transformers raises what it happens to meet first
         raise BackendFailed(f"{directory}: no usable tokenizer: {str(error).splitlines()[0]}") from None
     # Where the files are missing, transformers makes one up that knows its special tokens and no others.
     if len(tokenizer) <= len(tokenizer.all_special_ids):

@@ -62,7 +62,7 @@ def row_offset(view_NH: Tensor, whole: Tensor) -> int:
     return row
 
 
-def add_by_slot(
+def add_by_slot(  # noqa: PLR0913
     logits_NV: Tensor, hidden_NH: Tensor, a_SRH: Tensor, b_SVR: Tensor, slots_N: Tensor, scale: float
 ) -> None:
     """Add each row's adapter output to its logits, in place; slot -1 has none."""
@@ -91,7 +91,7 @@ def _shrink(inputs: Tensor, a_stacked: Tensor, out_NR: Tensor, slots_N: Tensor, 
         out_NR[rows, : low.shape[1]] = scaling * low
 
 
-def _expand_slice(
+def _expand_slice(  # noqa: PLR0913
     inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, offset: int, size: int, add_inputs: bool = True
 ) -> None:
     columns = out[:, offset : offset + size]

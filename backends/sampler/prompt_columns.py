@@ -136,7 +136,7 @@ def on_second_runner(worker: Any) -> Callable[..., Any]:
         params.pop(req_id, None)
         under_way.pop(req_id, None)
 
-    def step(
+    def step(  # noqa: PLR0913
         logits_fn: Callable[[Tensor], Tensor],
         hidden_states: Tensor,
         input_batch: Any,

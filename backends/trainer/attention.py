@@ -45,7 +45,7 @@ def bounds(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
     return {"packed_bounds": cu_seqlens, "packed_longest": max_seqlen}
 
 
-def _per_sample_attention(
+def _per_sample_attention(  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -72,7 +72,7 @@ def _per_sample_attention(
     return torch.cat(parts, dim=1), None
 
 
-def _varlen_attention(
+def _varlen_attention(  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,

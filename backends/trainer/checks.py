@@ -71,7 +71,7 @@ def loss_config(loss: Loss, loss_input: ForwardBackwardInput) -> dict[str, float
     return values
 
 
-def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_size: int, where: str) -> None:
+def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_size: int, where: str) -> None:  # noqa: PLR0913
     inputs = datum.loss_fn_inputs
     known = {"target_tokens", *loss.required, *loss.optional}
     for name in ("target_tokens", *loss.required):

@@ -60,7 +60,7 @@ def scaled(product_TR: Tensor, scales_TR: Tensor) -> Tensor:
 # Custom operators: torch.compile leaves their inside alone. It would copy y before adding to it, round the adapters'
 # gradients to the compute type, and compile again for every R.
 @torch.library.custom_op("tinker_server::lora_linear", mutates_args=())
-def lora_linear(
+def lora_linear(  # noqa: PLR0913
     x_TI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_RO: Tensor, scales_TR: Tensor, grad_a_RI: Tensor, grad_b_RO: Tensor
 ) -> tuple[Tensor, Tensor]:
     """[T, O], and the scaled inner products [T, R] for backward, which adds to `grad_a_RI` and `grad_b_RO`."""
@@ -69,7 +69,7 @@ def lora_linear(
 
 
 @torch.library.custom_op("tinker_server::lora_linear_backward", mutates_args=("grad_a_RI", "grad_b_RO"))
-def lora_linear_backward(
+def lora_linear_backward(  # noqa: PLR0913
     grad_y_TO: Tensor,
     x_TI: Tensor,
     weight_OI: Tensor,

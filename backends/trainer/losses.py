@@ -53,7 +53,7 @@ def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, bet
     return -(logprobs_T * advantages_T - 0.5 * beta * (logprobs_T - old_logprobs_T) ** 2).sum()
 
 
-def gspo(
+def gspo(  # noqa: PLR0913
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_T: Tensor,

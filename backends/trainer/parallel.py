@@ -95,7 +95,7 @@ def agreed(action: Callable[[], T], world: World) -> T:
     error: Exception | None = None
     try:
         value = action()
-    except Exception as raised:
+    except Exception as raised:  # noqa: BLE001 - every rank is told of it
         error = raised
     if world.size > 1:
         any_failed = torch.tensor(int(error is not None))

@@ -48,7 +48,7 @@ class Worker:
                 (action,) = self.random.choices(list(ACTIONS), list(ACTIONS.values()))
                 if not getattr(self, f"_{action}")():
                     self.model = self._made()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again by the test
             self.error = error
 
     def _made(self) -> Model:

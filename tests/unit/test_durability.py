@@ -181,7 +181,7 @@ async def test_connections_that_were_cut_are_made_again(database_url: str) -> No
                         break
                 except UnknownFuture:
                     raise
-                except Exception:  # reading is not tried again by the server: the client does
+                except Exception:  # noqa: BLE001 - reading is not tried again by the server: the client does
                     await asyncio.sleep(0.1)
     await futures.stop()
     await db.close()

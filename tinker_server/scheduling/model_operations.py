@@ -36,7 +36,7 @@ from tinker_server.store.usage import UsageStore
 class ModelOperations:
     """On the trainers. Methods raise InvalidInput, BackendFailed or a TinkerServerError; texts are for the user."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         keys: Keys,
         models: Models,

@@ -82,7 +82,7 @@ class Scheduler:
         try:
             body = await self._futures.body(operation.request_id)
             again = self._runner.decoded(replace(operation, body=body))
-        except Exception as error:  # one that cannot be read any more must not stop the server
+        except Exception as error:  # noqa: BLE001 - one that cannot be read any more must not stop the server
             self._fail(operation, error)
             return
         assert isinstance(again.request, SampleRequest)
@@ -268,7 +268,7 @@ class Scheduler:
             result = await self._runner.run(operation)
         except InvalidInput as error:
             return self._fail(operation, GradientIncomplete(f"{error} ({missing})") if missing else error)
-        except Exception as error:  # one operation's failure must not stop the lane
+        except Exception as error:  # noqa: BLE001 - one operation's failure must not stop the lane
             return self._fail(operation, error)
         self._futures.complete(operation.request_id, result)
         return result.failure_category

@@ -57,7 +57,7 @@ class Storing:
             await self._store([(request_id, result)])
         except DatabaseUnavailable:
             return False
-        except Exception:
+        except Exception:  # noqa: BLE001 - told apart by trying it again
             failed = Result.of_error(ResultTooLarge(f"the result of {len(result.body)} bytes could not be stored"))
             kind, lane, seq_id, owner = result.operation_kind, result.lane, result.seq_id, result.owner
             failed = replace(failed, operation_kind=kind, lane=lane, seq_id=seq_id, owner=owner)

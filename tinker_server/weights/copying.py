@@ -69,7 +69,7 @@ class Copying:
                 return session_id, number
         raise BadRequest("copy_weights takes either destination_project_id, or session_id and model_seq_id")
 
-    async def _write(
+    async def _write(  # noqa: PLR0913
         self,
         source: Checkpoint,
         session_id: str,

@@ -43,7 +43,7 @@ def check_ttl(ttl_s: int | None) -> None:
 class Saving:
     """Writes directories and records them, in this order: a recorded checkpoint is whole."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         models: Models,
         checkpoints: CheckpointStore,

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
         (request(MIXED["text"], prompt_alt_tokens_k=101), "prompt_alt_tokens_k is 101"),
         (request(MIXED["text"], target_prompt_logprobs=targets([[1]])), "must be \\[16, 1 to 100\\]"),
         (request(MIXED["text"], target_prompt_logprobs=targets([[10**6]] * 16)), "token id 1000000"),
-        (request(MIXED["text"], record_stability_info=True), "record_stability_info"),
         (request(MIXED["text"], topk_sample_logprobs=101), "topk_sample_logprobs is 101"),
         (request(MIXED["text"], {"temperature": 1e-3}), "temperature is 0.001"),
         (request(MIXED["text"], {"stop": [384]}), "token id 384 is outside"),
