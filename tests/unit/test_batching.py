@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
 from backends.families.text import Text
@@ -55,11 +56,16 @@ def test_targets_stand_in_as_many_columns_as_the_widest_sample_has(renderer: Ren
     assert batch.targets_TK.tolist() == [[7, 0], [8, 0], [1, 2], [3, 4], [5, 6]]
 
 
-def test_a_row_of_no_samples_is_one_token_that_keeps_the_others_company(renderer: Renderer) -> None:
-    batch = pack([], renderer.family, CPU)
-    assert batch.sample_lengths == [1] and batch.cu_seqlens.tolist() == [0, 1]
-    assert batch.model_inputs["input_ids"].tolist() == [[0]] and batch.targets_TK.tolist() == [[0]]
-    assert batch.images == []
+@pytest.mark.parametrize("lengths", [[], [1], [1, 1]])
+def test_a_row_without_a_sample_of_two_tokens_ends_in_one_that_is_nobodys(
+    renderer: Renderer, lengths: list[int]
+) -> None:
+    samples = [(Rendered(np.ones(length, np.int64), [], []), np.ones(length, np.int64)) for length in lengths]
+    batch = pack(samples, renderer.family, CPU)
+    assert batch.sample_lengths == lengths and batch.max_seqlen == 2
+    assert batch.cu_seqlens.tolist() == [*range(len(lengths) + 1), len(lengths) + 2]
+    assert batch.model_inputs["input_ids"].tolist() == [[1] * len(lengths) + [0, 0]]
+    assert batch.targets_TK.ravel().tolist() == [1] * len(lengths) + [0, 0] and batch.images == []
 
 
 def test_samples_without_images_have_one_row_of_positions_where_the_model_takes_none() -> None:
