@@ -31,7 +31,7 @@ def _without_memory(family: Family, config: PretrainedConfig, source: str) -> Pr
     try:
         with torch.device("meta"):
             return family.model_class.from_config(config)
-    except Exception as error:  # an architecture's own code, on a config that may not suit it
+    except Exception as error:  # noqa: BLE001 - an architecture's own code, on a config that may not suit it
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BackendFailed(f"{source}: no model that generates text can be built of its config: {reason}") from None
 
