@@ -1,21 +1,27 @@
 """Downloads by signed URL, for plain GETs without an API key."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Response
 from fastapi import Path as PathParameter
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, StreamingResponse
 
 from api_schemas.wire import JSON
 from tinker_server.errors import LinkRefused, UnknownCheckpoint, UnknownSession
+from tinker_server.store.catalog import OperationRecord
+from tinker_server.store.records import Session
 from tinker_server.web.deps import ArchivesDep, CatalogDep, Sessions, SignedLinks, StorageDep
 from tinker_server.web.parameters import LinkEnd, LinkSignature, SessionIdInPath
 from tinker_server.web.refusals import DOWNLOAD, Described, refused
 
 router = APIRouter()
 MICROS = 1_000_000
+OPERATIONS_AT_ONCE = 500
+"""Of a trace: to write so many takes a few milliseconds."""
 TRACE: Described = {
     200: {"description": "Trace Event Format", "content": {JSON: {"schema": {"type": "object"}}}},
 }
@@ -71,20 +77,33 @@ async def get_trace(
     """
     links.check(f"traces/{session_id}", expires, signature)
     session = await sessions.get(session_id)
-    events = [
-        {
-            "name": kind,
-            "cat": status,
-            "ph": "X" if finished_at is not None else "B",
-            "pid": session_id,
-            "tid": lane,
-            "ts": (created_at - session.created_at) * MICROS,
-            **({} if finished_at is None else {"dur": (finished_at - created_at) * MICROS}),
-            "args": {"seq_id": seq_id, "status": status},
-        }
-        for kind, lane, seq_id, status, created_at, finished_at in await catalog.operations(session_id)
-    ]
-    return JSONResponse({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"session_id": session_id}})
+    pages = catalog.operations(session_id, OPERATIONS_AT_ONCE)
+    return StreamingResponse(_trace(session, pages), media_type=JSON)
+
+
+async def _trace(session: Session, pages: AsyncIterator[list[OperationRecord]]) -> AsyncIterator[str]:
+    """The trace as text, a part at a time: a session may have done hundreds of thousands of operations."""
+    head = {"displayTimeUnit": "ms", "otherData": {"session_id": session.session_id}}
+    yield json.dumps(head)[:-1] + ', "traceEvents": ['
+    comma = ""
+    async for page in pages:
+        yield comma + ",".join(json.dumps(_event(session, operation)) for operation in page)
+        comma = ","
+    yield "]}"
+
+
+def _event(session: Session, operation: OperationRecord) -> dict[str, object]:
+    end = operation.finished_at
+    return {
+        "name": operation.kind,
+        "cat": operation.status,
+        "ph": "X" if end is not None else "B",
+        "pid": session.session_id,
+        "tid": operation.lane,
+        "ts": (operation.created_at - session.created_at) * MICROS,
+        **({} if end is None else {"dur": (end - operation.created_at) * MICROS}),
+        "args": {"seq_id": operation.seq_id, "status": operation.status},
+    }
 
 
 async def _file(path: Path) -> Response:

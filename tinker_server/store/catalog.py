@@ -1,10 +1,11 @@
 """What can be listed: runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select, union
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select
 
 from api_schemas.sessions import SearchSessionsRequest, StatusQuery
 from api_schemas.weights import Kind
@@ -65,6 +66,17 @@ class StorageRecord:
     project_id: str
     checkpoints_count: int
     size_bytes: int
+
+
+class OperationRecord(NamedTuple):
+    """One operation of a session."""
+
+    kind: str
+    lane: str
+    seq_id: int
+    status: str
+    created_at: float
+    finished_at: float | None
 
 
 class Catalog:
@@ -196,18 +208,20 @@ class Catalog:
                 sizes[name or DEFAULT_PROJECT] += int(size)
         return [StorageRecord(name, count, sizes[name]) for name, count in counts.items()]
 
-    async def operations(self, session_id: str) -> list[tuple[str, str, int, str, float, float | None]]:
-        """Kind, lane, number, status, acceptance and end of all that a session had done."""
-        lanes = union(
-            select(TrainingRunRow.model_id).where(TrainingRunRow.session_id == session_id),
-            select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.session_id == session_id),
-        )
-        query = select(
-            Future.kind, Future.lane, Future.seq_id, Future.status, Future.created_at, Future.finished_at
-        ).where(Future.lane.in_(lanes))
-        async with self._db.read() as session:
-            rows = (await session.execute(query.order_by(Future.created_at))).all()
-        return [(kind, lane, seq_id, status, start, end) for kind, lane, seq_id, status, start, end in rows]
+    async def operations(self, session_id: str, at_once: int) -> AsyncIterator[list[OperationRecord]]:
+        """All that a session had done, lane by lane and in order of numbers, so many at once."""
+        run_ids, sampler_ids = await self.of_session(session_id)
+        columns = (Future.kind, Future.lane, Future.seq_id, Future.status, Future.created_at, Future.finished_at)
+        for lane in (*run_ids, *sampler_ids):
+            last = -1
+            while True:
+                query = select(*columns).where(Future.lane == lane, Future.seq_id > last)
+                async with self._db.read() as session:
+                    rows = (await session.execute(query.order_by(Future.seq_id).limit(at_once))).all()
+                if not rows:
+                    break
+                last = rows[-1].seq_id
+                yield [OperationRecord(*row) for row in rows]
 
 
 def _kept(now: float) -> ColumnElement[bool]:

@@ -1,0 +1,34 @@
+"""How long the event loop could do nothing else."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+STEP_S = 0.002
+
+
+@dataclass
+class Stall:
+    seconds: float = 0.0
+
+
+@asynccontextmanager
+async def longest_stall() -> AsyncIterator[Stall]:
+    """The longest time within the block in which a task that was ready had to wait."""
+    stall = Stall()
+
+    async def watch() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(STEP_S)
+            stall.seconds = max(stall.seconds, time.perf_counter() - before - STEP_S)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    try:
+        yield stall
+    finally:
+        await asyncio.sleep(STEP_S)
+        watching.cancel()
