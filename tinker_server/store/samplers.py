@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from sqlalchemy import and_, case, func, select, update
+from sqlalchemy import Select, case, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from backends.lru import LRU
@@ -41,14 +41,24 @@ class UnnamedLimits:
     bytes_per_owner: int
 
 
+_ROW = SamplingSessionRow
+_USED_AT = func.max(func.coalesce(_ROW.used_at, _ROW.created_at))
+_ALIVE_AT = func.max(case((SessionRow.finished_at.is_(None), SessionRow.last_heartbeat), else_=0.0))
+_UNNAMED = (
+    select(_ROW.directory, func.min(_ROW.owner), func.max(func.coalesce(_ROW.size_bytes, 0)), _USED_AT)
+    .join(SessionRow)
+    .where(_ROW.directory.is_not(None), _ROW.model_path.is_(None), _ROW.weights_deleted_at.is_(None))
+    .group_by(_ROW.directory)
+)
+"""Weights without a name that are there, as `_Unnamed`."""
+
+
 @dataclass(frozen=True)
 class _Unnamed:
     directory: str
     owner: str
     size_bytes: int
     used_at: float
-    alive_at: float
-    """When one of the sessions that sample from them gave a sign of life; 0 where all are finished."""
 
     @property
     def model(self) -> str:
@@ -156,49 +166,41 @@ class SamplerStore:
         """
         self._used_at |= dict.fromkeys(self._running, now)
         await self.save_uses()
-        row = SamplingSessionRow
-        there = and_(row.directory.is_not(None), row.model_path.is_(None), row.weights_deleted_at.is_(None))
-        alive = case((SessionRow.finished_at.is_(None), SessionRow.last_heartbeat), else_=0.0)
-        query = (
-            select(
-                row.directory,
-                func.min(row.owner),
-                func.max(func.coalesce(row.size_bytes, 0)),
-                func.max(func.coalesce(row.used_at, row.created_at)),
-                func.max(alive),
-            )
-            .join(SessionRow)
-            .where(there)
-            .group_by(row.directory)
-        )
-        async with self._db.read() as session:
-            unnamed = [_Unnamed(*found) for found in await session.execute(query)]
-        unused = [one.directory for one in _excess(unnamed, limits, now)]
-        for start in range(0, len(unused), loose.AT_ONCE):
-            await self._delete_weights(unused[start : start + loose.AT_ONCE], now)
-        gone = set(unused)
-        self._changes += 1
-        self._known.keep(lambda known: known.directory not in gone)
-        return unused
+        gone: list[str] = []
+        used_at, alive_at = now - limits.kept_s > _USED_AT, now - limits.silent_s > _ALIVE_AT
+        unused = _UNNAMED.having(or_(used_at, alive_at)).limit(loose.AT_ONCE)  # in steps: there may be thousands
+        while found := await self._unnamed(unused):
+            gone += await self._delete_weights([one.directory for one in found], now)
+        excess = [one.directory for one in _excess(await self._unnamed(_UNNAMED), limits, now)]
+        for start in range(0, len(excess), loose.AT_ONCE):
+            gone += await self._delete_weights(excess[start : start + loose.AT_ONCE], now)
+        return gone
 
-    async def _delete_weights(self, directories: list[str], now: float) -> None:
+    async def _unnamed(self, query: "Select[str | None, str, int, float]") -> list[_Unnamed]:
+        async with self._db.read() as session:
+            found = (await session.execute(query)).all()
+        return [_Unnamed(name, owner, size, used_at) for name, owner, size, used_at in found if name is not None]
+
+    async def _delete_weights(self, directories: list[str], now: float) -> list[str]:
         row = SamplingSessionRow
         change = update(row).where(row.directory.in_(directories), row.model_path.is_(None))
         async with self._db.write() as session:
             await session.execute(change.values(weights_deleted_at=now), execution_options=_PLAIN)
             await loose.let_go(session, directories)
+        self._changes += 1
+        gone = set(directories)
+        self._known.keep(lambda known: known.directory not in gone)
+        return directories
 
 
 def _excess(unnamed: list[_Unnamed], limits: UnnamedLimits, now: float) -> Iterator[_Unnamed]:
-    """Those that go: what is of a session that is over, unused for long, or too much; the latest used are kept."""
+    """What is too much, and not in use; the latest used are kept."""
     of_model, of_owner = Counter[str](), Counter[str]()
     for one in sorted(unnamed, key=lambda one: one.used_at, reverse=True):
-        over = one.alive_at < now - limits.silent_s
-        old = one.used_at < now - limits.kept_s
         too_much = of_model[one.model] >= limits.per_model or (
             of_owner[one.owner] + one.size_bytes > limits.bytes_per_owner
         )
-        if over or old or (too_much and one.used_at < now - min(IN_USE_S, limits.kept_s)):
+        if too_much and one.used_at < now - IN_USE_S:
             yield one
         else:
             of_model[one.model] += 1
