@@ -90,6 +90,10 @@ class UnknownBaseModel(TinkerServerError):
     status, category = 404, "user"
 
 
+class OtherBaseModel(BadRequest):
+    """What is asked for was made on other weights than those served under the base model's name now."""
+
+
 class UnknownSampler(TinkerServerError):
     """No sampling session has this id."""
 

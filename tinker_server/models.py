@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from backends.protocol import BaseModel, ModelLost, Trainer
-from tinker_server.errors import LostModel, UnknownBaseModel
+from tinker_server.errors import LostModel, OtherBaseModel, UnknownBaseModel
 from tinker_server.store.directories import Storage
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
@@ -26,6 +26,17 @@ class Models:
         if name not in self.served:
             raise UnknownBaseModel(f"base model {name!r} is not served here; served: {', '.join(self.served)}")
         return self.served[name]
+
+    def require_same(self, base_model: str, fingerprint: str | None, what: str) -> None:
+        """Refuse what was made on other weights of the base model; what is older than fingerprints passes.
+
+        Raises UnknownBaseModel, OtherBaseModel.
+        """
+        served = self.base(base_model).info.fingerprint
+        if fingerprint not in (None, served):
+            raise OtherBaseModel(
+                f"{what} is of another {base_model} than the one served under this name now: its weights differ"
+            )
 
     @asynccontextmanager
     async def turn(self, base_model: str, owner: str, model_id: str) -> AsyncIterator[Trainer]:
@@ -76,6 +87,7 @@ class Models:
     async def _resume(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
         if run.snapshot is None or not self._is_on_disk(run):
             raise ModelLost("its snapshot was deleted")
+        self.require_same(run.base_model, run.base_fingerprint, run.model_id)
         await trainer.resume(run.model_id, run.trainable, self._storage.path(run.snapshot))
         await self._runs.mark_active(run.model_id)
         await self._storage.delete(run.snapshot)

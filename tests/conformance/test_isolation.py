@@ -283,6 +283,16 @@ def test_024_a_key_of_the_owner_opens_private_weights(server: Guarded, mine: Min
         bob.create_training_client_from_state(mine.path, weights_access_token="tml-other").result()
 
 
+def test_024_a_key_that_was_handed_on_is_in_no_file(server: Guarded, mine: Mine) -> None:
+    key = keys.add(server.settings.resolved_keys_file(), "alice")
+    time.sleep(keys.RELOAD_S)
+    service(server, "bob").create_training_client_from_state(mine.path, weights_access_token=key).result()
+    with pytest.raises(tinker.RequestFailedError, match="weights_access_token is not an API key"):
+        service(server, "bob").create_training_client_from_state(mine.path, weights_access_token="opens:alice").result()
+    files = [path for path in server.settings.data_dir.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if key.encode() in path.read_bytes()]
+
+
 def test_102_signed_links_work_without_a_key(server: Guarded, mine: Mine) -> None:
     urls = rest(server, "alice").get_external_weights_urls(mine.exported).result().urls
     assert urls and all(httpx.get(url).status_code == 200 for url in urls.values())

@@ -382,6 +382,9 @@ def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
         pass
     with hold(tmp_path / "data"):
         pass
+    (tmp_path / "data").chmod(0o755)
+    with hold(tmp_path / "data"):
+        assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(("name", "text"), [("file", "file is not a database"), ("file/test.db", "File exists")])

@@ -25,6 +25,8 @@ RELOAD_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = "# API keys of a tinker-server: NAME and the SHA-256 of a key. Written by `tinker-server keys`.\n"
+OPENS = "opens:"
+NO_KEY = "weights_access_token is not an API key of this server; take one of the weights' owner"
 
 
 class Keys:
@@ -55,7 +57,19 @@ class Keys:
             return {owner}
         other = self.owner_of(token)
         if other is None:
-            raise BadRequest("weights_access_token is not an API key of this server; take one of the weights' owner")
+            raise BadRequest(NO_KEY)
+        return {owner, other}
+
+    def sealed(self, token: str) -> str:
+        """What may be stored in the place of a key that was handed on: whose weights it opens, if anybody's."""
+        return f"{OPENS}{self.owner_of(token) or ''}"
+
+    def readers_by_seal(self, owner: str, seal: str | None) -> set[str]:
+        """As `readers`, of what `sealed` gave. Raises BadRequest where it was no key."""
+        if seal is None or self.is_open:
+            return {owner}
+        if not (other := seal.removeprefix(OPENS)):
+            raise BadRequest(NO_KEY)
         return {owner, other}
 
     def revoke(self, key: str) -> None:

@@ -54,14 +54,15 @@ async def create_sampling_session(
 ) -> CreateSamplingSessionResponse:
     """Bind a sampling session to a base model or to saved weights, which are loaded when first used."""
     await sessions.require_open(request.session_id, caller)
-    base_model, directory = await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
+    found = await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
     sampler = SamplingSession(
         sampling_session_id=ids.sampling_session_id(request.session_id, request.sampling_session_seq_id),
         owner=caller,
         session_id=request.session_id,
-        base_model=base_model,
+        base_model=found.base_model,
+        base_fingerprint=found.base_fingerprint,
         model_path=request.model_path,
-        directory=directory,
+        directory=found.directory,
         created_at=time.time(),
     )
     return CreateSamplingSessionResponse(sampling_session_id=await samplers.create(sampler))
@@ -102,7 +103,9 @@ async def asample(
     """Draw samples. What can be told to be wrong at once is answered 400; too many in flight, 429."""
     request = submission.request
     if request.sampling_session_id is None:
-        base_model, _ = await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
+        base_model = (
+            await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
+        ).base_model
         lane, seq_id = f"direct:{uuid.uuid4().hex}", request.seq_id or 0
     else:
         if request.base_model is not None or request.model_path is not None:

@@ -60,6 +60,9 @@ async def load_weights(
 ) -> UntypedFuture:
     """Create a model from a checkpoint (session_id, model_seq_id), or load one into a model (model_id, seq_id)."""
     request = submission.request
+    if request.weights_access_token is not None:  # another's API key, which is never stored
+        seal = models.server.keys.sealed(request.weights_access_token)
+        submission = submission.with_request(request.model_copy(update={"weights_access_token": seal}))
     match request.session_id, request.model_seq_id, request.model_id, request.seq_id:
         case str(session_id), int(model_seq_id), None, None:
             return await models.accept_new(submission, session_id, model_seq_id)

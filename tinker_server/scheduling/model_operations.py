@@ -22,7 +22,7 @@ from api_schemas.training import (
     UnloadModelResponse,
 )
 from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
-from backends.protocol import EncodedBatch
+from backends.protocol import BaseModelInfo, EncodedBatch
 from tinker_server.auth.keys import Keys
 from tinker_server.errors import ModelIdTaken, Unsupported
 from tinker_server.models import Models
@@ -84,10 +84,10 @@ class ModelOperations:
 
     async def create_model(self, request: CreateModelRequest, owner: str) -> CreateModelResponse:
         """A fresh model."""
-        self._models.base(request.base_model)
+        base = self._models.base(request.base_model).info
         if request.lora_config is None:
             raise Unsupported("lora_config is missing: full fine-tuning is not supported, only LoRA")
-        run = _run(request, owner, request.base_model, _trainable(request.lora_config), request.optimizer_config)
+        run = _run(request, owner, base, _trainable(request.lora_config), request.optimizer_config)
         await self._create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
 
@@ -98,9 +98,12 @@ class ModelOperations:
 
     async def load_weights(self, request: LoadWeightsRequest, owner: str) -> LoadWeightsResponse:
         """Make a model of a checkpoint, or read one into a model."""
-        checkpoint = await self._checkpoint(request.path, self._keys.readers(owner, request.weights_access_token))
+        checkpoint = await self._checkpoint(
+            request.path, self._keys.readers_by_seal(owner, request.weights_access_token)
+        )
         if request.base_model not in (None, checkpoint.base_model):
             raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
+        self._models.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
         if request.model_id is not None:
             model_id = request.model_id
             async with self._models.training(model_id) as (run, trainer):
@@ -110,7 +113,8 @@ class ModelOperations:
                 await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
         else:
             optimizer = request.optimizer_config or OptimizerConfig()
-            run = _run(request, owner, checkpoint.base_model, checkpoint.trainable, optimizer)
+            base = self._models.base(checkpoint.base_model).info
+            run = _run(request, owner, base, checkpoint.trainable, optimizer)
             await self._create(run, checkpoint, with_optimizer=request.optimizer)
             model_id = run.model_id
         return LoadWeightsResponse(path=request.path, model_id=model_id)
@@ -152,7 +156,7 @@ def _trainable(lora: LoraConfig) -> Trainable:
 def _run(
     request: CreateModelRequest | LoadWeightsRequest,
     owner: str,
-    base_model: str,
+    base: BaseModelInfo,
     trainable: Trainable,
     optimizer: OptimizerConfig,
 ) -> TrainingRun:
@@ -164,7 +168,8 @@ def _run(
         owner=owner,
         session_id=request.session_id,
         model_seq_id=request.model_seq_id,
-        base_model=base_model,
+        base_model=base.name,
+        base_fingerprint=base.fingerprint,
         trainable=trainable,
         user_metadata=request.user_metadata,
         optimizer_config=optimizer.model_dump(),

@@ -42,12 +42,13 @@ class Sampling:
                         "the weights of the sampling session were deleted: they had no name, and were not used for long"
                     )
                 session_id, base_model = sampler.session_id, sampler.base_model
+                self._models.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
                 weights = self._weights(sampler.directory, sampler.model_path or "the weights of the sampling session")
                 task = SamplingTask.from_request(request, weights, owner)
                 response = await self._models.base(base_model).sampler.sample(task)
         else:
             session_id = NO_SESSION
-            base_model, directory = await find_weights(
+            base_model, directory, _ = await find_weights(
                 self._models, self._checkpoints, request.base_model, request.model_path, owner
             )
             weights = self._weights(directory, f"{request.model_path}")

@@ -4,7 +4,7 @@ A refused operation still uses up its number, so the scheduler is told not to wa
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends
@@ -38,6 +38,10 @@ class Submission(Generic[R]):
     body: bytes
     content_type: str
     digest: str
+
+    def with_request(self, request: R) -> "Submission[R]":
+        """Another request in the place of what came; a repeat of what came is a repeat still."""
+        return replace(self, request=request, body=request.model_dump_json(exclude_none=True).encode())
 
     async def accept(self, scheduler: Scheduler, owner: str, lane: str, seq_id: int) -> UntypedFuture:
         """Queue it; answered as soon as that is durable."""

@@ -1,6 +1,7 @@
 """Which weights a sample may be drawn from: a base model's, sampler weights, or a training checkpoint's."""
 
 import time
+from typing import NamedTuple
 
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest
@@ -8,23 +9,30 @@ from tinker_server.models import Models
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 
 
+class FoundWeights(NamedTuple):
+    """What to sample from."""
+
+    base_model: str
+    directory: str | None = None
+    """Of the adapter; None: the base model alone."""
+    base_fingerprint: str | None = None
+    """Of the base model that the adapter is for."""
+
+
 async def find_weights(
     models: Models, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None, owner: str
-) -> tuple[str, str | None]:
-    """The base model, and the directory of the adapter on it; None for the base model alone.
-
-    Raises BadRequest, UnknownCheckpoint, UnknownBaseModel.
-    """
-    directory = None
+) -> FoundWeights:
+    """Raises BadRequest, UnknownCheckpoint, UnknownBaseModel."""
     if model_path is not None:
         checkpoint = await checkpoints.require_readable(_path(model_path), {owner}, time.time())
         if base_model not in (None, checkpoint.base_model):
             raise BadRequest(f"{model_path} is of {checkpoint.base_model}, not of {base_model}")
-        base_model, directory = checkpoint.base_model, checkpoint.directory
+        models.require_same(checkpoint.base_model, checkpoint.base_fingerprint, model_path)
+        return FoundWeights(checkpoint.base_model, checkpoint.directory, checkpoint.base_fingerprint)
     if base_model is None:
         raise BadRequest("give base_model or model_path")
     models.base(base_model)
-    return base_model, directory
+    return FoundWeights(base_model)
 
 
 def _path(text: str) -> TinkerPath:
