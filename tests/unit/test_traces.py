@@ -16,7 +16,7 @@ from tinker_server.store.database import Database
 from tinker_server.store.tables import Future, SamplingSessionRow
 from tinker_server.web.deps import Services
 
-NUM_OPERATIONS = 60_000
+NUM_OPERATIONS = 20_000
 
 
 async def test_a_long_trace_is_whole_and_stalls_nothing(tmp_path: Path) -> None:

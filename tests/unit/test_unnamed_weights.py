@@ -85,7 +85,7 @@ async def test_weights_that_were_used_before_a_restart_are_kept_after_it(db: Dat
 
 
 async def test_thousands_of_unused_weights_do_not_stall_the_server(db: Database) -> None:
-    session_id, number = await session(db), 33_000
+    session_id, number = await session(db), 10_000
     row = {"owner": "alice", "session_id": session_id, "base_model": "tiny", "created_at": 1.0}
     rows = [
         row | {"sampling_session_id": f"{session_id}:sample:{i}", "directory": f"checkpoints/a/snapshot/{i}"}
