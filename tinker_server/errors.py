@@ -1,7 +1,8 @@
 """Every refusal, with its HTTP status and its category in a failed future.
 
 TinkerServerError
-├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400, BodyTooLarge 413
+├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400
+├── OtherBaseModel 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
 ├── ForeignHost 403, KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
