@@ -1,13 +1,16 @@
 """Creating, training and stepping a model (docs/protocol.md, Training)."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from api_schemas.base import Request, Response
 from api_schemas.fields import BaseModelName, ClientMetadata, ModelId, ModelSeqId, SeqId, SessionId
 from api_schemas.inputs import Datum
+
+SMALLEST_EPS = 1e-30
 
 
 class LoraConfig(Request):
@@ -151,6 +154,14 @@ class ForwardBackwardOutput(Response):
     """Keys are `name:reduction` with exactly one colon."""
 
 
+def _not_zero_in_float32(eps: float) -> float:
+    if not eps >= SMALLEST_EPS:
+        raise PydanticCustomError(
+            "eps", "must be 1e-30 or more: where a gradient was always 0, a step divides by eps alone"
+        )
+    return eps
+
+
 class AdamParams(Request):
     """Sent with every optim_step: the server keeps no schedule. Meanings as in torch.optim.AdamW."""
 
@@ -160,7 +171,9 @@ class AdamParams(Request):
     """Decay of the gradient's running mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the running mean of its square."""
-    eps: float = Field(default=1e-12, ge=0)
+    eps: Annotated[float, AfterValidator(_not_zero_in_float32)] = Field(
+        default=1e-12, json_schema_extra={"minimum": SMALLEST_EPS}
+    )
     """Added to the denominator."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Part of the weights that a step takes away, times learning_rate."""

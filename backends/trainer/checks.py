@@ -6,6 +6,7 @@ pixels that do not decode.
 
 import contextlib
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from pydantic import ValidationError
@@ -14,9 +15,10 @@ from api_schemas import wire
 from api_schemas.inputs import Datum
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from backends.children import MAX_ANSWER_BYTES
 from backends.protocol import EncodedBatch, InvalidInput
 from backends.rendering import Renderer
-from backends.trainer.losses import LOSSES, Loss
+from backends.trainer.losses import CLIP_HIGH, CLIP_LOW, LOSSES, Loss
 
 
 def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:
@@ -39,10 +41,10 @@ def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput,
     loss = LOSSES.get(loss_input.loss_fn)
     if loss is None:
         raise InvalidInput(f"loss_fn {loss_input.loss_fn!r} is not supported; supported: {', '.join(LOSSES)}")
-    loss_config(loss, loss_input)
+    config = loss_config(loss, loss_input)
     if not loss_input.data:
         raise InvalidInput("data holds no datum")
-    num_pixels = 0
+    num_pixels = num_cells = 0
     for index, datum in enumerate(loss_input.data):
         where = f"datum {index}"
         length, spans = renderer.layout(datum.model_input, where)
@@ -53,6 +55,12 @@ def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput,
         if length > max_context_length:
             raise InvalidInput(f"{where}: {length} tokens, but the context window holds {max_context_length}")
         _check_inputs(loss, loss_input.loss_fn, datum, length, renderer.vocab_size, where)
+        _check_clip(loss, config, datum.loss_fn_inputs, where)
+        num_cells += datum.loss_fn_inputs["target_tokens"].size
+        if 4 * num_cells > MAX_ANSWER_BYTES // 2:  # the rest is for names and shapes
+            raise InvalidInput(
+                f"datums 0 to {index} have {num_cells} target tokens; {MAX_ANSWER_BYTES // 8} can be answered at once"
+            )
 
 
 def loss_config(loss: Loss, loss_input: ForwardBackwardInput) -> dict[str, float]:
@@ -68,7 +76,16 @@ def loss_config(loss: Loss, loss_input: ForwardBackwardInput) -> dict[str, float
             raise InvalidInput(f"loss_fn_config {key!r} is {value!r}, not a number") from None
         if not math.isfinite(values[key]):
             raise InvalidInput(f"loss_fn_config {key!r} is not finite")
+    _check_clip(loss, values, {}, "loss_fn_config")
     return values
+
+
+def _check_clip(loss: Loss, config: Mapping[str, float], inputs: Mapping[str, np.ndarray], where: str) -> None:
+    if CLIP_LOW not in loss.optional:
+        return
+    low, high = np.broadcast_arrays(*(inputs.get(name, np.float32(config[name])) for name in (CLIP_LOW, CLIP_HIGH)))
+    if (wrong := low > high).any():
+        raise InvalidInput(f"{where}: {CLIP_LOW} {low[wrong].flat[0]:g} is above {CLIP_HIGH} {high[wrong].flat[0]:g}")
 
 
 def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_size: int, where: str) -> None:  # noqa: PLR0913

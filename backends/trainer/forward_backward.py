@@ -59,7 +59,7 @@ class BatchPass:
         max_tokens = self._largest_row(max_tokens)
         plan = plan_microbatches(self._lengths, self._world.size, max_tokens if self._base.packs else 1)
         total = 0.0
-        (self._scales_R,) = self._base.adapters.load([self._adapter])
+        (self._scales_R,) = agreed(lambda: self._base.adapters.load([self._adapter]), self._world)
         with torch.set_grad_enabled(self._backward):
             for steps in zip(*plan, strict=True):
                 keep_waiting(max(self._step_s(indices) for indices in steps))
@@ -68,9 +68,15 @@ class BatchPass:
                     self._base.memory.prepare(max(self._num_tokens(indices) for indices in steps))
                 total += self._step(steps[self._world.rank])
         shares = gather_objects((self._logprobs, total), self._world)
+        everything = {index: values for share, _ in shares for index, values in share.items()}
+        for index in range(len(self._data)):
+            if not np.isfinite(everything[index]).all():
+                raise InvalidInput(
+                    f"datum {index}: the model's log probabilities are not finite: its weights have diverged; load"
+                    " a checkpoint, and train with a smaller learning_rate"
+                )
         if self._world.rank != 0:
             return None
-        everything = {index: values for share, _ in shares for index, values in share.items()}
         return ForwardBackwardOutput(
             loss_fn_outputs=[{"logprobs": everything[index]} for index in range(len(self._data))],
             metrics={"loss:sum": math.fsum(part for _, part in shares)},
@@ -101,7 +107,7 @@ class BatchPass:
             batch = agreed(lambda: self._packed(indices), self._world)
             value = self._compute_in_memory(batch, indices)
             if self._backward:
-                self._base.adapters.collect([self._adapter])
+                agreed(lambda: self._base.adapters.collect([self._adapter]), self._world)
         except torch.OutOfMemoryError as error:
             if self._world.size > 1:  # the others wait in a collective
                 raise

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+LARGEST_LOG_RATIO = 80.0
+"""nats. A larger log ratio counts as this one, in value and gradient: e^80 is 5.5e34, and float32 ends at 3.4e38."""
+
 
 def cross_entropy(logprobs_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """-sum(weight * logprob). Weights may be negative or large: they may be any gradient.
@@ -28,7 +31,7 @@ def importance_sampling(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T
     old_logprobs_T  [T] float32, nats: the policy that drew the tokens
     advantages_T    [T] float32: 0 where a token must not train
     """
-    return -((logprobs_T - old_logprobs_T).exp() * advantages_T).sum()
+    return -(_ratio(logprobs_T, old_logprobs_T, advantages_T) * advantages_T).sum()
 
 
 def ppo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
@@ -36,14 +39,23 @@ def ppo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T:
 
     low_T, high_T  [T] float32: bounds of the probability ratio itself, e.g. 0.8 and 1.2
     """
-    ratio_T = (logprobs_T - old_logprobs_T).exp()
+    ratio_T = _ratio(logprobs_T, old_logprobs_T, advantages_T)
     clipped_T = ratio_T.clamp(low_T, high_T)
     return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
 
 
+def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
+    """[T] exp(logprob - old logprob), with its gradient; 1 where the advantage is 0, so that whatever stands for
+    the old log probability of a token that must not train cannot make inf * 0."""
+    log_ratio_T = torch.where(advantages_T == 0, 0.0, logprobs_T - old_logprobs_T)
+    # Not a clamp alone, whose gradient would be 0: the token would silently not train.
+    excess_T = (log_ratio_T - log_ratio_T.clamp(max=LARGEST_LOG_RATIO)).detach()
+    return (log_ratio_T - excess_T).exp()
+
+
 def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T: Tensor, high_T: Tensor) -> Tensor:
     """Clipped importance weights as constants (MiniMax-M1, eq. 4, arXiv:2506.13585)."""
-    weight_T = (logprobs_T.detach() - old_logprobs_T).exp().clamp(low_T, high_T)
+    weight_T = _ratio(logprobs_T.detach(), old_logprobs_T, advantages_T).clamp(low_T, high_T)
     return -(weight_T * logprobs_T * advantages_T).sum()
 
 
@@ -73,10 +85,10 @@ def gspo(  # noqa: PLR0913
     datum_T  [T] int64: which datum a position belongs to, 0 .. num_datums - 1
     """
     inside_T = (mask_T != 0).float()
-    log_ratio_T = (logprobs_T.detach() - old_logprobs_T) * inside_T
+    log_ratio_T = torch.where(mask_T != 0, logprobs_T.detach() - old_logprobs_T, 0.0)
     total_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, log_ratio_T)
     count_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, inside_T)
-    sequence_T = (total_B / count_B.clamp(min=1)).exp()[datum_T]
+    sequence_T = (total_B / count_B.clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()[datum_T]
     ratio_T = sequence_T * (logprobs_T - logprobs_T.detach()).exp()
     clipped_T = ratio_T.clamp(low_T, high_T)
     return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
@@ -109,7 +121,8 @@ class Loss:
 
 
 _RL = ("logprobs", "advantages")
-_CLIP = {"clip_low_threshold": "clip_low_threshold", "clip_high_threshold": "clip_high_threshold"}
+CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
+_CLIP = {CLIP_LOW: CLIP_LOW, CLIP_HIGH: CLIP_HIGH}
 
 
 def _rl(x: LossInputs, *more: str) -> list[Tensor]:
@@ -117,7 +130,7 @@ def _rl(x: LossInputs, *more: str) -> list[Tensor]:
 
 
 def _clip(low: float, high: float) -> dict[str, float]:
-    return {"clip_low_threshold": low, "clip_high_threshold": high}
+    return {CLIP_LOW: low, CLIP_HIGH: high}
 
 
 LOSSES: dict[str, Loss] = {

@@ -65,12 +65,20 @@ class Tenant:
                 eps=adam.eps,
                 weight_decay=adam.weight_decay,
             )
-        self.optimizer.step()
-        if not all_finite([*self.adapter.parameters, *self.optimizer_state().values()]):
+        if not self._stepped_finitely():
             raise InvalidInput(
                 f"the step makes weights that are not finite (learning_rate {adam.learning_rate:g}, eps {adam.eps:g},"
                 f" gradient norm {norm.item():g}); the gradient was cleared and the weights are unchanged"
             )
+
+    def _stepped_finitely(self) -> bool:
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:  # on the CPU, for a size of step beyond float32
+            if "without overflow" not in str(error):
+                raise
+            return False
+        return all_finite([*self.adapter.parameters, *self.optimizer_state().values()])
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's state by `<adapter tensor>:<its name in torch>`; empty before the first step."""

@@ -73,6 +73,64 @@ def test_the_sequence_ratio_of_gspo_is_of_each_datum_alone():
     torch.testing.assert_close(together, separate)
 
 
+def plain(loss_fn: str, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """The formulas as the papers write them, in float64."""
+    ratio = (logprobs - old).exp()
+    match loss_fn:
+        case "importance_sampling":
+            return -(ratio * advantages).sum()
+        case "ppo":
+            return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+        case "cispo":
+            return -(ratio.detach().clamp(0, 4) * logprobs * advantages).sum()
+    sequence = (logprobs - old).detach().mean().exp() * (logprobs - logprobs.detach()).exp()
+    return -torch.minimum(sequence * advantages, sequence.clamp(1 - 3e-4, 1 + 4e-4) * advantages).sum()
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("old", [[-1.5, -1.0, -0.5], [-9.0, -0.1, -31.0], [-61.0, -75.0, -80.0]])
+def test_ratios_up_to_e_to_the_80_have_the_plain_formulas_gradient(loss_fn: str, old: list[float]) -> None:
+    logprobs = torch.tensor(LOGPROBS, dtype=torch.float64).requires_grad_()
+    value = plain(loss_fn, logprobs, torch.tensor(old, dtype=torch.float64), torch.tensor(ADVANTAGES).double())
+    value.backward()
+    mask = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
+    got_value, got_gradient = evaluate(loss_fn, logprobs=old, advantages=ADVANTAGES, **mask)
+    assert logprobs.grad is not None
+    assert got_value == pytest.approx(value.item(), rel=2e-5)
+    assert got_gradient == pytest.approx(logprobs.grad.tolist(), rel=2e-5)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("sentinel", [-90.0, -1000.0, -99999.0, -3e38])
+def test_tokens_that_must_not_train_may_have_any_old_log_probability(loss_fn: str, sentinel: float) -> None:
+    """Advantage 0, and for gspo outside of the mask: value and gradient are those of the others alone."""
+    mask = {"sequence_ratio_mask": [1.0, 0.0, 1.0]} if loss_fn == "gspo" else {}
+    inputs = {"advantages": [1.0, 0.0, 2.0], **mask}
+    wanted = evaluate(loss_fn, logprobs=[-1.5, -1.0, -0.5], **inputs)
+    got = evaluate(loss_fn, logprobs=[-1.5, sentinel, -0.5], **inputs)
+    assert got == wanted
+    assert got[1][1] == 0
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_a_ratio_beyond_float32_counts_as_the_largest_and_clips_as_any_other(loss_fn: str) -> None:
+    mask = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
+    value, gradient = evaluate(loss_fn, logprobs=[-500.0] * 3, advantages=[1.0, 1.0, 2.0], **mask)
+    assert np.isfinite([value, *gradient]).all()
+    if loss_fn in ("ppo", "gspo"):  # clipped from above, where nothing is left to gain
+        assert gradient == [0, 0, 0]
+    else:
+        assert max(gradient) < 0
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+def test_a_lower_clipping_bound_above_the_upper_is_refused_by_name(loss_fn: str) -> None:
+    loss = LOSSES[loss_fn]
+    config: dict[str, float | str] = {"clip_low_threshold": 1.3, "clip_high_threshold": 1.2}
+    with pytest.raises(InvalidInput, match=r"clip_low_threshold 1\.3 is above clip_high_threshold 1\.2"):
+        loss_config(loss, ForwardBackwardInput(data=[], loss_fn=loss_fn, loss_fn_config=config))
+
+
 def test_an_unknown_config_key_is_refused_by_name():
     with pytest.raises(InvalidInput, match=r"clip_hihg_threshold.*clip_low_threshold, clip_high_threshold"):
         evaluate("ppo", {"clip_hihg_threshold": 1.2}, **RL)

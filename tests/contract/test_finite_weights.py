@@ -1,0 +1,134 @@
+"""A step, a save or a load that would leave weights that are not finite is refused, and changes nothing.
+
+pytest tests/contract/test_finite_weights.py
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from api_schemas.training import AdamParams
+from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
+from backends.rendering import Renderer
+from backends.trainer.rank import TrainerRank
+from tests.factories import cross_entropy, datum, make_renderer, prompt, words
+from tests.trainers import LORA, trainer
+
+ADAM = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_text: Path) -> Renderer:
+    return make_renderer(tiny_text)
+
+
+@pytest.fixture(scope="module")
+def rank(tiny_text: Path) -> TrainerRank:
+    return trainer(tiny_text)
+
+
+def train(rank: TrainerRank, renderer: Renderer, seed: int, adam: AdamParams = ADAM) -> None:
+    rank.forward_backward("m", cross_entropy([datum(prompt(words(9, seed)), renderer, seed)]), True)
+    rank.optim_step("m", adam)
+
+
+def state(rank: TrainerRank) -> dict[str, Tensor]:
+    tenant = rank.tenants["m"]
+    return {name: one.clone() for name, one in {**tenant.adapter.tensors, **tenant.optimizer_state()}.items()}
+
+
+def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-46, 1e-31])
+def test_an_eps_that_is_zero_in_float32_is_refused_by_name(eps: float) -> None:
+    with pytest.raises(ValidationError, match=r"eps\n.*must be 1e-30 or more"):
+        AdamParams(eps=eps)
+
+
+def test_the_smallest_eps_moves_a_fresh_adapter_to_finite_weights(rank: TrainerRank, renderer: Renderer) -> None:
+    """The first gradient of A is 0, as B is."""
+    rank.create_model("m", LORA)
+    train(rank, renderer, 1, AdamParams(learning_rate=1e-3, eps=1e-30))
+    assert all(tensor.isfinite().all() for tensor in state(rank).values())
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_step_to_weights_that_are_not_finite_is_undone_to_the_bit(
+    rank: TrainerRank, renderer: Renderer, steps_before: int
+) -> None:
+    rank.create_model("m", LORA)
+    for seed in range(steps_before):
+        train(rank, renderer, seed)
+    before = state(rank)
+    for learning_rate, weight_decay in ((1e39, 0.0), (3e37, 1e6)):
+        adam = AdamParams(learning_rate=learning_rate, weight_decay=weight_decay)
+        with pytest.raises(InvalidInput, match=r"not finite \(learning_rate .*weights are unchanged"):
+            train(rank, renderer, 5, adam)
+        assert_equal(state(rank), before)
+    with pytest.raises(InvalidInput, match="no gradient"):
+        rank.optim_step("m", ADAM)
+    train(rank, renderer, 6)
+    went_on = state(rank)
+    rank.create_model("m", LORA)
+    for seed in (*range(steps_before), 6):
+        train(rank, renderer, seed)
+    assert_equal(went_on, state(rank))
+
+
+def test_a_step_that_breaks_off_is_undone_to_the_bit(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.create_model("m", LORA)
+    train(rank, renderer, 1)
+    before = state(rank)
+    optimizer = rank.tenants["m"].optimizer
+    whole = optimizer.step
+
+    def broken() -> None:
+        whole()
+        raise torch.OutOfMemoryError("tried to allocate 8 GiB")
+
+    monkeypatch.setattr(optimizer, "step", broken)
+    with pytest.raises(BackendFailed, match="out of GPU memory"):
+        train(rank, renderer, 2)
+    assert_equal(state(rank), before)
+    with pytest.raises(InvalidInput, match="no gradient"):
+        rank.optim_step("m", ADAM)
+
+
+def test_a_model_whose_log_probabilities_are_not_finite_says_so(rank: TrainerRank, renderer: Renderer) -> None:
+    rank.create_model("m", LORA)
+    for parameter in rank.tenants["m"].adapter.parameters:
+        parameter.data.fill_(1e30)
+    with pytest.raises(InvalidInput, match=r"datum 0: .* not finite: its weights have diverged"):
+        rank.forward_backward("m", cross_entropy([datum(prompt(words(9)), renderer)]), False)
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(
+    rank: TrainerRank, renderer: Renderer, tmp_path: Path
+) -> None:
+    rank.create_model("m", LORA)
+    train(rank, renderer, 1)
+    rank.save_state("m", tmp_path / "good")
+    file = tmp_path / "good" / ADAPTER_FILE
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, file)
+    before = state(rank)
+    with pytest.raises(InvalidInput, match="the checkpoint holds NaN or infinity"):
+        rank.load_state("m", tmp_path / "good", True)
+    assert_equal(state(rank), before)
+
+    next(iter(rank.tenants["m"].adapter.tensors.values())).view(-1)[0] = float("inf")
+    for save in (rank.save_state, rank.save_sampler_weights):
+        with pytest.raises(InvalidInput, match="hold NaN or infinity and cannot be saved"):
+            save("m", tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
