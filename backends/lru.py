@@ -69,6 +69,7 @@ class LRU(Generic[K, V]):
                 self.pop(key)
 
     def clear(self) -> None:
+        """Forget everything."""
         with self._lock:
             self._values.clear()
             self.size = 0

@@ -81,6 +81,7 @@ def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) ->
 
 
 def loop_factory() -> Any:
+    """uvloop's event loop where it is installed; None stands for asyncio's own."""
     try:
         import uvloop
     except ImportError:

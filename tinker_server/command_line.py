@@ -18,6 +18,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line. Ends the process with code 2 where it is wrong."""
     parser = argparse.ArgumentParser(prog="tinker-server", description="A self-hosted server for the tinker SDK.")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--data-dir", type=Path, help="database, checkpoints, scratch files (tinker-data)")
@@ -83,6 +84,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def split_model(text: str) -> tuple[str, str]:
+    """Public name and source of `NAME=SOURCE`, or of a model that comes with the server. Raises StartFailed."""
     if text in DIRECTORIES:
         return text, str(DIRECTORIES[text])
     name, separator, source = text.partition("=")

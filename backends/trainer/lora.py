@@ -56,6 +56,7 @@ class Adapter:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
+        """A [L, r, I] and B [L, O, r] of every stack."""
         return [parameter for stack in self.stacks for parameter in (stack.a_LrI, stack.b_LrO)]
 
     @property
@@ -199,6 +200,7 @@ class RowStack:
 
     @classmethod
     def zeros(cls, group: Group, width: int) -> "RowStack":
+        """Of `width` rank columns; they add nothing."""
         weight = group.linears[0].weight
         outputs, inputs = weight.shape
         wide = torch.promote_types(weight.dtype, torch.float32)

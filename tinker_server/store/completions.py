@@ -24,6 +24,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, lane: str, seq_id: int) -> "Target":
+        """Whose sample it is: every client of a session has a span of numbers of its own."""
         return cls(lane, seq_id // CLIENT_SPAN)
 
 

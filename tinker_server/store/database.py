@@ -165,6 +165,7 @@ class Database:
             await driver.executescript(f"PRAGMA busy_timeout={self._busy_timeout_ms};")
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._engine.dispose()
 
 

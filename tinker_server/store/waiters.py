@@ -36,6 +36,7 @@ class Waiters:
         )
 
     def get(self, request_id: str) -> Unfinished | None:
+        """None for what is stored or was never accepted."""
         return self._unfinished.get(request_id)
 
     def remove(self, request_id: str) -> None:

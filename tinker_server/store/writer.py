@@ -24,6 +24,7 @@ class BatchWriter(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Write what arrives from now on."""
         self._task = asyncio.create_task(self._run(), name=self._name)
 
     def put(self, *items: T) -> None:

@@ -32,10 +32,12 @@ class Server(uvicorn.Server):
         self._on_started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
         await super().startup(sockets)
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, let work end, then close those that there are."""
         for server in self.servers:
             server.close()
         await self._drain()
@@ -43,4 +45,5 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """None: `__main__` handles them."""
         yield
