@@ -1,7 +1,7 @@
 """Fixtures shared by all tests: tiny models, made once."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl
 from tests.servers import MODEL, Server
+from tinker_server.store.database import Database
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,6 +29,15 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     """An empty database for one test, which so runs once on each kind."""
     with fresh_database(request.param, tmp_path) as url:
         yield url
+
+
+@pytest.fixture
+async def db(database_url: str) -> AsyncIterator[Database]:
+    """The database of a test, with its tables."""
+    db = Database(database_url)
+    await db.migrate()
+    yield db
+    await db.close()
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -3,8 +3,6 @@
 pytest tests/conformance/test_old_clients.py
 """
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.fake_server import Running
@@ -21,11 +19,10 @@ WORK = {"data": [DATUM], "loss_fn": "cross_entropy", "loss_fn_config": None}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("old"))
-    running.http.headers["accept"] = "application/json"
-    yield running
-    running.stop()
+def server(fake: Running) -> Running:
+    """Asked for JSON alone."""
+    fake.http.headers["accept"] = "application/json"
+    return fake
 
 
 def result(server: Running, path: str, /, **body: object) -> dict:

@@ -45,14 +45,6 @@ OWNER = "alice"
 
 
 @pytest.fixture
-async def db(database_url: str) -> AsyncIterator[Database]:
-    db = Database(database_url)
-    await db.migrate()
-    yield db
-    await db.close()
-
-
-@pytest.fixture
 async def futures(db: Database) -> AsyncIterator[FutureStore]:
     store = FutureStore(db, recent_bytes=1000)
     await store.start()
