@@ -1,15 +1,20 @@
 """The two bases of every wire type."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from api_schemas.old_clients.fields import without_nulls
 
 MAX_DEPTH = 64
 """Of lists and objects in each other, where a client may send what it likes, such as user_metadata."""
+MAX_FIELDS = 64
+"""Of an object whose fields are known: each unknown one would be an error of its own."""
+SLICE = 1 << 16
+"""Values handled by one call: the threads of the server take turns between calls, not within one."""
 
 
 class Request(BaseModel):
@@ -31,12 +36,12 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, data: Any) -> Any:
-        return without_nulls(data)
+        return without_nulls(_few_entries(data, MAX_FIELDS))
 
     @field_validator("*")
     @classmethod
     def _can_be_stored(cls, value: Any, _: ValidationInfo) -> Any:
-        if isinstance(value, list) and set(map(type, value)) <= {int, float}:
+        if isinstance(value, list) and all(set(map(type, part)) <= {int, float} for part in slices(value)):
             return value  # perhaps a million of them; they go into an array, which has bounds of its own
         return require_storable(value)
 
@@ -47,6 +52,30 @@ class Response(BaseModel):
     model_config = ConfigDict(
         frozen=True, use_attribute_docstrings=True, protected_namespaces=(), arbitrary_types_allowed=True
     )
+
+
+class FirstError(FailFast):
+    """Of a list: the first wrong entry is told, and no other. Unlike pydantic's, it may stand in a union."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Of an object with any keys: how many it may have. Told first, since each could have an error of its own."""
+    return BeforeValidator(lambda value: _few_entries(value, count))
+
+
+def _few_entries(value: Any, count: int) -> Any:
+    if isinstance(value, dict) and len(value) > count:
+        text = "has {number} entries; at most {count} are allowed"
+        raise PydanticCustomError("too_many_entries", text, {"number": len(value), "count": count})
+    return value
+
+
+def slices(values: list[Any]) -> Iterator[list[Any]]:
+    """The values, SLICE at a time."""
+    return (values[start : start + SLICE] for start in range(0, len(values), SLICE))
 
 
 def require_storable(value: Any) -> Any:
@@ -62,7 +91,9 @@ def unstorable(value: Any, depth: int = 0) -> str | None:  # noqa: C901 - one ca
         case str():
             if "\0" in value:
                 return "holds the character NUL (\\u0000), which cannot be stored"
-            if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
                 return "holds half of a surrogate pair, which is no character"
         case int():
             return None if -(2**63) <= value < 2**63 else "is an integer beyond 64 bits"

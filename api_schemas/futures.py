@@ -1,10 +1,10 @@
 """Futures: how the result of a slow operation is fetched (docs/protocol.md, Futures)."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from api_schemas.base import Request, Response
+from api_schemas.base import FirstError, Request, Response
 from api_schemas.fields import RequestId, SamplingSessionId
 
 
@@ -63,7 +63,7 @@ class RetrieveFuturesRequest(Request):
     """Of the previous answer; 0 starts from the beginning."""
     timeout: float | None = Field(default=None, ge=0)
     """Seconds to wait for something; absent: as long as the server holds polls. 0 only acknowledges."""
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: Annotated[list[str], FirstError()] = []
     """Results that the client has; the server deletes them."""
 
 

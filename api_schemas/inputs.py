@@ -15,17 +15,23 @@ from pydantic import (
     Discriminator,
     Field,
     PlainSerializer,
+    PlainValidator,
     Tag,
-    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from api_schemas.base import Request
+from api_schemas.base import SLICE, FirstError, Request, at_most, slices
 from api_schemas.old_clients.fields import chunk_type, image_fields
 
-_INT32_LIST = TypeAdapter(list[Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]])
+MAX_CHUNKS = 1 << 14
+"""Of one input."""
+MAX_TENSORS = 32
+"""Of one datum."""
+MAX_COLUMNS, MAX_CELLS = 1 << 10, 1 << 24
+"""Of one sparse tensor, and of those of one request together: a few bytes may describe any number of cells."""
+_BASE64_SLICE = 1 << 20  # a multiple of 4, so that each slice is base64 of its own
 
 DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 
@@ -33,15 +39,25 @@ DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtyp
 def _token_array(value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
-    return np.array(_INT32_LIST.validate_python(value), dtype=np.int32)
+    if not isinstance(value, list):
+        raise PydanticCustomError("token_ids", "is no list of token ids")
+    tokens = np.empty(len(value), dtype=np.int32)
+    for number, part in enumerate(slices(value)):
+        if not set(map(type, part)) <= {int} or not all(-(2**31) <= bad < 2**31 for bad in (min(part), max(part))):
+            raise PydanticCustomError("token_ids", "is no list of token ids, which are integers of 32 bits")
+        tokens[number * SLICE :][: len(part)] = part
+    return tokens
 
 
 def _bytes_of_base64(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
     try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError, TypeError):
+        parts = [value[start : start + _BASE64_SLICE] for start in range(0, len(value), _BASE64_SLICE)]
+        if any(part.endswith("=") for part in parts[:-1]):
+            raise ValueError("padding is not at the end")
+        return b"".join(binascii.a2b_base64(part, strict_mode=True) for part in parts)
+    except (binascii.Error, ValueError, TypeError, AttributeError):
         raise PydanticCustomError("base64", "is not standard base64 with padding") from None
 
 
@@ -132,22 +148,39 @@ Chunk = Annotated[
 class ModelInput(Request):
     """What the model reads: chunks in order, nothing added."""
 
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], FirstError(), Field(max_length=MAX_CHUNKS)]
     """Parts of the input, in order."""
+
+
+def _finite_numbers(value: Any) -> list[float | int]:
+    if not isinstance(value, list):
+        raise PydanticCustomError("numbers", "is no list of numbers")
+    for part in slices(value):
+        try:
+            sound = set(map(type, part)) <= {int, float} and all(map(math.isfinite, part))
+        except OverflowError:
+            sound = False
+        if not sound:
+            raise PydanticCustomError("numbers", "holds what is no number, or not finite")
+    return value
 
 
 class TensorData(Request):
     """A tensor in JSON, row-major; 2-D tensors may come as CSR."""
 
-    data: list[float | int]
+    data: Annotated[
+        list[float | int],
+        PlainValidator(_finite_numbers),
+        WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "integer"}]}}),
+    ]
     """The values, row by row; of compressed sparse rows, those that are not left out."""
     dtype: Literal["int64", "float32"]
     """Type of the values."""
-    shape: list[Annotated[int, Field(ge=0)]] | None = None
+    shape: Annotated[list[Annotated[int, Field(ge=0)]], FirstError(), Field(max_length=8)] | None = None
     """Sizes of the dimensions; absent: one dimension."""
-    sparse_crow_indices: list[int] | None = None
+    sparse_crow_indices: Annotated[list[int], FirstError()] | None = None
     """Of compressed sparse rows: where each row begins, and where the last ends."""
-    sparse_col_indices: list[int] | None = None
+    sparse_col_indices: Annotated[list[int], FirstError()] | None = None
     """Of compressed sparse rows: the column of each value."""
 
     def to_array(self, fill: float = 0) -> np.ndarray:
@@ -160,13 +193,16 @@ class TensorData(Request):
 
 
 def _numbers(values: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
-    try:
-        with np.errstate(over="raise", invalid="raise"):
-            array = np.array(values, dtype=dtype)
-    except (OverflowError, FloatingPointError):
-        raise ValueError(f"a value does not fit {dtype.name}") from None
-    if dtype.kind == "i" and array.tolist() != values:
-        raise ValueError(f"a value is no integer, although the dtype is {dtype.name}")
+    array = np.empty(len(values), dtype=dtype)
+    for number, part in enumerate(slices(values)):
+        try:
+            with np.errstate(over="raise", invalid="raise"):
+                numbers = np.array(part, dtype=dtype)
+        except (OverflowError, FloatingPointError):
+            raise ValueError(f"a value does not fit {dtype.name}") from None
+        if dtype.kind == "i" and numbers.tolist() != part:
+            raise ValueError(f"a value is no integer, although the dtype is {dtype.name}")
+        array[number * SLICE :][: len(part)] = numbers
     return array
 
 
@@ -188,15 +224,31 @@ def dense_from_csr(
     rows, columns = shape
     if rows < 0 or columns < 0:
         raise ValueError(f"shape {shape} has a negative size")
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"a sparse tensor has {columns} columns; at most {MAX_COLUMNS} are supported")
     if crow.size != rows + 1 or crow[0] != 0 or crow[-1] != values.size or (np.diff(crow) < 0).any():
         raise ValueError(f"sparse_crow_indices must rise from 0 to {values.size} in {rows + 1} steps")
     if col.size != values.size or (col < 0).any() or (col >= columns).any():
         raise ValueError(f"sparse_col_indices must be {values.size} numbers from 0 to {columns - 1}")
-    if rows * columns > 2**28:
-        raise ValueError(f"a sparse tensor of shape {shape} is too large")
+    if rows * columns > MAX_CELLS:
+        raise ValueError(f"a sparse tensor of shape {shape} has more than {MAX_CELLS} cells")
     dense = np.full((rows, columns), fill, dtype=values.dtype)
     dense[np.repeat(np.arange(rows), np.diff(crow)), col] = values
     return dense
+
+
+def sparse_cells(shape: Any) -> int:
+    """Cells of a sparse tensor when it is dense; 0 for a shape that `dense_from_csr` refuses."""
+    match shape:
+        case [int(rows), int(columns)] if rows >= 0 and 0 <= columns <= MAX_COLUMNS:
+            return rows * columns
+    return 0
+
+
+def require_few_cells(cells: int) -> None:
+    """Raises ValueError where the sparse tensors of a request are too large together."""
+    if cells > MAX_CELLS:
+        raise ValueError(f"the sparse tensors have {cells} cells together; at most {MAX_CELLS} cells are supported")
 
 
 def _dense(value: Any) -> np.ndarray:
@@ -220,5 +272,5 @@ class Datum(Request):
 
     model_input: ModelInput
     """What the model reads."""
-    loss_fn_inputs: dict[str, DenseTensor]
+    loss_fn_inputs: Annotated[dict[str, DenseTensor], at_most(MAX_TENSORS)]
     """By name (target_tokens, weights, logprobs, advantages, ...), each of the input's length N or [N, K]."""

@@ -1,13 +1,16 @@
 """Sampling (docs/protocol.md, Sampling)."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
-from api_schemas.base import Request, Response, require_storable
+from api_schemas.base import FirstError, Request, Response, require_storable
 from api_schemas.fields import BaseModelName, SamplingSessionId, SessionId
 from api_schemas.inputs import ModelInput, TensorData
+
+T = TypeVar("T")
+Stops = Annotated[list[T], FirstError(), Field(max_length=1024)]
 
 
 class SamplingParams(Request):
@@ -17,7 +20,7 @@ class SamplingParams(Request):
     """Absent: up to the context limit."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Any 64 bits, signed or not. The same seed and request give the same tokens."""
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Stops[str] | Stops[int] | None = None
     """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""

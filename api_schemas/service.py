@@ -1,8 +1,8 @@
 """The service itself: configuration of clients, capabilities, telemetry, health (docs/protocol.md, Start)."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from api_schemas.base import Request, Response
+from api_schemas.base import FirstError, Request, Response
 from api_schemas.fields import SessionId
 
 
@@ -45,7 +45,7 @@ class TelemetryRequest(Request):
     """Version of the client."""
     platform: str = ""
     """Where the client runs."""
-    events: list[dict[str, Any]] = []
+    events: Annotated[list[dict[str, Any]], FirstError()] = []
     """What the client reports."""
 
 

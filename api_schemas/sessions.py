@@ -1,10 +1,10 @@
 """Sessions: starting, keeping alive, finishing, listing and searching them (docs/protocol.md, Sessions)."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import Request, Response
+from api_schemas.base import FirstError, Request, Response, at_most
 from api_schemas.fields import ModelId, ProjectId, SamplingSessionId, SessionId
 from api_schemas.listing import Metadata
 
@@ -13,7 +13,7 @@ class CreateSessionRequest(Request):
     """Start a session."""
 
     type: Literal["create_session"] = "create_session"
-    tags: list[str] = []
+    tags: Annotated[list[str], FirstError()] = []
     """Words the client noted."""
     user_metadata: dict[str, Any] = {}
     """Whatever the client wants to note. It is listed and can be searched, and means nothing here."""
@@ -120,9 +120,9 @@ class SearchSessionsRequest(Request):
     """A session, which is one client."""
     display_name: str | None = Field(default=None, min_length=1, max_length=256)
     """Its words must all be in the session's, in whatever case."""
-    project_ids: list[str] | None = Field(default=None, max_length=100)
+    project_ids: Annotated[list[str], FirstError()] | None = Field(default=None, max_length=100)
     """In any of these projects."""
-    user_metadata: dict[str, str] = Field(default={}, max_length=50)
+    user_metadata: Annotated[dict[str, str], at_most(50)] = {}
     """Entries that the session must have."""
     owner: SearchOwner = SearchOwner()
     """Whose sessions."""

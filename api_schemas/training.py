@@ -1,14 +1,20 @@
 """Creating, training and stepping a model (docs/protocol.md, Training)."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from api_schemas.base import Request, Response
+from api_schemas.base import FirstError, Request, Response, at_most
 from api_schemas.fields import BaseModelName, ClientMetadata, ModelId, ModelSeqId, SeqId, SessionId
-from api_schemas.inputs import Datum
+from api_schemas.inputs import Datum, require_few_cells, sparse_cells
+
+MAX_DATUMS = 4096
+"""Of one request; the SDK sends 1024 at most."""
+MAX_CONFIG = 16
+"""Entries of loss_fn_config."""
 
 SMALLEST_EPS = 1e-30
 
@@ -121,15 +127,31 @@ class GetInfoResponse(Response):
     """The optimizer. Models here have adamw."""
 
 
+def _sparse_shapes(data: Any) -> Iterator[Any]:
+    """The shapes of the sparse tensors in an input that is not checked yet."""
+    datums = data.get("data") if isinstance(data, dict) else None
+    for datum in datums if isinstance(datums, list) else []:
+        inputs = datum.get("loss_fn_inputs") if isinstance(datum, dict) else None
+        for tensor in inputs.values() if isinstance(inputs, dict) else []:
+            if isinstance(tensor, dict) and tensor.get("sparse_crow_indices") is not None:
+                yield tensor.get("shape")
+
+
 class ForwardBackwardInput(Request):
     """Datums and a loss. The loss is a plain sum over positions and datums."""
 
-    data: list[Datum]
+    data: Annotated[list[Datum], FirstError(), Field(max_length=MAX_DATUMS)]
     """The training examples."""
     loss_fn: str
     """Name of the loss."""
-    loss_fn_config: dict[str, float | str] | None = None
+    loss_fn_config: Annotated[dict[str, float | str], at_most(MAX_CONFIG)] | None = None
     """Numbers of the loss, by name; absent: its defaults."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_cells(cls, data: Any) -> Any:
+        require_few_cells(sum(map(sparse_cells, _sparse_shapes(data))))
+        return data
 
 
 class ForwardBackwardRequest(Request):

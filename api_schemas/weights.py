@@ -1,11 +1,11 @@
 """Saving and loading weights (docs/protocol.md, Saved weights)."""
 
 import re
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from api_schemas.base import Request, Response
+from api_schemas.base import FirstError, Request, Response
 from api_schemas.fields import (
     AccessToken,
     CheckpointName,
@@ -107,7 +107,7 @@ class SaveWeightsExternalRequest(Request):
     ttl_seconds: TtlSeconds = None
     overwrite: Overwrite = False
     user_metadata: ClientMetadata = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Annotated[list[str], FirstError(), Field(max_length=64)] | None = None
     """Every file is encrypted to these age or SSH public keys, and ends in `.age`."""
 
 

@@ -3,6 +3,7 @@
 All packed arrays are little-endian. Results are kept as protobuf; `old_clients/results.py` makes JSON of it.
 """
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ from api_schemas.inputs import (
     ImageChunk,
     ModelInput,
     dense_from_csr,
+    require_few_cells,
     shaped,
+    sparse_cells,
 )
 from api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
@@ -31,12 +34,19 @@ _DTYPE_OF: dict[int, np.dtype[Any]] = {
 }
 
 
-_ZSTD_PIECE_BYTES = 1024
+_ZSTD_PIECE_BYTES = 128
 
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 """The content type of everything encoded here."""
+
+
+MAX_PARTS = 1 << 16
+"""Datums of a request, with their chunks and tensors."""
+MAX_DIMENSIONS = 8
+_ENVELOPE = (1, 2, 6)
+"""Numbers of the fields model_id, seq_id, forward_only."""
 
 
 class MalformedBody(ValueError):
@@ -48,7 +58,7 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     content = bytearray()
     try:
-        # A block of 4 bytes may grow to 128 KiB, so a piece of the input to 32 MiB past the limit at most.
+        # A block of 4 bytes may grow to 128 KiB, so a piece of the input to 4 MiB at most.
         for start in range(0, len(body), _ZSTD_PIECE_BYTES):
             content += decompressor.decompress(body[start : start + _ZSTD_PIECE_BYTES])
             if len(content) > max_bytes:
@@ -66,10 +76,17 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """Raises MalformedBody, naming the datum and field, where bytes and declared sizes disagree."""
+    _require_few_parts(body)
     try:
         message = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
-        raise MalformedBody("the body is not a protobuf ForwardBackwardRequest") from None
+        raise _not_protobuf() from None
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    sparse = (tensor.shape for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr")
+    try:
+        require_few_cells(sum(sparse_cells(list(shape[:3])) for shape in sparse))
+    except ValueError as error:
+        raise MalformedBody(str(error)) from None
     config: dict[str, float | str] = {
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
@@ -104,11 +121,71 @@ class Envelope(NamedTuple):
 
 def envelope_of(body: bytes) -> Envelope | None:
     """Of a forward_backward that decode_forward_backward refused; None where it has none."""
+    found: dict[int, int | memoryview] = {}
     try:
-        message = pb.ForwardBackwardRequest.FromString(body)
-    except DecodeError:
+        for number, (field, value) in enumerate(_fields(body)):
+            if field in _ENVELOPE:
+                found[field] = value
+            if number == MAX_PARTS:
+                break
+        model_id, seq_id, forward_only = (found.get(field, 0) for field in _ENVELOPE)
+        if not isinstance(seq_id, int):
+            return None
+        text = bytes(model_id).decode() if isinstance(model_id, memoryview) else ""
+        return Envelope(text, (seq_id + 2**31) % 2**32 - 2**31, bool(forward_only))
+    except ValueError:
         return None
-    return Envelope(message.model_id, message.seq_id, message.forward_only)
+
+
+def _require_few_parts(body: bytes) -> None:
+    """A part may be two bytes long, and a hundred once it is parsed."""
+    num_parts = 0
+    for field, value in _fields(body):
+        num_parts += 1
+        if field == pb.ForwardBackwardRequest.DATA_FIELD_NUMBER and isinstance(value, memoryview):
+            for _ in _fields(value):
+                num_parts += 1
+                if num_parts > MAX_PARTS:
+                    break
+        if num_parts > MAX_PARTS:
+            raise MalformedBody(f"the body has more than {MAX_PARTS} parts (datums, chunks, tensors)")
+
+
+def _fields(message: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """The fields of a protobuf message, by number, without parsing what they hold. Raises MalformedBody."""
+    view, at = memoryview(message), 0
+    while at < len(view):
+        tag, at = _varint(view, at)
+        match tag & 7:
+            case 0:
+                value, at = _varint(view, at)
+                yield tag >> 3, value
+            case 2:
+                size, at = _varint(view, at)
+                if at + size > len(view):
+                    raise _not_protobuf()
+                yield tag >> 3, view[at : at + size]
+                at += size
+            case 1 | 5 as kind:
+                at += 8 if kind == 1 else 4
+            case _:
+                raise _not_protobuf()
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70 and at < len(view):
+        byte = view[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    raise _not_protobuf()
+
+
+def _not_protobuf() -> MalformedBody:
+    return MalformedBody("the body is not a protobuf ForwardBackwardRequest")
 
 
 def _datum(index: int, message: pb.Datum) -> Datum:
@@ -151,6 +228,8 @@ def _tensor(name: str, message: pb.Tensor) -> np.ndarray:
     dtype = _DTYPE_OF.get(message.dtype)
     if dtype is None:
         raise ValueError(f"{name}: dtype must be float32, int64 or int32")
+    if len(message.shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name}: shape has {len(message.shape)} dimensions; at most {MAX_DIMENSIONS} are supported")
     shape = list(message.shape)
     if any(size < 0 for size in shape):
         raise ValueError(f"{name}: shape {shape} has a negative size")

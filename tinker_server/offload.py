@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-INLINE_BYTES = 64 << 10
-"""Up to this size, decoding takes less than a millisecond, and a thread would only add latency."""
+INLINE_BYTES = 1 << 10
+"""Up to this size, whatever is in it is decoded in a few milliseconds; a thread adds a tenth of one."""
 
 
 async def off_loop(size_bytes: int, function: Callable[..., T], *args: object) -> T:

@@ -23,7 +23,7 @@ from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.store.operations import Operation
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Server, Services
-from tinker_server.web.limits import largest_body
+from tinker_server.web.limits import largest_body, require_few_values
 
 R = TypeVar("R", bound=Request)
 FORWARD = "forward"
@@ -133,6 +133,8 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
 
 
 def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Request, str]:
+    if content_type == wire.JSON:
+        require_few_values(body)
     return kind.decode(body, content_type), kind.digest(body, content_type)
 
 
