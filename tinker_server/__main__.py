@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.protocol import BackendFailed
+from tinker_server import logs
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
-from tinker_server.web.server import Server
+from tinker_server.web.server import BACKLOG, Server
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +28,7 @@ def main() -> int:
 
     Exit codes: 0 stopped or done, 2 could not start or do it, 130 interrupted at start.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("uvicorn", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logs.configure()
     try:
         arguments = parse(sys.argv[1:])
         if arguments.command == "keys":
@@ -57,13 +56,17 @@ def raise_file_limit() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, before the models are loaded: a port in use should be told at once."""
+    """A listening socket, before the models are loaded: a port in use is told at once.
+
+    A socket that is merely bound lets another server bind the same port. Clients that connect early wait.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen(BACKLOG)
             stack.pop_all()
     except OSError as error:
         raise StartFailed(f"cannot listen on {host} port {port}: {error.strerror}") from None

@@ -11,17 +11,21 @@ TinkerServerError
 ├── Busy 429: for what an owner may have waiting at once; its clients wait and try again
 ├── Cancelled 410: only in futures of samples
 └── DatabaseUnavailable, ShuttingDown 503
+└── ShuttingDown, DiskFull 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
 """
 
 import logging
+import re
 
 from api_schemas.futures import FutureFailed
 from api_schemas.wire import MalformedBody
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 
 log = logging.getLogger(__name__)
+_PATH = re.compile(r"(?<![\w:/])/(?:[^\s'\"/:,;()]+/)*[^\s'\"/:,;()]+")
+"""A path of this machine, which is nobody else's business. A tinker:// path is none."""
 
 
 class StartFailed(Exception):
@@ -168,6 +172,10 @@ class Cancelled(TinkerServerError):
 class DatabaseUnavailable(TinkerServerError):
     """The database does not answer; the same request succeeds once it does."""
 
+
+class DiskFull(TinkerServerError):
+    """The data directory has no room left, or cannot be written."""
+
     status = 503
 
 
@@ -187,7 +195,7 @@ def failure(error: Exception) -> FutureFailed:
             return FutureFailed(error=str(error), category="user" if error.category == "user" else "server")
         case ModelLost() | BackendFailed():
             log.error("an operation failed: %s", error)
-            return FutureFailed(error=str(error), category="server")
+            return FutureFailed(error=_PATH.sub("[path]", str(error)), category="server")
         case _:
             log.error("an operation failed unexpectedly", exc_info=error)
             text = f"the operation failed unexpectedly ({type(error).__name__}); the server's log has the details"

@@ -4,14 +4,18 @@ pytest tests/contract/test_gate.py
 """
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from tests.fake_server import Running
 from tinker_server.auth import keys
+from tinker_server.routes import health
+from tinker_server.web import http
 
 OPEN = ("/api/v1/healthz", "/api/v1/files/", "/api/v1/archives/", "/api/v1/traces/")
 KEY = "X-API-Key: tml-test"
@@ -124,3 +128,87 @@ def test_with_keys_any_name_and_origin_will_do(guarded: Running) -> None:
         host="my.server",
     )
     assert found[0] == 200
+
+
+def sent(server: Running, *parts: bytes, pause_s: float = 0) -> bytes:
+    """What comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=5) as connection:
+        received = b""
+        try:
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(pause_s)
+            while data := connection.recv(65536):
+                received += data
+        except ConnectionError:  # it was closed with data on its way
+            pass
+        return received
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        [b"GET / HTTP/1.1\r\nX-Long: ", *[b"x" * 65536] * 200],
+        [b"GET / HTTP/1.1\r\n", *[b"X-Many: y\r\n" * 1000] * 200],
+        [b"GET /", *[b"x" * 65536] * 200],
+        [b"x" * 65536] * 100,
+        [
+            b"POST /api/v1/telemetry HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Trailer: ",
+            *[b"x" * 65536] * 200,
+        ],
+        [b"POST /api/v1/telemetry HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;", *[b"x" * 65536] * 200],
+    ],
+    ids=["one header", "many headers", "a URL", "no request", "a trailer", "an extension"],
+)
+def test_a_head_without_end_is_cut_off(server: Running, head: list[bytes]) -> None:
+    received = sent(server, *head)
+    assert not received or received.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 403"))
+    assert server.http.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\nHost: loc", b"\r\n\r\n"])
+def test_a_head_that_does_not_come_in_time_is_not_waited_for(
+    server: Running, head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    started = time.monotonic()
+    assert sent(server, head) == b""
+    assert time.monotonic() - started < 3
+
+
+def test_a_head_that_dribbles_is_not_waited_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    started = time.monotonic()
+    sent(server, b"GET / HTTP/1.1\r\n", *[b"X: y\r\n"] * 100, pause_s=0.05)
+    assert time.monotonic() - started < 3
+
+
+def test_a_held_poll_and_an_idle_connection_outlast_the_time_for_a_head(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "HEAD_S", 0.1)
+    server.set_gate(server.backend.tiny.sampler.gate, is_open=False)
+    with httpx.Client(base_url=server.http.base_url, headers=server.http.headers) as client:
+        sampled = server.sample(server.sampler()).json()["request_id"]
+        for _ in range(2):  # each is held for longer, and the second comes on the first one's connection
+            assert client.post("/retrieve_future", json={"request_id": sampled}).status_code == 408
+            time.sleep(0.3)
+    server.set_gate(server.backend.tiny.sampler.gate, is_open=True)
+
+
+def test_health_says_when_there_is_no_room(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.http.get("/healthz").json() == {"status": "ok"}
+    monkeypatch.setattr(health, "MIN_FREE_BYTES", 1 << 60)
+    full = server.http.get("/healthz")
+    assert full.status_code == 503 and "MiB left" in full.json()["detail"]
+    assert str(server.settings.data_dir) not in full.text
+
+
+def test_a_telemetry_request_writes_a_few_bounded_lines(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    events = [{"event": "a\nERROR forged", "text": "x" * 1000}] * 900
+    with caplog.at_level(logging.INFO):
+        answer = server.post("/telemetry", session_id="s\nERROR forged", sdk_version="1" * 500, events=events)
+    assert answer.json() == {"status": "accepted"}
+    lines = [record.getMessage() for record in caplog.records if "client of session" in record.getMessage()]
+    assert 1 < len(lines) < 40 and sum(map(len, lines)) < 50_000 and "880 more events" in lines[-1]
+    assert not any("\n" in line for line in lines)

@@ -25,6 +25,7 @@ from api_schemas.old_clients.results import ForwardBackwardJson, SampleJson
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
 from tinker_server.app import create_app
+from tinker_server.auth import keys
 from tinker_server.settings import Settings
 
 # Threads of other tests' SDK clients draw random numbers at any time, which hypothesis takes for its strategies'.
@@ -136,6 +137,29 @@ def test_every_answer_is_as_described(case: Case, server: Running, known: dict[s
         failed = result.json() if "json" in result.headers["content-type"] else {}
         assert failed.get("category") != "server" or "create it again" in failed["error"], failed
     assert server.http.get("/healthz").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    data_dir = tmp_path_factory.mktemp("guarded")
+    keys.add(data_dir / "keys", "alice")
+    running = Running(data_dir)
+    yield running
+    running.stop()
+
+
+@schema.parametrize()
+@settings(
+    max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+def test_without_a_key_every_answer_is_401_whatever_was_sent(case: Case, guarded: Running) -> None:
+    case.headers.pop("X-API-Key", None)
+    answer = case.call(base_url=guarded.url, timeout=20)
+    if "security" in case.operation.definition.raw:
+        assert answer.status_code == 401, (case.method, case.path, answer.text)
+        assert answer.json()["error"] == "Unauthenticated"
+    else:
+        assert answer.status_code < 500
 
 
 def properties(described: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -87,6 +87,7 @@ async def test_a_body_over_the_limit_is_read_and_refused(http: httpx.AsyncClient
         (errors.LostModel("gone"), "server", "gone"),
         (ModelLost("gone"), "server", "gone"),
         (BackendFailed("broke"), "server", "broke"),
+        (BackendFailed("no /data/a/b.bin (tinker://s/weights/a)"), "server", "no [path] (tinker://s/weights/a)"),
         (KeyError("x"), "server", "the operation failed unexpectedly (KeyError); the server's log has the details"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import hashlib
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,17 @@ def test_without_keys_only_loopback_is_listened_on(tmp_path: Path, host: str, re
             require_keys_beyond_loopback(settings, listener)
         keys.add(tmp_path / "keys", "alice")
         require_keys_beyond_loopback(settings, listener)
+
+
+def test_keys_added_at_once_all_work(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with ThreadPoolExecutor(12) as pool:
+        added = list(pool.map(lambda number: keys.add(file, f"name{number % 3}"), range(24)))
+    known = Keys(file)
+    assert [known.owner_of(key) for key in added] == [f"name{number % 3}" for number in range(24)]
+    with ThreadPoolExecutor(12) as pool:
+        more = pool.map(lambda number: keys.add(file, "new"), range(12))
+        gone = pool.map(known.revoke, added)
+    list(gone)
+    known = Keys(file)
+    assert {known.owner_of(key) for key in added} == {None} and {known.owner_of(key) for key in more} == {"new"}

@@ -125,3 +125,10 @@ def test_the_readme_lists_every_setting() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     table = [line for line in readme.splitlines() if line.startswith("| `TINKER_SERVER_")]
     assert table == list(documented(Settings))
+
+
+def test_two_servers_do_not_share_a_port_even_while_both_load() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(StartFailed, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+            listen("127.0.0.1", port)

@@ -5,11 +5,15 @@ The file is read again when it changes, so keys are added and removed while the 
 and random, so a plain SHA-256 tells nothing of them.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import logging
+import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tinker_server.auth.private_file import write_private
@@ -77,7 +81,8 @@ class Keys:
         hashed = _hash(key)
         if hashed not in self._owners:
             return
-        _write(self._path, [line for line in _lines(self._path) if line[1] != hashed])
+        with _alone(self._path):
+            _write(self._path, [line for line in _lines(self._path) if line[1] != hashed])
         self._owners.pop(hashed, None)
 
     def _reload(self) -> None:
@@ -102,16 +107,21 @@ def add(path: Path, name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise StartFailed(f"{name!r} cannot name a key: take letters, digits, '.', '_', '@' and '-', at most 64")
     key = f"tml-{secrets.token_urlsafe(32)}"
-    _write(path, [*_lines(path), (name, _hash(key))])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        _write(path, [*_lines(path), (name, _hash(key))])
     return key
 
 
 def remove(path: Path, name: str) -> int:
     """Forget all keys of a name; how many there were. What they own stays. Raises StartFailed."""
-    lines = _lines(path)
-    kept = [line for line in lines if line[0] != name]
-    if len(kept) < len(lines):
-        _write(path, kept)
+    if not path.exists():
+        return 0
+    with _alone(path):
+        lines = _lines(path)
+        kept = [line for line in lines if line[0] != name]
+        if len(kept) < len(lines):
+            _write(path, kept)
     return len(lines) - len(kept)
 
 
@@ -140,8 +150,15 @@ def _lines(path: Path) -> list[tuple[str, str]]:
     return lines
 
 
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Between reading the file and replacing it, nobody else does. The lock is a file beside it, which stays."""
+    with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _write(path: Path, lines: list[tuple[str, str]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_private(path, (_HEADER + "".join(f"{name} {hashed}\n" for name, hashed in lines)).encode())
 
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 
 from fastapi import APIRouter
 
@@ -15,12 +14,13 @@ from api_schemas.service import (
     TelemetryRequest,
     TelemetryResponse,
 )
+from tinker_server.logs import harmless
 from tinker_server.web.deps import ServedModels
 
 log = logging.getLogger(__name__)
 router = APIRouter()
-_KEY = re.compile(r"tml-[\w.-]+|eyJ[\w.-]+")
-MAX_EVENT_CHARS = 2000
+MAX_EVENTS, MAX_EVENT_CHARS = 20, 2000
+"""What is logged of one request at most."""
 
 
 @router.post("/client/config")
@@ -38,9 +38,11 @@ async def dynamic_config(_: ClientConfigRequest) -> DynamicConfigResponse:
 @router.post("/telemetry")
 async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
     """A client's own view of its session, logged without its keys."""
-    for event in batch.events:
-        text = _KEY.sub("[key]", json.dumps(event))[:MAX_EVENT_CHARS]
-        log.info("client of session %s (SDK %s): %s", batch.session_id, batch.sdk_version, text)
+    client = harmless(f"client of session {batch.session_id[:100]} (SDK {batch.sdk_version[:20]})")
+    for event in batch.events[:MAX_EVENTS]:
+        log.info("%s: %s", client, harmless(json.dumps(event))[:MAX_EVENT_CHARS])
+    if len(batch.events) > MAX_EVENTS:
+        log.info("%s: %d more events, which are not logged", client, len(batch.events) - MAX_EVENTS)
     return TelemetryResponse()
 
 

@@ -7,8 +7,12 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from tinker_server.web.http import BoundedHttp
+
 KEEP_ALIVE_S = 75
 """Longer than the SDK's pause between polls, so that its connections stay open."""
+BACKLOG = 4096
+"""Connections that wait to be accepted."""
 CLOSE_S = 2
 """For the answers that are on their way when all work has ended."""
 
@@ -20,10 +24,12 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=BoundedHttp,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                backlog=4096,
+                backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_S,
             )
