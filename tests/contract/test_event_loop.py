@@ -127,12 +127,15 @@ def post(server: Running, path: str, content_type: str, body: bytes, header: str
 
 
 async def longest_stall(done: asyncio.Event) -> float:
-    """How long the loop did at most not come round, in seconds."""
+    """How long the loop did at most not come round, in seconds, while this process was at work.
+
+    What other processes of a busy machine take is no stall of ours: they do not add to this process's own time.
+    """
     longest, pause_s = 0.0, 0.001
     while not done.is_set():
-        started = time.perf_counter()
+        wall, own = time.perf_counter(), time.process_time()
         await asyncio.sleep(pause_s)
-        longest = max(longest, time.perf_counter() - started - pause_s)
+        longest = max(longest, min(time.perf_counter() - wall - pause_s, time.process_time() - own))
     return longest
 
 
@@ -148,7 +151,7 @@ def stall_under(server: Running, body: tuple[str, str, bytes, str]) -> tuple[int
 @pytest.mark.parametrize("name", BODIES)
 def test_the_loop_comes_round_while_a_body_is_read_checked_and_refused(server: Running, name: str) -> None:
     stalls = []
-    for _ in range(10):  # the machine is shared: one quiet time is enough
+    for _ in range(4):  # the machine is shared: one quiet time is enough
         status, stall_s = stall_under(server, BODIES[name])
         stalls.append(stall_s)
         assert 200 <= status < 500
