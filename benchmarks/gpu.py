@@ -1,0 +1,224 @@
+"""The trainer on one GPU beside bare transformers + PEFT, on a random Qwen3-VL of 4.4 billion parameters.
+
+    python benchmarks/gpu.py [--layers 36]
+
+The trainer is one rank in this process, without server and network. MFU is a step's operations over those of a
+bfloat16 product of 8192 x 8192 timed in the same run: 4 for each parameter of the decoder's linears and the head and
+each token (a frozen base has no weight gradients), and 3.5 times a causal attention's.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
+from api_schemas.training import AdamParams, Trainable
+from backends.trainer.commands import TrainerConfig
+from backends.trainer.parallel import World
+from backends.trainer.rank import TrainerRank
+from tests.factories import cross_entropy, photo
+from tests.models import make_tiny_vl
+
+HIDDEN, HEADS, HEAD_SIZE, VOCAB, RANK = 2560, 32, 128, 151936, 32
+CONTEXT = 65536
+DEVICE = torch.device("cuda", 0)
+
+
+def make_model(directory: Path, num_layers: int) -> Path:
+    """Random weights in the shape of Qwen3-VL-4B, with the tiny model's tokenizer and processor."""
+    make_tiny_vl(directory)
+    tiny = Qwen3VLConfig.from_pretrained(directory)
+    text = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 9728,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 8,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "eos_token_id": tiny.text_config.eos_token_id,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "out_hidden_size": HIDDEN,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17],
+    }
+    ids = {
+        f"{name}_token_id": getattr(tiny, f"{name}_token_id")
+        for name in ("image", "video", "vision_start", "vision_end")
+    }
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    with DEVICE:
+        model = Qwen3VLForConditionalGeneration(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def seconds(work: Callable[[], object], times: int = 3) -> float:
+    """The best of some, after one more."""
+    taken = []
+    for _ in range(times + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])
+
+
+def peak_flops() -> float:
+    """Operations a second of a large bfloat16 product."""
+    left, right = torch.randn(2, 8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    return 20 * 2 * 8192**3 / seconds(lambda: [left @ right for _ in range(20)])
+
+
+def text(length: int, random: np.random.Generator) -> Datum:
+    ids = random.integers(0, 250, length)
+    return Datum(
+        model_input=ModelInput(chunks=[EncodedTextChunk(tokens=ids.astype(np.int32))]),
+        loss_fn_inputs={"target_tokens": np.roll(ids, -1), "weights": np.full(length, 1e-3, np.float32)},
+    )
+
+
+def picture(rank: TrainerRank, seed: int) -> Datum:
+    """A photograph of 640 x 480 between 40 tokens of text."""
+    random = np.random.default_rng(seed)
+    before, after = (EncodedTextChunk(tokens=random.integers(0, 250, 20, dtype=np.int32)) for _ in range(2))
+    chunk = ImageChunk(data=photo(640, 480, seed, format="jpeg"), format="jpeg")
+    model_input = ModelInput(chunks=[before, chunk, after])
+    length, _ = rank.base.renderer.layout(model_input, "datum")
+    targets: dict[str, np.ndarray] = {
+        "target_tokens": random.integers(0, 250, length),
+        "weights": np.full(length, 1e-3, np.float32),
+    }
+    return Datum(model_input=model_input, loss_fn_inputs=targets)
+
+
+class Report:
+    """Prints a line for each case."""
+
+    def __init__(self, num_parameters: int, num_layers: int) -> None:
+        self._peak = peak_flops()
+        self._num_parameters = num_parameters
+        self._num_layers = num_layers
+        name = torch.cuda.get_device_name()
+        print(f"{name}, {self._peak / 1e12:.0f} TFLOP/s, {num_parameters / 1e9:.2f} B parameters a token")
+
+    def line(self, name: str, lengths: Sequence[int], work: Callable[[], object]) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        took_s, num_tokens = seconds(work), sum(lengths)
+        attention = 3.5 * sum(2 * n * n * HEADS * HEAD_SIZE * self._num_layers for n in lengths)
+        mfu = (4 * self._num_parameters * num_tokens + attention) / took_s / self._peak
+        gib = torch.cuda.max_memory_allocated() / 2**30
+        print(f"{name}: {took_s * 1e3:.0f} ms, {num_tokens / took_s:.0f} tokens/s, MFU {mfu:.3f}, {gib:.1f} GiB")
+
+
+def bare(directory: Path, report: Report) -> None:
+    """transformers' layers, PEFT's adapters and the mean loss, with the largest batch of 1,024 tokens that fits."""
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa")
+    targets = r".*language_model\.layers.*_proj"
+    peft = get_peft_model(model.to(DEVICE), PeftLoraConfig(r=RANK, lora_alpha=32, target_modules=targets))
+    for size in (16, 8, 4, 2):
+        ids = torch.randint(0, 250, (size, 1024), device=DEVICE)
+
+        def step(ids: torch.Tensor = ids) -> None:
+            peft(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+        try:
+            report.line(f"bare transformers + PEFT, {size} x 1024", [1024] * size, step)
+        except torch.OutOfMemoryError:
+            print(f"bare transformers + PEFT, {size} x 1024: out of memory")
+        else:
+            return
+
+
+def trainer(directory: Path, report: Report) -> None:
+    """Rows of text, a long datum, small batches, photographs, a step."""
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    config = TrainerConfig(
+        name="bench",
+        source=str(directory),
+        device="cuda",
+        dtype="bfloat16",
+        max_context_length=CONTEXT,
+        max_lora_rank=64,
+        max_tokens_per_microbatch=16384,
+        image_cache_bytes=1 << 30,
+        max_image_pixels=10**7,
+        gpu_memory_bytes=int(0.95 * total),
+    )
+    began = time.perf_counter()
+    rank = TrainerRank(config, World(0, 1, DEVICE))
+    assert rank.base.memory is not None
+    print(f"loaded and compiled in {time.perf_counter() - began:.0f} s; {rank.base.memory.describe()}")
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    rank.create_model("m", Trainable(rank=RANK, seed=1))
+    random = np.random.default_rng(0)
+    for name, lengths in (
+        ("16 x 1024", [1024] * 16),
+        ("ragged", random.integers(50, 900, 34).tolist()),
+        ("1 x 32768", [32768]),
+        ("8 x 64", [64] * 8),
+    ):
+        batch = cross_entropy([text(length, random) for length in lengths])
+        report.line(f"trainer, {name}", lengths, partial(rank.forward_backward, "m", batch, True))
+    for first in (1, 1001):
+        batch = cross_entropy([picture(rank, seed) for seed in range(first, first + 48)])
+        new_s, again_s = (seconds_once(partial(rank.forward_backward, "m", batch, True)) for _ in range(2))
+        print(f"trainer, 48 photographs: {new_s:.2f} s new, {again_s:.2f} s again")
+    print(f"optim_step: {seconds_once(lambda: rank.optim_step('m', AdamParams())) * 1e3:.0f} ms")
+    print(f"compiled while it served: {torch._dynamo.utils.counters['stats']['unique_graphs'] - compiled}")
+
+
+def seconds_once(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=36, help="of the decoder (36)")
+    num_layers: int = parser.parse_args().layers
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = make_model(Path(scratch) / "model", num_layers)
+        torch.cuda.empty_cache()
+        decoder = num_layers * (HIDDEN * HEAD_SIZE * (2 * HEADS + 2 * 8) + 3 * HIDDEN * 9728)
+        report = Report(decoder + HIDDEN * VOCAB, num_layers)
+        trainer(directory, report)
+        torch.cuda.empty_cache()
+        bare(directory, report)
+
+
+if __name__ == "__main__":
+    main()
