@@ -72,13 +72,18 @@ class Place:
         api = psutil.Process(self.server.process.pid)
         children = api.children(recursive=True)
         if victim != "server":
-            return next(
-                child for child in children if child.cmdline()[1:3] == ["-m", f"backends.{victim}.process"]
-            ).kill()
+            return next(child for child in children if _runs(child, f"backends.{victim}.process")).kill()
         self.server.kill()
         _, orphans = psutil.wait_procs(children, timeout=ORPHAN_S)
         assert not orphans, f"outlive their server: {[' '.join(orphan.cmdline()) for orphan in orphans]}"
         self.start()
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    try:
+        return process.cmdline()[1:3] == ["-m", module]
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it has just ended
+        return False
 
 
 def assert_told_once(clients: list[Client]) -> None:

@@ -27,12 +27,12 @@ PLAIN = types.AdamParams(learning_rate=LARGE, beta1=0, beta2=0, eps=LARGE)
 class Reference:
     """The tiny model with one adapter, as the server makes it by default."""
 
-    def __init__(self, source: Path, renderer: Renderer) -> None:
+    def __init__(self, source: Path, renderer: Renderer, dtype: torch.dtype = torch.float32) -> None:
         self._renderer = renderer
         config = PeftLoraConfig(
             r=RANK, lora_alpha=32, target_modules=r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)"
         )
-        self.model = get_peft_model(AutoModelForImageTextToText.from_pretrained(source), config).eval()
+        self.model = get_peft_model(AutoModelForImageTextToText.from_pretrained(source), config).eval().to(dtype)
         self.adapter = {
             name.replace(".default", ""): tensor for name, tensor in self.model.named_parameters() if "lora_" in name
         }
@@ -48,6 +48,7 @@ class Reference:
     def distribution_TV(self, model_input: ModelInput) -> Tensor:
         """[T, V] log probabilities; row t is of what follows token t."""
         inputs = reference_inputs(self._renderer, model_input, self.model)
+        inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
         return self.model(**inputs, use_cache=False).logits[0].log_softmax(-1)
 
     def logprobs(self, item: Datum) -> Tensor:

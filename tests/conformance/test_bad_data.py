@@ -124,7 +124,11 @@ def test_041_tokens_outside_the_vocabulary_and_values_that_are_not_finite_are_na
         [
             ("cross_entropy", bad([1, 2, 384]), where + r"token id 384 is outside the vocabulary \(0 to 383\)"),
             ("cross_entropy", bad([1, -2, 3]), where + "token id -2 is outside the vocabulary"),
-            ("cross_entropy", bad([1, PLACEHOLDER]), where + "token 320 is the model's image placeholder"),
+            (
+                "cross_entropy",
+                bad([1, PLACEHOLDER]),
+                where + r"token 320 \(<\|image_pad\|>\) is the model",
+            ),
             ("cross_entropy", bad(target_tokens=targets(0, 999, 0, 0, 0)), "datum 1: target token 999 is outside"),
             ("cross_entropy", bad(target_tokens=targets(0, -1, 0, 0, 0)), "datum 1: target token -1 is outside"),
             ("cross_entropy", bad(weights=nan), "datum 1: NonFiniteInTensor: weights"),

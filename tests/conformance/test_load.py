@@ -43,7 +43,7 @@ def test_080_five_clients_at_once_are_all_served_and_leave_nothing_behind(tmp_pa
 
 def test_033_two_hundred_large_submits_at_once_lose_none(tmp_path: Path) -> None:
     """Each of 300 kB, with heartbeats between them, and every result in its place."""
-    server = Running(tmp_path)
+    server = Running(tmp_path, max_body_bytes=32 << 20)
     try:
         models = [server.model() for _ in range(4)]
 

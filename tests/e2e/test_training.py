@@ -99,7 +99,7 @@ async def test_bad_prompts_are_refused_and_the_engine_goes_on(service):
     params = types.SamplingParams(max_tokens=2)
     bad = [
         (types.ModelInput.from_ints([1, 999]), "token id 999"),
-        (types.ModelInput.from_ints([1, PLACEHOLDER]), "image placeholder"),
+        (types.ModelInput.from_ints([1, PLACEHOLDER]), "placeholder of an image"),
         (types.ModelInput.from_ints([1] * 4095), "context window: 4095 \\+ 2 > 4096"),
         (types.ModelInput(chunks=[types.ImageChunk(data=b"junk", format="png")]), "no readable PNG or JPEG"),
         (
