@@ -3,8 +3,10 @@
 pytest tests/contract/test_trainer.py
 """
 
+import io
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum
+from api_schemas.inputs import Datum, ImageChunk
 from api_schemas.training import AdamParams, Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.protocol import BackendFailed, InvalidInput
@@ -502,3 +505,32 @@ async def test_threads_of_a_rank_on_the_cpu_sleep_while_they_wait(tiny_text):
     finally:
         await ranked.stop()
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_pixels_of_a_request_are_never_in_memory_all_at_once(tiny_vl, renderer):
+    """30 flat pictures of 960 x 960, 22 MB of pixels each, are a few kB as files."""
+    rank = trainer(tiny_vl)
+    rank.create_model("m", LORA)
+    pictures = [Image.new("RGB", (960, 960), (8 * number, 0, 0)) for number in range(30)]
+    data = cross_entropy([datum(prompt(words(3), as_chunk(picture)), renderer) for picture in pictures])
+    rank.forward_backward("m", cross_entropy([datum(prompt(words(3), image(960, 960)), renderer)]), True)
+    process, seen, done = psutil.Process(), [], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            seen.append(process.memory_info().rss)
+
+    watching = threading.Thread(target=watch)
+    before = process.memory_info().rss
+    watching.start()
+    rank.forward_backward("m", data, True)
+    done.set()
+    watching.join()
+    assert len(seen) > 30
+    assert (max(seen) - before) / 2**20 < 250
+
+
+def as_chunk(picture: Image.Image) -> ImageChunk:
+    file = io.BytesIO()
+    picture.save(file, "png")
+    return ImageChunk(data=file.getvalue(), format="png")
