@@ -41,15 +41,11 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O], with the scales of the row's tokens."""
-        y_TO = self.of_tokens(x.flatten(0, -2), self._row.scales_TR)
+        adapters = (self.a_RI, self.b_RO, self._row.scales_TR, self.grad_a_RI, self.grad_b_RO)
+        y_TO: Tensor = lora_linear(x.flatten(0, -2), self.weight, *adapters)[0]
+        if self.bias is not None:
+            y_TO = y_TO + self.bias
         return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
-
-    def of_tokens(self, x_TI: Tensor, scales_TR: Tensor) -> Tensor:
-        """[T, O] for tokens whose scales are given."""
-        y_TO: Tensor = lora_linear(x_TI, self.weight, self.a_RI, self.b_RO, scales_TR, self.grad_a_RI, self.grad_b_RO)[
-            0
-        ]
-        return y_TO if self.bias is None else y_TO + self.bias
 
 
 def scaled(product_TR: Tensor, scales_TR: Tensor) -> Tensor:
