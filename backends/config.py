@@ -32,7 +32,7 @@ class BackendConfig(BaseModel):
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """KV cache of the sampler on CPU; absent: room for two whole contexts, and at least 512 MiB."""
+    """KV cache of a sampler; absent: two whole contexts, at least 512 MiB, on CPU, what is left of its part on CUDA."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)
     """Images kept per process, by content: pixels in the sampler, in the trainer what its vision tower made of them."""
     max_image_pixels: int = Field(default=50_000_000, ge=1)

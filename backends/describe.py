@@ -28,6 +28,8 @@ from backends.trainer.commands import TrainerConfig
 LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
 DEFAULT_MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 SMALLEST_DEFAULT_KV_CACHE = 512 << 20
+LEAST_KV_CACHE_ON_CUDA = 1 << 30
+"""Where no size is set, and the cache takes what is left."""
 
 
 @dataclass
@@ -102,7 +104,8 @@ def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> 
     text_config = renderer.config.get_text_config()
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
     two_contexts = 2 * context * kv_bytes_per_token(text_config, dtype)
-    kv_cache_bytes = config.kv_cache_bytes or max(SMALLEST_DEFAULT_KV_CACHE, two_contexts)
+    least_kv_cache = max(SMALLEST_DEFAULT_KV_CACHE, two_contexts) if device == "cpu" else LEAST_KV_CACHE_ON_CUDA
+    kv_cache_bytes = config.kv_cache_bytes or least_kv_cache
     size = ModelSize(name, count_parameters(directory) * BYTES_PER_NUMBER[dtype], kv_cache_bytes)
     return FoundModel(name, source, directory, renderer, context, dtype, size)
 
@@ -156,7 +159,7 @@ def _sampler_config(
         adapter_slots=config.adapter_slots,
         max_images_per_prompt=config.max_images_per_prompt,
         gpu_memory_fraction=placement.sampler_fraction,
-        kv_cache_bytes=model.size.kv_cache_bytes,
+        kv_cache_bytes=model.size.kv_cache_bytes if device == "cpu" else config.kv_cache_bytes,
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
         scratch_dir=scratch,

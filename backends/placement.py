@@ -19,7 +19,6 @@ _PROCESS_BYTES = 3 << 29  # 1.5 GiB: torch, transformers or vLLM, before any wei
 # NCCL's buffers), and what vLLM takes beyond its part (0.5 GiB there).
 _CONTEXT_BYTES = 2 << 30
 _LEAST_TRAINER_BYTES = 1 << 30  # adapters and a short microbatch
-_LEAST_KV_CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class ModelSize:
     weight_bytes: int
     """One copy of its weights, in the precision that it is loaded in."""
     kv_cache_bytes: int
-    """On the CPU; on CUDA the cache takes what is left of the sampler's part."""
+    """The least that its sampler can do with."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def place(
         raise BackendFailed(f"{num_ranks} ranks on CUDA need as many GPUs; torch sees {len(machine.gpu_bytes)}")
     gpus = _spread(models, len(machine.gpu_bytes), num_ranks)
     trainers = {model.name: model.weight_bytes + _LEAST_TRAINER_BYTES + _CONTEXT_BYTES for model in models}
-    samplers = {model.name: model.weight_bytes + _LEAST_KV_CACHE_BYTES for model in models}
+    samplers = {model.name: model.weight_bytes + model.kv_cache_bytes for model in models}
     trainer_fraction = {model.name: 1.0 for model in models}
     sampler_fractions: dict[str, float] = {}
     for gpu, total in enumerate(machine.gpu_bytes):

@@ -24,7 +24,8 @@ class SamplerConfig:
     adapter_slots: int
     max_images_per_prompt: int
     gpu_memory_fraction: float
-    kv_cache_bytes: int
+    kv_cache_bytes: int | None
+    """None, on CUDA alone: what weights and activations leave of `gpu_memory_fraction`."""
     image_cache_bytes: int
     max_image_pixels: int
     scratch_dir: Path

@@ -34,6 +34,8 @@ def check_version(found: str = vllm.__version__) -> None:
 def check_kv_cache(renderer: Renderer, config: SamplerConfig) -> None:
     """Raises BackendFailed for a cache that cannot hold one whole context, which the engine would refuse too,
     but only deep in another process."""
+    if config.kv_cache_bytes is None:
+        return
     token_bytes = kv_bytes_per_token(renderer.config.get_text_config(), config.dtype)
     num_tokens = config.kv_cache_bytes // token_bytes
     if num_tokens < config.max_context_length:
@@ -55,6 +57,7 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         max_num_seqs=max_rows(config),
         # Of those let in, the prompts of owners with few rows running come first (`turns.py`).
         scheduling_policy="priority",
+        kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
@@ -80,7 +83,6 @@ def _device_args(config: SamplerConfig) -> dict[str, Any]:
     if config.device == "cpu":
         return {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": config.kv_cache_bytes,
             "max_num_batched_tokens": max(4096, max_rows(config)),
         }
     # Decode graphs without torch.compile: as fast as both, and up in a third of the time.

@@ -58,8 +58,7 @@ class SamplerProcess:
         renderer = Renderer(
             config.source, image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels
         )
-        if config.device == "cpu":
-            check_kv_cache(renderer, config)
+        check_kv_cache(renderer, config)
         engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))
         await engine.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders),))
         return cls(config, engine, renderer)

@@ -13,16 +13,20 @@ import pytest
 import pytest_asyncio
 import torch
 
-from api_schemas.training import LoraConfig
+from api_schemas.training import Trainable
 from backends.protocol import InvalidInput
 from backends.rendering import Renderer
 from backends.sampler.client import SamplerClient
+from backends.sources import kv_bytes_per_token
 from backends.trainer.checkpoint import write_adapter, write_directory
 from tests.factories import MIXED, prompt, words
 from tests.sampling import RANKS, Reference, request, sample, sampler_config, scoring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]
 
+KV_CACHE_BYTES = 32 << 20
+LONG = 3900
+"""Tokens of a prompt that fills the cache."""
 CLOSE = 0.05
 """Nats between two runs of one prompt in bfloat16, in batches of different sizes."""
 
@@ -32,8 +36,8 @@ async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     config = sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch"))
-    # As little KV cache as the device's size allows, so that the test can fill it.
-    running = SamplerClient(replace(config, device="cuda", dtype="bfloat16", gpu_memory_fraction=0.04))
+    cuda = replace(config, device="cuda", dtype="bfloat16", gpu_memory_fraction=0.1, kv_cache_bytes=KV_CACHE_BYTES)
+    running = SamplerClient(cuda)
     await running.start()
     yield running
     await running.stop()
@@ -50,11 +54,12 @@ def spoilt(reference: Reference, directory: Path) -> Path:
     for name in tensors:
         if "lora_B" in name:
             tensors[name].fill_(1e30)
-    write_directory(directory, lambda at: write_adapter(at, tensors, LoraConfig(rank=4), "base"))
+    write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
     return directory
 
 
-async def test_a_diverged_adapter_leaves_nothing_in_the_cache_for_others(sampler, reference, tmp_path):
+async def test_a_diverged_adapter_leaves_nothing_in_the_cache_for_others(sampler, reference, renderer, tmp_path):
+    """The prompts fill the whole cache."""
     diverged = spoilt(reference, tmp_path / "diverged")
     small = reference.save("small", RANKS["small"], tmp_path / "small")
     inputs = [prompt(words(40, i)) for i in range(40)]
@@ -64,10 +69,10 @@ async def test_a_diverged_adapter_leaves_nothing_in_the_cache_for_others(sampler
         return [one.prompt_logprobs for one in responses]
 
     before = {weights: await scores(weights) for weights in (None, small)}
-    for start in range(0, 2400, 200):  # 9 million tokens, more than a few GiB hold of a model this small
-        long = [request(prompt(words(3900, 1000 + start + i)), {"max_tokens": 4}) for i in range(200)]
-        answers = await asyncio.gather(*(sample(sampler, one, diverged) for one in long), return_exceptions=True)
-        assert all(isinstance(one, InvalidInput) and "not finite" in str(one) for one in answers), answers[0]
+    capacity = KV_CACHE_BYTES // kv_bytes_per_token(renderer.config.get_text_config(), "bfloat16")
+    long = [request(prompt(words(LONG, 1000 + i)), {"max_tokens": 4}) for i in range(capacity // LONG + 8)]
+    answers = await asyncio.gather(*(sample(sampler, one, diverged) for one in long), return_exceptions=True)
+    assert all(isinstance(one, InvalidInput) and "not finite" in str(one) for one in answers), answers[0]
     for weights, expected in before.items():
         for got, wanted in zip(await scores(weights), expected, strict=True):
             assert got is not None and wanted is not None
@@ -94,7 +99,7 @@ async def test_image_placeholders_are_never_drawn_however_likely(sampler, render
         "base_model.model.lm_head.lora_A.weight": torch.cat([direction, -direction]),
         "base_model.model.lm_head.lora_B.weight": rows,
     }
-    write_directory(tmp_path / "a", lambda at: write_adapter(at, tensors, LoraConfig(rank=2), "base"))
+    write_directory(tmp_path / "a", lambda at: write_adapter(at, tensors, Trainable(rank=2, seed=0), "base"))
     for params in ({}, {"temperature": 0}, {"temperature": 0.3}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.2}):
         one = request(MIXED["one image"], {"max_tokens": 40, "stop": []} | params, num_samples=8)
         response = await sample(sampler, one, tmp_path / "a")
