@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, and durable once they are there."""
+"""Files and directories that are there whole or not at all, and durable once they are there, where that is wanted."""
 
 import os
 import shutil
@@ -9,16 +9,18 @@ from pathlib import Path
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Where to write a file or a directory that gets its name `path` once the block has ended.
 
-    A name that begins with a dot, in the same directory. It is removed where the block raises.
+    A name that begins with a dot, in the same directory. It is removed where the block raises. What is not `durable`
+    is in the memory of this machine at first, and may be lost or half there after a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield aside
-        flush(aside)
+        if durable:
+            flush(aside)
         aside.rename(path)
     except BaseException:
         if aside.is_dir():
@@ -26,7 +28,8 @@ def written_aside(path: Path) -> Iterator[Path]:
         else:
             aside.unlink(missing_ok=True)
         raise
-    _flush_one(path.parent)
+    if durable:
+        _flush_one(path.parent)
 
 
 def flush(path: Path) -> None:

@@ -102,9 +102,10 @@ class Trainer(Protocol):
     async def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
         """Make the model that suspend wrote, as it was."""
 
-    async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
-        """Write the adapter in PEFT's form into `directory`, which appears whole or not at all. InvalidInput for an
-        adapter that is not finite."""
+    async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
+        """Write the adapter in PEFT's form into `directory`, which appears whole or not at all, but is not durable yet:
+        in float32 where it is `for_elsewhere`, else in the base's precision, which is the sampler's. InvalidInput
+        for an adapter that is not finite, or whose log probabilities are not."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,10 @@ class Sampler(Protocol):
         Raises InvalidInput where the prompt's images do not decode or the weights are gone or diverged,
         BackendFailed where the engine cannot do this task. An engine that dies is started again under it.
         """
+
+    async def publish(self, weights: Path, owner: str) -> None:
+        """Load what save_sampler_weights wrote, before its first sample: where the sampler does not score a test text
+        with it as the trainer did, BackendFailed is raised, and otherwise as by `sample`."""
 
 
 class BaseModel(Protocol):

@@ -16,7 +16,7 @@ from api_schemas.training import (
     OptimStepResponse,
     Trainable,
 )
-from backends.protocol import BaseModelInfo, EncodedBatch, InvalidInput, ModelLost, SamplingTask
+from backends.protocol import BackendFailed, BaseModelInfo, EncodedBatch, InvalidInput, ModelLost, SamplingTask
 from backends.sampler.checks import check_support
 from backends.trainer.checks import decode_batch
 
@@ -113,7 +113,7 @@ class FakeTrainer:
         await self.load_state(model_id, directory, with_optimizer=True)
         self.gradients[model_id] = json.loads((directory / "gradient").read_text())
 
-    async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
+    async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         await self.save_state(model_id, directory)
         save_file(ADAPTER, directory / "adapter_model.safetensors")
         (directory / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
@@ -130,6 +130,9 @@ class FakeSampler:
         self.gate = _open()
         self.running = 0
         self.num_begun = 0
+        self.publish_gate = _open()
+        self.published: list[Path] = []
+        self.refuses = False
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         self.num_begun += 1
@@ -145,6 +148,12 @@ class FakeSampler:
         length = sum(len(chunk.tokens) for chunk in task.prompt.chunks if isinstance(chunk, EncodedTextChunk))
         scores = np.append(np.nan, np.full(length - 1, -1)).astype(np.float32) if task.scores.logprobs else None
         return SampleResponse(sequences=[sequence] * task.num_samples, prompt_logprobs=scores)
+
+    async def publish(self, weights: Path, owner: str) -> None:
+        self.published.append(weights)
+        await self.publish_gate.wait()
+        if self.refuses:
+            raise BackendFailed("the sampler's log probabilities of a test text are not the trainer's")
 
 
 class FakeBaseModel:

@@ -13,20 +13,23 @@ import shutil
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from backends.canary import Canary
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
+from backends.sampler.scores import score
 
 
 class _Adapter:
     """One adapter's files and name, and how many use it."""
 
-    def __init__(self, weights: Path, request: LoRARequest, linking: asyncio.Task[None]) -> None:
+    def __init__(self, weights: Path, request: LoRARequest, linking: asyncio.Task[Canary | None]) -> None:
         self.weights = weights
         self.request = request
         self.linking = linking
@@ -37,9 +40,10 @@ class _Adapter:
 class EngineAdapters:
     """The adapters of one engine, by the directory they were saved in."""
 
-    def __init__(self, engine: AsyncLLM, scratch_dir: Path) -> None:
-        """Empties `scratch_dir`."""
+    def __init__(self, engine: AsyncLLM, scratch_dir: Path, dtype: str) -> None:
+        """Empties `scratch_dir`. The engine computes in `dtype`."""
         self._engine = engine
+        self._dtype = dtype
         self._scratch_dir = scratch_dir.absolute()
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
         self._scratch_dir.mkdir(parents=True)
@@ -70,11 +74,12 @@ class EngineAdapters:
             self._drop_idle()
 
     async def load(self, adapter: "_Adapter | None") -> LoRARequest | None:
-        """The engine's name for an adapter that is held. Raises BackendFailed where the engine cannot load it."""
+        """The engine's name for an adapter that is held. Raises BackendFailed where the engine cannot load it, or
+        does not score with it as the trainer did."""
         if adapter is None:
             return None
         if adapter.loading is None:
-            adapter.loading = asyncio.create_task(self._load(adapter.request))
+            adapter.loading = asyncio.create_task(self._load(adapter.request, adapter.linking.result()))
             adapter.loading.add_done_callback(lambda task: self._forget_failed(adapter, task))
         await asyncio.shield(adapter.loading)
         return adapter.request
@@ -88,10 +93,10 @@ class EngineAdapters:
         self._adapters[weights] = adapter
         return adapter
 
-    async def _load(self, request: LoRARequest) -> None:
+    async def _load(self, request: LoRARequest, canary: Canary | None) -> None:
         try:
-            await self._engine.add_lora(request)
-            (ignored,) = await self._engine.collective_rpc("ignored_modules", args=(request.lora_int_id,))
+            load = (request.lora_name, request.lora_int_id, request.lora_path)
+            (ignored,) = await self._engine.collective_rpc("load_adapter", args=load)
         except EngineDeadError:
             raise
         except Exception as error:  # whatever vLLM meets in the files; the engine lives
@@ -101,6 +106,8 @@ class EngineAdapters:
             raise BackendFailed(
                 f"the sampler cannot load these weights: the engine has no place for {', '.join(ignored)}"
             )
+        if canary is not None:
+            canary.check_same(await score(self._engine, canary.token_ids, request), self._dtype)
 
     def _drop_idle(self) -> None:
         """Forget the adapters least recently used while there are too many."""
@@ -108,7 +115,7 @@ class EngineAdapters:
         for weights in idle[: max(0, len(self._adapters) - MAX_ADAPTERS)]:
             self._forget(self._adapters[weights])
 
-    def _forget_failed(self, adapter: _Adapter, task: asyncio.Task[None]) -> None:
+    def _forget_failed(self, adapter: _Adapter, task: asyncio.Task[Any]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._forget(adapter)
 
@@ -127,8 +134,8 @@ class EngineAdapters:
         await asyncio.to_thread(shutil.rmtree, adapter.request.lora_path, ignore_errors=True)
 
 
-def _link(source: Path, directory: Path) -> None:
-    """Both files of an adapter under a name of our own, copied only where the file systems differ."""
+def _link(source: Path, directory: Path) -> Canary | None:
+    """Both files of an adapter under a name of our own, copied only where the file systems differ; and its canary."""
     directory.mkdir()
     for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
         try:
@@ -137,18 +144,21 @@ def _link(source: Path, directory: Path) -> None:
             raise InvalidInput("the sampler weights no longer exist") from None
         except OSError:
             shutil.copyfile(source / name, directory / name)
-    _check_finite(directory)
-
-
-def _check_finite(directory: Path) -> None:
-    """Raises InvalidInput naming the first tensor with NaN or infinity in it."""
     try:
         with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                if not file.get_tensor(name).isfinite().all():
-                    raise InvalidInput(
-                        f"the sampler weights cannot be used: {name} holds values that are not finite; the training"
-                        " run has diverged, sample from a checkpoint before that"
-                    )
+            canary = Canary.from_metadata(file.metadata())
+            if canary is None:  # else the trainer has seen to it
+                _check_finite(file)
+            return canary
     except SafetensorError as error:
         raise BackendFailed(f"the sampler cannot load these weights: {error}") from None
+
+
+def _check_finite(file: Any) -> None:
+    """Raises InvalidInput naming the first tensor with NaN or infinity in it."""
+    for name in file.keys():  # noqa: SIM118 - the file is no mapping
+        if not file.get_tensor(name).isfinite().all():
+            raise InvalidInput(
+                f"the sampler weights cannot be used: {name} holds values that are not finite; the training"
+                " run has diverged, sample from a checkpoint before that"
+            )

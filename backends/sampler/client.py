@@ -9,18 +9,21 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleResponse, SamplingParams
-from backends.children import Child, ChildDied
+from backends.children import Child, ChildDied, Command
 from backends.launcher import launch_sampler
 from backends.protocol import BackendFailed, SamplingTask
-from backends.sampler.commands import CountProgress, Sample, SamplerConfig, Start
+from backends.sampler.commands import CountProgress, Publish, Sample, SamplerConfig, Start
 from backends.sampler.trials import EngineDied, Trials
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 _PROGRESS_S = 15
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
@@ -65,17 +68,23 @@ class SamplerClient:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """As the protocol says."""
+        return await self._run(task.owner, Sample(task))
 
-        async def work(child: Child) -> SampleResponse:
+    async def publish(self, weights: Path, owner: str) -> None:
+        """As the protocol says."""
+        await self._run(owner, Publish(weights))
+
+    async def _run(self, owner: str, command: Command[R]) -> R:
+        async def work(child: Child) -> R:
             try:
-                return await child.call(Sample(task))
+                return await child.call(command)
             except ChildDied:
                 if child is self._child:
                     self._child = None
                     self._trials.engine_died()
                 raise EngineDied from None
 
-        return await self._trials.run(task.owner, work)
+        return await self._trials.run(owner, work)
 
     async def _running(self) -> Child:
         """The living child; the first caller after its death starts another, and all wait for that."""

@@ -51,5 +51,12 @@ class Sample(Command[SampleResponse]):
 
 
 @dataclass(frozen=True)
+class Publish(Command[None]):
+    """`protocol.Sampler.publish`."""
+
+    weights: Path
+
+
+@dataclass(frozen=True)
 class CountProgress(Command[int]):
     """A number that grows with every step of the engine and every task done."""

@@ -63,8 +63,8 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
         enable_lora=True,
         max_lora_rank=config.max_lora_rank,
-        max_loras=config.adapter_slots,
-        max_cpu_loras=max(MAX_ADAPTERS, config.adapter_slots),
+        max_loras=config.adapter_slots + 1,  # one for weights that are being published
+        max_cpu_loras=max(MAX_ADAPTERS, config.adapter_slots + 1),
         lora_target_modules=list(ENGINE_MODULES),
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
         disable_log_stats=True,
@@ -75,8 +75,8 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
 
 
 def max_rows(config: SamplerConfig) -> int:
-    """Sequences that the engine decodes at once at most."""
-    return config.max_concurrent_samples + NEWCOMER_ROWS
+    """Sequences that the engine decodes at once at most; one of them for weights that are being published."""
+    return config.max_concurrent_samples + NEWCOMER_ROWS + 1
 
 
 def _device_args(config: SamplerConfig) -> dict[str, Any]:

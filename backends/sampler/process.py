@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 from collections.abc import Coroutine, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
@@ -26,7 +27,7 @@ from backends.protocol import BackendFailed, InvalidInput, SamplingTask
 from backends.rendering import Rendered, Renderer
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
-from backends.sampler.commands import CountProgress, Sample, SamplerConfig, Start
+from backends.sampler.commands import CountProgress, Publish, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.requests import engine_input, sampling_params
 from backends.sampler.turns import Turns
@@ -43,7 +44,8 @@ class SamplerProcess:
     def __init__(self, config: SamplerConfig, engine: AsyncLLM, renderer: Renderer) -> None:
         self._engine = engine
         self._renderer = renderer
-        self._adapters = EngineAdapters(engine, config.scratch_dir)
+        self._adapters = EngineAdapters(engine, config.scratch_dir, config.dtype)
+        self._publishing = asyncio.Lock()
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, config.source)
         self._turns = Turns(config.max_concurrent_samples, config.adapter_slots)
@@ -78,6 +80,13 @@ class SamplerProcess:
             outputs = await _all(sequence(index) for index in range(task.num_samples))
         self._tasks_done += 1
         return answer(task, (await prompt.render())[0], outputs)
+
+    async def publish(self, weights: Path) -> None:
+        """`protocol.Sampler.publish`: one at a time, in the place that the engine has for it beside its rows and slots,
+        so that it neither waits for the samples of others nor holds them up."""
+        async with self._publishing, self._adapters.hold(weights) as adapter:
+            await self._adapters.load(adapter)
+        self._tasks_done += 1
 
     async def count_progress(self) -> int:
         """Steps of the engine and tasks done."""
@@ -156,13 +165,16 @@ async def main() -> None:
     """Serve the server's commands until it closes its end."""
     started: list[SamplerProcess] = []
 
-    async def handle(command: Start | Sample | CountProgress) -> SampleResponse | int | None:
+    async def handle(command: Start | Sample | Publish | CountProgress) -> SampleResponse | int | None:
         match command:
             case Start(config):
                 started.append(await SamplerProcess.start(config))
                 return None
             case Sample(task):
                 return await started[0].sample(task)
+            case Publish(weights):
+                await started[0].publish(weights)
+                return None
             case CountProgress():
                 return await started[0].count_progress()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
@@ -68,7 +69,8 @@ class WorkerExtension:
         """Steps in which the model computed something."""
         return self.steps_done
 
-    def ignored_modules(self, lora_id: int) -> list[str]:
-        """Modules of a loaded adapter that no layer of the engine takes up; vLLM passes over them in silence."""
+    def load_adapter(self, name: str, lora_id: int, path: str) -> list[str]:
+        """Modules of the adapter that no layer of the engine takes up; vLLM passes over them in silence."""
+        self.model_runner.add_lora(LoRARequest(name, lora_id, path))
         manager = self.model_runner.lora_manager._adapter_manager
         return sorted(set(manager.get_adapter(lora_id).loras) - set(manager.modules))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas.training import Trainable
+from backends.canary import Canary
 from backends.files import written_aside
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.trainer.lora import ALPHA
@@ -25,16 +26,19 @@ GradientState = Literal["none", "whole", "incomplete"]
 """Of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 
 
-def write_directory(directory: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a fresh directory, make it durable, and give it its name."""
-    with written_aside(directory) as aside:
+def write_directory(directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
+    """Let `write` fill a fresh directory, make it durable where asked to, and give it its name."""
+    with written_aside(directory, durable=durable) as aside:
         aside.mkdir()
         write(aside)
 
 
-def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: Trainable, base_model: str) -> None:
+def write_adapter(
+    directory: Path, tensors: Mapping[str, Tensor], config: Trainable, base_model: str, canary: Canary | None = None
+) -> None:
     """The two files that PEFT and vLLM load."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / ADAPTER_FILE)
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, directory / ADAPTER_FILE, None if canary is None else canary.to_metadata())
     peft_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

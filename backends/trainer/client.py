@@ -95,9 +95,9 @@ class TrainerClient:
         """As the protocol says."""
         await self._run(model_id, commands.LoadState(model_id, directory, with_optimizer))
 
-    async def save_sampler_weights(self, model_id: str, directory: Path) -> None:
+    async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """As the protocol says."""
-        await self._run(model_id, commands.SaveSamplerWeights(model_id, directory))
+        await self._run(model_id, commands.SaveSamplerWeights(model_id, directory, for_elsewhere))
 
     async def _add(self, command: commands.CreateModel | commands.Resume) -> None:
         async with self._one_command:

@@ -105,6 +105,7 @@ class SaveSamplerWeights(Command[None]):
 
     model_id: str
     directory: Path
+    for_elsewhere: bool
 
 
 @dataclass(frozen=True)

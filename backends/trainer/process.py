@@ -47,8 +47,8 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
             rank.save_state(model_id, directory)
         case commands.LoadState(model_id, directory, with_optimizer):
             rank.load_state(model_id, directory, with_optimizer)
-        case commands.SaveSamplerWeights(model_id, directory):
-            rank.save_sampler_weights(model_id, directory)
+        case commands.SaveSamplerWeights(model_id, directory, for_elsewhere):
+            rank.save_sampler_weights(model_id, directory, for_elsewhere)
         case commands.Suspend(model_id, directory):
             rank.suspend(model_id, directory)
         case commands.Resume(model_id, lora, directory):

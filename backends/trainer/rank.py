@@ -7,9 +7,12 @@ All ranks run the same commands with the same arguments. Whatever one of them fi
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from api_schemas.training import AdamParams, ForwardBackwardInput, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.protocol import EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base import FrozenBase
+from backends.trainer.canary import score_canary
 from backends.trainer.checks import check_forward_backward, decode_batch
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.forward_backward import BatchPass
@@ -118,9 +121,12 @@ class TrainerRank:
         """Adapter and optimizer."""
         self._files.save_state(self._about_to_move(model_id), directory)
 
-    def save_sampler_weights(self, model_id: str, directory: Path) -> None:
+    def save_sampler_weights(self, model_id: str, directory: Path, for_elsewhere: bool) -> None:
         """The adapter alone."""
-        self._files.save_adapter(self._about_to_move(model_id), directory)
+        tenant = self._about_to_move(model_id)
+        canary = score_canary(self.base, self._world.device, tenant.adapter)
+        dtype = torch.float32 if for_elsewhere else getattr(torch, self._config.dtype)
+        self._files.save_adapter(tenant, directory, canary, dtype)
 
     def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
         """Where it raises, the model is as it was."""

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from backends.canary import Canary
 from backends.protocol import InvalidInput
 from backends.trainer import checkpoint
+from backends.trainer.lora import Adapter
 from backends.trainer.parallel import World, agreed, from_rank_zero, gather_objects, sum_gradients
 from backends.trainer.tenant import Tenant, all_finite
 
@@ -24,9 +27,18 @@ class WeightFiles:
         self._base_model = base_model
         self._world = world
 
-    def save_adapter(self, tenant: Tenant, directory: Path) -> None:
-        """The adapter alone, as PEFT and vLLM load it. Raises InvalidInput where it is not finite."""
-        self._write(tenant, directory, lambda aside: self._write_adapter(tenant, aside))
+    def save_adapter(self, tenant: Tenant, directory: Path, canary: Canary, dtype: torch.dtype) -> None:
+        """The adapter alone, as PEFT and vLLM load it, in this precision and not durable yet.
+
+        Raises InvalidInput where it, or how it scores, is not finite.
+        """
+
+        def write(aside: Path) -> None:
+            canary.check_finite()
+            tensors = host_tensors(tenant.adapter, dtype)
+            checkpoint.write_adapter(aside, tensors, tenant.adapter.config, self._base_model, canary)
+
+        self._write(tenant, directory, write, durable=False)
 
     def save_state(self, tenant: Tenant, directory: Path) -> None:
         """Adapter and optimizer. Raises InvalidInput where the adapter is not finite."""
@@ -74,11 +86,11 @@ class WeightFiles:
     def _write_adapter(self, tenant: Tenant, directory: Path) -> None:
         checkpoint.write_adapter(directory, tenant.adapter.tensors, tenant.adapter.config, self._base_model)
 
-    def _write(self, tenant: Tenant, directory: Path, write: Callable[[Path], None]) -> None:
+    def _write(self, tenant: Tenant, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
         def write_finite() -> None:
             if not all_finite(list(tenant.adapter.tensors.values())):
                 raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
-            checkpoint.write_directory(directory, write)
+            checkpoint.write_directory(directory, write, durable=durable)
 
         agreed(self._on_rank_zero(write_finite), self._world)
 
@@ -88,3 +100,24 @@ class WeightFiles:
 
     def _on_rank_zero(self, action: Callable[[], T]) -> Callable[[], T | None]:
         return lambda: action() if self._world.rank == 0 else None
+
+
+def host_tensors(adapter: Adapter, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of an adapter's tensors in host memory, by their name in a PEFT file, laid out as the file has them.
+
+    A few large copies from the device instead of two for each linear, after it has rounded and transposed them.
+    """
+    halves = []
+    for stack in adapter.stacks:
+        a_LrI, b_LOr = stack.a_LrI.data.to(dtype), stack.b_LrO.data.to(dtype).transpose(1, 2).contiguous()
+        halves.append((_on_host(a_LrI), _on_host(b_LOr).transpose(1, 2)))
+    if adapter.stacks[0].a_LrI.is_cuda:
+        torch.cuda.synchronize()
+    return adapter.named(halves)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Pinned where it comes from a GPU, whose copy may still be under way."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

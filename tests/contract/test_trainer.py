@@ -363,7 +363,7 @@ def test_a_checkpoint_of_another_rank_is_refused(rank, tmp_path):
 
 def test_sampler_weights_hold_no_optimizer_and_say_so(rank, tmp_path):
     rank.create_model("m", LORA)
-    rank.save_sampler_weights("m", tmp_path / "weights")
+    rank.save_sampler_weights("m", tmp_path / "weights", for_elsewhere=True)
     with pytest.raises(InvalidInput, match="not saved for training"):
         rank.load_state("m", tmp_path / "weights", True)
 

@@ -61,9 +61,8 @@ class Saving:
 
     async def save_weights(self, request: SaveWeightsRequest) -> SaveWeightsResponse:
         """A training checkpoint."""
-        async with self._models.training(request.model_id) as (run, trainer):
-            path = await self._save(run, "weights", request.path, request, trainer.save_state)
-        return SaveWeightsResponse(path=path)
+        saved = await self._save("weights", request.path, request, _for_training)
+        return SaveWeightsResponse(path=saved.tinker_path)
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> SaveWeightsForSamplerResponse:
         """Sampler weights under a name, or a new sampling session on unnamed ones."""
@@ -71,20 +70,24 @@ class Saving:
             raise Unsupported("kind 'inflight' is for a sampling session; weights with a name are of kind 'snapshot'")
         if (request.path is None) == (request.sampling_session_seq_id is None):
             raise Unsupported("give either path (a name) or sampling_session_seq_id (a new sampling session)")
-        async with self._models.training(request.model_id) as (run, trainer):
-            save = trainer.save_sampler_weights
-            if request.path is not None:
-                path = await self._save(run, "sampler_weights", request.path, request, save)
-                return SaveWeightsForSamplerResponse(path=path)
-            if request.ttl_seconds is not None or request.user_metadata is not None:
-                raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
-            async with self._storage.writing(run.model_id, request.kind, f"{request.seq_id}") as directory:
-                await save(run.model_id, self._storage.path(directory))
-                number = request.sampling_session_seq_id or 0
-                name = await self._sampling_session(run, ids.sampling_session_id(run.session_id, number), directory)
+        if request.path is not None:
+            saved = await self._save("sampler_weights", request.path, request, _for_download)
+            return SaveWeightsForSamplerResponse(path=saved.tinker_path)
+        if request.ttl_seconds is not None or request.user_metadata is not None:
+            raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
+        async with self._storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
+            async with self._models.training(request.model_id) as (run, trainer):
+                await _for_the_sampler(trainer, run.model_id, self._storage.path(directory))
+            await self._publish(run, directory)
+            number = request.sampling_session_seq_id or 0
+            name = await self._sampling_session(run, ids.sampling_session_id(run.session_id, number), directory)
         if request.kind == "inflight":
             await self._supersede(directory)
         return SaveWeightsForSamplerResponse(sampling_session_id=name)
+
+    async def _publish(self, run: TrainingRun, directory: str) -> None:
+        """Weights that the sampler does not score as the trainer does are nobody's: the save fails."""
+        await self._models.base(run.base_model).sampler.publish(self._storage.path(directory), run.owner)
 
     async def _sampling_session(self, run: TrainingRun, sampling_session_id: str, directory: str) -> str:
         sampler = SamplingSession(
@@ -110,25 +113,23 @@ class Saving:
         """The adapter as files for other programs."""
         texts = request.age_encryption_recipients
         recipients = [] if texts is None else parse_recipients(texts)
-        async with self._models.training(request.model_id) as (run, trainer):
 
-            async def save(model_id: str, directory: Path) -> None:
-                await _export(trainer, model_id, directory, recipients)
+        async def save(trainer: Trainer, model_id: str, directory: Path) -> None:
+            await _export(trainer, model_id, directory, recipients)
 
-            path = await self._save(run, "external_weights", request.path, request, save)
-        saved = await self._checkpoints.require(TinkerPath.parse(path), run.owner, time.time())
-        return SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes)
+        saved = await self._save("external_weights", request.path, request, save)
+        return SaveWeightsExternalResponse(path=saved.tinker_path, size_bytes=saved.size_bytes)
 
     async def _save(
         self,
-        run: TrainingRun,
         kind: Kind,
         name: str,
         request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
-        save: Callable[[str, Path], Awaitable[None]],
-    ) -> str:
+        save: Callable[[Trainer, str, Path], Awaitable[None]],
+    ) -> Checkpoint:
+        """The trainer is held while it writes, and no longer."""
         try:
-            path = TinkerPath(run.model_id, kind, check_name(name))
+            path = TinkerPath(request.model_id, kind, check_name(name))
         except ValueError as error:
             raise Unsupported(str(error)) from None
         now = time.time()
@@ -137,8 +138,11 @@ class Saving:
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
-            await save(run.model_id, self._storage.path(directory))
+            async with self._models.training(request.model_id) as (run, trainer):
+                await save(trainer, run.model_id, self._storage.path(directory))
             await self._storage.flush(directory)
+            if kind == "sampler_weights":
+                await self._publish(run, directory)
             checkpoint = Checkpoint(
                 tinker_path=str(path),
                 owner=run.owner,
@@ -159,12 +163,24 @@ class Saving:
         await self._audit.note("checkpoint_saved", run.owner, model_id=run.model_id, tinker_path=str(path))
         if first is not None:
             await self._storage.delete(first.directory)
-        return str(path)
+        return checkpoint
+
+
+async def _for_training(trainer: Trainer, model_id: str, directory: Path) -> None:
+    await trainer.save_state(model_id, directory)
+
+
+async def _for_download(trainer: Trainer, model_id: str, directory: Path) -> None:
+    await trainer.save_sampler_weights(model_id, directory, for_elsewhere=True)
+
+
+async def _for_the_sampler(trainer: Trainer, model_id: str, directory: Path) -> None:
+    await trainer.save_sampler_weights(model_id, directory, for_elsewhere=False)
 
 
 async def _export(trainer: Trainer, model_id: str, directory: Path, recipients: list[Recipient]) -> None:
     """PEFT's form in a subdirectory, the tinker tools' beside it; encrypted if there are recipients."""
-    await trainer.save_sampler_weights(model_id, directory / PEFT)
+    await trainer.save_sampler_weights(model_id, directory / PEFT, for_elsewhere=True)
     await asyncio.to_thread(export.write_tinker_form, directory / PEFT, directory)
     if recipients:
         await asyncio.to_thread(encrypt_files, directory, recipients)

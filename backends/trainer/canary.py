@@ -1,0 +1,20 @@
+"""How a model scores the text that travels with its weights (`backends/canary.py`)."""
+
+import numpy as np
+import torch
+
+from backends.canary import Canary, canary_tokens
+from backends.rendering import Rendered
+from backends.trainer.base import FrozenBase
+from backends.trainer.batching import pack
+from backends.trainer.lora import Adapter
+
+
+def score_canary(base: FrozenBase, device: torch.device, adapter: Adapter) -> Canary:
+    """On all ranks, which compute the same; what is not finite is left in."""
+    token_ids = canary_tokens(base.renderer.vocab_size, base.renderer.family.placeholders)
+    batch = pack([(Rendered(token_ids, [], []), np.roll(token_ids, -1))], base.renderer.family, device)
+    (scales_R,) = base.adapters.load([adapter])
+    with torch.no_grad():
+        logprobs_T1 = base.scorer(batch, scales_R.repeat(len(token_ids), 1))
+    return Canary(token_ids.tolist(), logprobs_T1[:-1, 0].tolist())

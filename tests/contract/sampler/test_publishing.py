@@ -1,0 +1,134 @@
+"""What a trainer saved is scored by the sampler as the trainer scored it, or is not sampled from."""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from api_schemas.training import AdamParams
+from backends.canary import Canary
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
+from backends.trainer.parallel import World
+from backends.trainer.rank import TrainerRank
+from tests.factories import MIXED, cross_entropy, datum, prompt, words
+from tests.sampling import request, sample
+from tests.trainers import LORA, config, trainer
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+@pytest.fixture(scope="module")
+def rank(tiny_vl, renderer) -> TrainerRank:
+    """With the model `m`, some steps on."""
+    rank = trainer(tiny_vl)
+    rank.create_model("m", LORA)
+    for seed in range(3):
+        rank.forward_backward("m", cross_entropy([datum(prompt(words(30, seed)), renderer, seed)]), True)
+        rank.optim_step("m", AdamParams(learning_rate=1e-2))
+    return rank
+
+
+@pytest.fixture
+def saved(rank: TrainerRank, tmp_path: Path) -> Path:
+    rank.save_sampler_weights("m", tmp_path / "saved", for_elsewhere=False)
+    return tmp_path / "saved"
+
+
+def changed(saved: Path, name: str, change: Callable[[dict[str, Tensor]], object], alpha: int = 32) -> Path:
+    """The same files, with other tensors or another alpha than the trainer's, which says so nowhere."""
+    directory = shutil.copytree(saved, saved.with_name(name))
+    with safe_open(saved / ADAPTER_FILE, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(saved / ADAPTER_FILE)
+    change(tensors)
+    save_file(tensors, directory / ADAPTER_FILE, metadata)
+    config = json.loads((directory / ADAPTER_CONFIG_FILE).read_text())
+    (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps({**config, "lora_alpha": alpha}))
+    return directory
+
+
+def without_attention(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if "layers.1.self_attn" in name]:
+        del tensors[name]
+
+
+def swapped(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if "gate_proj" in name]:
+        other = name.replace("gate_proj", "up_proj")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+async def test_saved_weights_carry_the_trainers_scores_and_the_sampler_agrees(sampler, rank, saved, renderer):
+    with safe_open(saved / ADAPTER_FILE, "pt") as file:
+        canary = Canary.from_metadata(file.metadata())
+    assert canary is not None
+    ids = np.array(canary.token_ids)
+    text = words(len(ids)).model_copy(update={"tokens": ids.astype(np.int32)})
+    scored = datum(prompt(text), renderer)
+    scored = scored.model_copy(update={"loss_fn_inputs": {**scored.loss_fn_inputs, "target_tokens": np.roll(ids, -1)}})
+    (output,) = rank.forward_backward("m", cross_entropy([scored]), False).loss_fn_outputs
+    np.testing.assert_allclose(canary.logprobs, output["logprobs"][:-1], atol=1e-5)
+    await sampler.publish(saved, "somebody")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "alpha"),
+    [
+        ("a layer's attention is left out", without_attention, 32),
+        ("two modules are swapped", swapped, 32),
+        ("another scale", lambda _: None, 64),
+        ("no adapter at all", lambda tensors: [tensor.zero_() for tensor in tensors.values()], 32),
+    ],
+)
+async def test_weights_that_are_scored_otherwise_are_neither_published_nor_sampled(sampler, saved, name, change, alpha):
+    wrong = changed(saved, name, change, alpha)
+    with pytest.raises(BackendFailed, match=r"not the trainer's: with these weights they differ by .* the weights are"):
+        await sampler.publish(wrong, "somebody")
+    with pytest.raises(BackendFailed, match="not the trainer's"):
+        await sample(sampler, request(MIXED["text"]), wrong)
+    await sampler.publish(saved, "somebody")
+
+
+async def test_publishing_does_not_wait_for_the_samples_of_others(sampler, saved, adapters):
+    """Every row and every slot is taken by two owners."""
+    long = request(MIXED["text"], {"max_tokens": 1500, "stop": []}, num_samples=70)
+    others = [asyncio.create_task(sample(sampler, long, one, str(i % 2))) for i, one in enumerate(adapters.values())]
+    await asyncio.sleep(2)
+    began = time.monotonic()
+    await sampler.publish(saved, "somebody")
+    took_s = time.monotonic() - began
+    assert not any(other.done() for other in others)
+    assert took_s < 5
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_a_model_that_scores_nothing_finite_is_not_saved_for_a_sampler(rank, tmp_path):
+    rank.create_model("diverged", LORA)
+    for parameter in rank.tenants["diverged"].adapter.parameters:
+        parameter.data.fill_(1e30)
+    with pytest.raises(InvalidInput, match="log probabilities are not finite: its weights have diverged"):
+        rank.save_sampler_weights("diverged", tmp_path / "bad", for_elsewhere=False)
+    assert not (tmp_path / "bad").exists()
+
+
+async def test_weights_for_the_sampler_are_in_its_precision_and_for_elsewhere_in_float32(tiny_vl, tmp_path):
+    rounded = TrainerRank(replace(config(tiny_vl), dtype="bfloat16"), World(0, 1, torch.device("cpu")))
+    rounded.create_model("m", LORA)
+    tensors = rounded.tenants["m"].adapter.tensors
+    for directory, for_elsewhere, dtype in (("own", False, torch.bfloat16), ("other", True, torch.float32)):
+        rounded.save_sampler_weights("m", tmp_path / directory, for_elsewhere)
+        read = load_file(tmp_path / directory / ADAPTER_FILE)
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(one, tensors[name].to(dtype)) for name, one in read.items())

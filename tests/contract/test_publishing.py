@@ -1,0 +1,56 @@
+"""Weights are saved once the sampler scores with them as the trainer did; meanwhile the trainer works for others.
+
+pytest tests/contract/test_publishing.py
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fake_server import Running, forward_backward_body
+
+SAVES = {
+    "under a name": {"path": "a"},
+    "without one": {"sampling_session_seq_id": 7},
+    "inflight": {"sampling_session_seq_id": 8, "kind": "inflight"},
+}
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path / "data")
+    yield running
+    running.stop()
+
+
+@pytest.mark.parametrize("fields", SAVES.values(), ids=SAVES)
+def test_weights_that_the_sampler_scores_otherwise_are_not_saved(fake: Running, fields: dict[str, object]) -> None:
+    model_id = fake.model()
+    sampler = fake.backend.tiny.sampler
+    sampler.refuses = True
+    failed = fake.result(fake.post("/save_weights_for_sampler", model_id=model_id, seq_id=1, **fields)).json()
+    assert "not the trainer's" in failed["error"]
+    (weights,) = sampler.published
+    assert not weights.exists()
+    assert fake.http.get(f"/training_runs/{model_id}/checkpoints").json()["checkpoints"] == []
+    sampler.refuses = False
+    saved = fake.result(fake.post("/save_weights_for_sampler", model_id=model_id, seq_id=2, **fields)).json()
+    assert "error" not in saved
+    assert sampler.published[1].is_dir()
+
+
+@pytest.mark.parametrize("fields", SAVES.values(), ids=SAVES)
+def test_the_trainer_is_not_held_while_the_sampler_loads(fake: Running, fields: dict[str, object]) -> None:
+    saving, other = fake.model(), fake.model()
+    sampler = fake.backend.tiny.sampler
+    fake.set_gate(sampler.publish_gate, is_open=False)
+    submitted = fake.post("/save_weights_for_sampler", model_id=saving, seq_id=1, **fields)
+    while not sampler.published:
+        time.sleep(0.01)
+    body, headers = forward_backward_body(other, 1), {"content-type": "application/x-protobuf"}
+    assert fake.result(fake.http.post("/forward_backward", content=body, headers=headers)).status_code == 200
+    assert fake.post("/retrieve_future", request_id=submitted.json()["request_id"]).status_code == 408
+    fake.set_gate(sampler.publish_gate, is_open=True)
+    assert "error" not in fake.result(submitted).json()
