@@ -7,20 +7,28 @@ family knows. Knows no chat template and no tokenizer.
 T tokens
 """
 
+import contextlib
 import hashlib
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 from transformers import AutoConfig
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from backends.ahead import Ahead
 from backends.families.family import ImageSpan, RenderedImage, Vision
 from backends.families.registry import find_family
 from backends.images import BadImage, decode, open_image
 from backends.lru import LRU
 from backends.protocol import InvalidInput
 
+_AHEAD_BYTES = 1 << 30
+_BYTES_PER_PIXEL = 24
+"""Of an image that is ready for the model: three channels in float32, which a patch of one picture holds twice."""
 MAX_LARGEST_IMAGES = 10
 """Of the largest images allowed: as many pixels may all images of one request have. To decode 50 million takes 3 s."""
 
@@ -37,14 +45,21 @@ class Rendered:
 class Renderer:
     """Renders for one base model. `source` is a local directory."""
 
-    def __init__(self, source: str, *, image_cache_bytes: int, max_image_pixels: int) -> None:
+    def __init__(
+        self, source: str, *, image_cache_bytes: int, max_image_pixels: int, pixel_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """`pixel_dtype`: that of the model, which would round the pixels to it first of all."""
         self.config = AutoConfig.from_pretrained(source)
         text_config = self.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.family = find_family(self.config, source)
         self.takes_images = self.family.vision is not None
         self._max_image_pixels = max_image_pixels
+        self._pixel_dtype = pixel_dtype
         self._cache: LRU[str, RenderedImage] = LRU(image_cache_bytes, lambda image: image.size_bytes)
+        self._in_use: WeakValueDictionary[str, RenderedImage] = WeakValueDictionary()
+        """One image of several inputs is decoded once."""
+        self._ahead: Ahead[RenderedImage] = Ahead(_AHEAD_BYTES)
 
     def layout(self, model_input: ModelInput, where: str) -> tuple[int, list[ImageSpan]]:
         """Length in tokens and image spans, from the chunks and the images' headers alone.
@@ -99,6 +114,24 @@ class Renderer:
             offset = end
         return Rendered(token_ids_T, spans, images)
 
+    def expect(self, inputs: Iterable[ModelInput], known: Container[str] = frozenset()) -> None:
+        """Begin to decode the images of inputs that will be rendered soon, on threads, as many as memory is set aside
+        for; none whose hash is `known`. What is wrong with an input is said when it is rendered."""
+        vision = self.family.vision
+        if vision is None:
+            return
+        for chunk in (chunk for one in inputs for chunk in one.chunks if isinstance(chunk, ImageChunk)):
+            key = _key(chunk)
+            if key in known or key in self._in_use or self._cache.get(key) is not None:
+                continue
+            with contextlib.suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
+                size_bytes = image.width * image.height * _BYTES_PER_PIXEL
+                self._ahead.begin(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
+
+    def forget_expected(self) -> None:
+        """What was to be rendered soon will not be."""
+        self._ahead.drop()
+
     def _check_tokens(self, tokens: np.ndarray, at: str) -> None:
         if tokens.size == 0:
             return
@@ -132,16 +165,27 @@ class Renderer:
     def _image(
         self, vision: Vision, chunk: ImageChunk, span: ImageSpan, known: Container[str], at: str
     ) -> RenderedImage:
-        key = hashlib.sha256(chunk.data).hexdigest()
+        key = _key(chunk)
         if key in known:
+            self._ahead.drop(key)
             return RenderedImage(key, vision.without_pixels(span))
-        cached = self._cache.get(key)
-        if cached is not None:
-            return cached
-        try:
-            rgb = decode(chunk.data, self._max_image_pixels)
-        except BadImage as error:
-            raise InvalidInput(f"{at}: {error}") from None
-        image = RenderedImage(key, vision.process(rgb))
-        self._cache.put(key, image)
+        image = self._cache.get(key) or self._in_use.get(key)
+        if image is None:
+            try:
+                image = self._ahead.take(key) or self._decoded(vision, key, chunk.data)
+            except BadImage as error:
+                raise InvalidInput(f"{at}: {error}") from None
+            self._in_use[key] = image
+            self._cache.put(key, image)
         return image
+
+    def _decoded(self, vision: Vision, key: str, data: bytes) -> RenderedImage:
+        """Raises BadImage."""
+        tensors = vision.process(decode(data, self._max_image_pixels))
+        return RenderedImage(
+            key, {name: one.to(self._pixel_dtype) if one.is_floating_point() else one for name, one in tensors.items()}
+        )
+
+
+def _key(chunk: ImageChunk) -> str:
+    return hashlib.sha256(chunk.data).hexdigest()

@@ -118,9 +118,7 @@ class Qwen3VLTower:
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
         """All images in one pass of the tower, without gradient."""
-        # In the tower's precision before they travel: half the bytes, and it would round them first of all.
-        pixels_PD = torch.cat([image.tensors["pixel_values"] for image in images]).to(self._embedding.weight.dtype)
-        pixels_PD = pixels_PD.to(device)
+        pixels_PD = _on_device([image.tensors["pixel_values"] for image in images], device)
         with torch.no_grad():
             output = self._run(pixels_PD, self._grids(images, device), return_dict=True)
         self._output = type(output)
@@ -154,6 +152,15 @@ class Qwen3VLTower:
 
     def _grids(self, images: Sequence[RenderedImage], device: torch.device) -> Tensor:
         return torch.cat([image.tensors["image_grid_thw"] for image in images]).to(device)
+
+
+def _on_device(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The parts side by side; on their way to a GPU in pinned memory, from where they are copied twice as fast."""
+    if device.type == "cpu":
+        return torch.cat(list(parts))
+    rows = sum(len(part) for part in parts)
+    pinned = torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=True)
+    return torch.cat(list(parts), out=pinned).to(device, non_blocking=True)
 
 
 def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput
 from vllm.lora.request import LoRARequest
@@ -58,7 +59,10 @@ class SamplerProcess:
         """Load the model. Raises BackendFailed for a KV cache that is too small, or another version of vLLM."""
         check_version()
         renderer = Renderer(
-            config.source, image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels
+            config.source,
+            image_cache_bytes=config.image_cache_bytes,
+            max_image_pixels=config.max_image_pixels,
+            pixel_dtype=getattr(torch, config.dtype),
         )
         check_kv_cache(renderer, config)
         engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))

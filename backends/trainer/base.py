@@ -26,7 +26,12 @@ class FrozenBase:
     def __init__(self, config: TrainerConfig, world: World) -> None:
         """Raises BackendFailed for a model that cannot be trained here."""
         # Pixels are not kept: what the vision tower makes of them is.
-        self.renderer = Renderer(config.source, image_cache_bytes=0, max_image_pixels=config.max_image_pixels)
+        self.renderer = Renderer(
+            config.source,
+            image_cache_bytes=0,
+            max_image_pixels=config.max_image_pixels,
+            pixel_dtype=getattr(torch, config.dtype),
+        )
         family = self.renderer.family
         model = load(config, family, world)
         vision = family.vision

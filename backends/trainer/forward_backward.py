@@ -121,6 +121,7 @@ class BatchPass:
     def _packed(self, indices: Sequence[int]) -> Microbatch:
         """The datums' row, its pixels too. Raises InvalidInput for an image that does not decode."""
         samples = []
+        self._base.renderer.expect([self._data[index].model_input for index in indices], self._base.vision or ())
         for index in indices:
             datum = self._data[index]
             rendered = self._base.renderer.render(datum.model_input, f"datum {index}", self._base.vision or ())
