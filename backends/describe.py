@@ -141,6 +141,8 @@ def _trainer_config(model: FoundModel, placement: Placement, device: Device, con
         max_image_pixels=config.max_image_pixels,
         gpus=placement.gpus,
         gpu_memory_fraction=placement.trainer_fraction,
+        # On a CPU a full row is no faster than two, and a model's numbers then do not depend on others' at all.
+        shares_rows=device == "cuda",
         gpu_memory_bytes=placement.trainer_bytes,
     )
 

@@ -1,7 +1,8 @@
 """The one seam between the server and what computes: a trainer and a sampler per base model.
 
 What may be called when: `Backend.start` first, then anything from any task, `Backend.stop` last. The
-server serialises a model's training operations by seq_id; the trainer runs one operation at a time.
+server serialises a model's training operations by seq_id. Of several models they may be given at once: owners take
+turns on the trainer, and then their models.
 """
 
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ class EncodedBatch:
 class Trainer(Protocol):
     """LoRA models on one frozen base. Every method raises InvalidInput, ModelLost or BackendFailed."""
 
-    async def create_model(self, model_id: str, lora: Trainable) -> None:
+    async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
         """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. InvalidInput for a bad rank."""
 
     async def delete_model(self, model_id: str) -> None:
@@ -78,7 +79,8 @@ class Trainer(Protocol):
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Log probabilities of every target; with `backward` the loss's gradient is added to the model's.
 
-        A failure with `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
+        It takes a turn for each of its rows, in which other models' datums may be computed too. A failure with
+        `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
         """
 
     async def mark_incomplete(self, model_id: str) -> None:
@@ -99,8 +101,11 @@ class Trainer(Protocol):
     async def suspend(self, model_id: str, directory: Path) -> None:
         """Write the whole model, its accumulated gradient too, into `directory`, then drop it from memory."""
 
-    async def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
+    async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         """Make the model that suspend wrote, as it was."""
+
+    def last_turn(self, model_id: str) -> int:
+        """A number that changes when the trainer begins to work for this model: before, nothing has changed."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter in PEFT's form into `directory`, which appears whole or not at all, but is not durable yet:

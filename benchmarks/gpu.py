@@ -23,12 +23,13 @@ from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForC
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
-from api_schemas.training import AdamParams, Trainable
+from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, photo
 from tests.models import make_tiny_vl
+from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
 
 HIDDEN, HEADS, HEAD_SIZE, VOCAB, RANK = 2560, 32, 128, 151936, 32
 CONTEXT = 65536
@@ -189,13 +190,46 @@ def trainer(directory: Path, report: Report) -> None:
         ("8 x 64", [64] * 8),
     ):
         batch = cross_entropy([text(length, random) for length in lengths])
-        report.line(f"trainer, {name}", lengths, partial(rank.forward_backward, "m", batch, True))
+        report.line(f"trainer, {name}", lengths, partial(forward_backward, rank, "m", batch))
     for first in (1, 1001):
         batch = cross_entropy([picture(rank, seed) for seed in range(first, first + 48)])
-        new_s, again_s = (seconds_once(partial(rank.forward_backward, "m", batch, True)) for _ in range(2))
+        new_s, again_s = (seconds_once(partial(forward_backward, rank, "m", batch)) for _ in range(2))
         print(f"trainer, 48 photographs: {new_s:.2f} s new, {again_s:.2f} s again")
+    tenants(rank, report)
     print(f"optim_step: {seconds_once(lambda: rank.optim_step('m', AdamParams())) * 1e3:.0f} ms")
     print(f"compiled while it served: {torch._dynamo.utils.counters['stats']['unique_graphs'] - compiled}")
+
+
+def tenants(rank: TrainerRank, report: Report) -> None:
+    """Eight models of 4 x 128 tokens each: one after the other, in one row, and how far the numbers then differ."""
+    random = np.random.default_rng(1)
+    batches = []
+    for place in range(8):
+        rank.create_model(f"m{place}", Trainable(rank=8, seed=place))
+        perturb(rank, f"m{place}")
+        batches.append((f"m{place}", cross_entropy([text(128, random) for _ in range(4)])))
+    lengths = [128] * 32
+    report.line(
+        "trainer, 8 models of 4 x 128, apart", lengths, lambda: [forward_backward(rank, *one) for one in batches]
+    )
+    report.line("trainer, 8 models of 4 x 128, together", lengths, lambda: together(rank, batches))
+    for name, _ in batches:
+        rank.tenants[name].clear_gradient()
+    shared = together(rank, batches)
+    gaps, errors = [], []
+    for (name, batch), output in zip(batches, shared, strict=True):
+        got = gradients(rank, name)
+        rank.tenants[name].clear_gradient()
+        alone = forward_backward(rank, name, batch)
+        assert isinstance(output, ForwardBackwardOutput) and alone is not None
+        for one, other in zip(output.loss_fn_outputs, alone.loss_fn_outputs, strict=True):
+            gaps.append(np.abs(one["logprobs"] - other["logprobs"]))
+        errors.append(relative_distance(got.values(), gradients(rank, name).values()))
+        rank.delete_model(name)
+    print(
+        f"together against apart: log probabilities mean {np.concatenate(gaps).mean():.4f}, max"
+        f" {np.concatenate(gaps).max():.3f} nats; gradients {max(errors):.4f} of their norm at most"
+    )
 
 
 def seconds_once(work: Callable[[], object]) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from api_schemas.training import (
 from backends.protocol import BackendFailed, BaseModelInfo, EncodedBatch, InvalidInput, ModelLost, SamplingTask
 from backends.sampler.checks import check_support
 from backends.trainer.checks import decode_batch
+from backends.turns import FairTurns
 
 ADAPTER = {
     f"base_model.model.{module}.lora_{half}.weight": np.full(shape, 0.5, np.float32)
@@ -39,16 +40,20 @@ class FakeTrainer:
         self.applied: list[tuple[str, list[int]]] = []
         """The model and gradient of every step that was taken."""
         self.calls: list[tuple[str, str]] = []
-        self.at_once = 0
+        self.turns = FairTurns()
+        self.owners: dict[str, str] = {}
+        self.begun: Counter[str] = Counter()
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
         """Per loss: a forward_backward waits here."""
 
-    async def create_model(self, model_id: str, lora: Trainable) -> None:
-        if lora.rank > 64:
-            raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
-        self.steps[model_id] = 0
-        self.gradients[model_id] = []
-        self.calls.append(("create_model", model_id))
+    async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
+        async with self.turns.turn(owner, model_id):
+            if lora.rank > 64:
+                raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
+            self.steps[model_id] = 0
+            self.gradients[model_id] = []
+            self.owners[model_id] = owner
+            self.calls.append(("create_model", model_id))
 
     async def delete_model(self, model_id: str) -> None:
         self.steps.pop(model_id, None)
@@ -56,12 +61,9 @@ class FakeTrainer:
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         self._held(model_id)
         loss_input = decode_batch(batch)
-        assert self.at_once == 0, "two operations at once"
-        self.at_once += 1
-        try:
+        async with self.turns.turn(self.owners[model_id], model_id):
+            self.begun[model_id] += 1
             await self.gates[loss_input.loss_fn].wait()
-        finally:
-            self.at_once -= 1
         self.calls.append((loss_input.loss_fn, model_id))
         if loss_input.loss_fn in ("wrong", "broken"):
             if backward:
@@ -86,6 +88,8 @@ class FakeTrainer:
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         self._held(model_id)
+        async with self.turns.turn(self.owners[model_id], model_id):
+            self.begun[model_id] += 1
         self.calls.append(("optim_step", model_id))
         gradient, self.gradients[model_id] = self.gradients[model_id], []
         if gradient is None:
@@ -108,8 +112,11 @@ class FakeTrainer:
         (directory / "gradient").write_text(json.dumps(self.gradients[model_id]))
         del self.steps[model_id]
 
-    async def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
-        await self.create_model(model_id, lora)
+    def last_turn(self, model_id: str) -> int:
+        return self.begun[model_id]
+
+    async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
+        await self.create_model(model_id, lora, owner)
         await self.load_state(model_id, directory, with_optimizer=True)
         self.gradients[model_id] = json.loads((directory / "gradient").read_text())
 

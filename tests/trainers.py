@@ -1,13 +1,16 @@
 """A trainer's rank in the test's own process, and what transformers computes in its place."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from api_schemas.inputs import Datum
-from api_schemas.training import AdamParams, Trainable
+from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
+from backends.protocol import EncodedBatch
 from backends.rendering import Renderer
+from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
@@ -34,6 +37,34 @@ def config(source: Path, max_tokens: int = 1024, max_context_length: int = 1024)
 
 def trainer(source: Path, max_tokens: int = 1024) -> TrainerRank:
     return TrainerRank(config(source, max_tokens), World(0, 1, torch.device("cpu")))
+
+
+_numbers = itertools.count()
+
+
+def forward_backward(
+    rank: TrainerRank, model_id: str, batch: EncodedBatch, backward: bool = True
+) -> ForwardBackwardOutput | None:
+    """The output, on rank 0; None on the others."""
+    (outcome,) = together(rank, [(model_id, batch)], backward)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def together(
+    rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]], backward: bool = True
+) -> list[ForwardBackwardOutput | Exception | None]:
+    """Of several models in common rows, as they come."""
+    new = [commands.NewPass(next(_numbers), model_id, batch, backward) for model_id, batch in batches]
+    left = [one.number for one in new]
+    finished: dict[int, ForwardBackwardOutput | Exception] = {}
+    arriving: list[commands.NewPass] = new
+    while left:
+        finished |= dict(rank.compute_rows(arriving, left))
+        arriving = []
+        left = [number for number in left if number in rank._passes]
+    return [finished.get(one.number) for one in new]
 
 
 def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.Tensor]:

@@ -1,25 +1,25 @@
 """The served base models, and the models trained on them: which are in memory or on disk, and whose turn it is."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from weakref import WeakValueDictionary
 
 from backends.protocol import BaseModel, ModelLost, Trainer
 from tinker_server.errors import LostModel, OtherBaseModel, UnknownBaseModel
 from tinker_server.store.directories import Storage
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
-from tinker_server.turns import FairTurns
 
 
 class Models:
-    """A trainer works for one model at a time; owners take turns on it, and then their models."""
+    """One thing at a time is done to a model; what trainers do for several models at once is theirs to say."""
 
     def __init__(self, served: Mapping[str, BaseModel], runs: RunStore, storage: Storage) -> None:
         self.served = served
         self._runs = runs
         self._storage = storage
-        turns = {id(base.trainer): FairTurns() for base in served.values()}
-        self._turns = {name: turns[id(base.trainer)] for name, base in served.items()}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def base(self, name: str) -> BaseModel:
         """Raises UnknownBaseModel."""
@@ -39,15 +39,17 @@ class Models:
             )
 
     @asynccontextmanager
-    async def turn(self, base_model: str, owner: str, model_id: str) -> AsyncIterator[Trainer]:
-        """The trainer of a base model, for one model of an owner alone."""
+    async def alone(self, base_model: str, model_id: str) -> AsyncIterator[Trainer]:
+        """The trainer of a base model; nothing else is done to this model meanwhile."""
         base = self.base(base_model)
-        async with self._turns[base_model].turn(owner, model_id):
+        lock = self._locks.setdefault(model_id, asyncio.Lock())
+        async with lock:
             yield base.trainer
 
-    def last_turn(self, owner: str, model_id: str) -> int:
+    def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model."""
-        return max((turns.last_turn(owner, model_id) for turns in self._turns.values()), default=0)
+        trainers = {id(base.trainer): base.trainer for base in self.served.values()}
+        return max((trainer.last_turn(model_id) for trainer in trainers.values()), default=0)
 
     async def suspend(self, model_id: str) -> None:
         """Move a model from memory to disk. Nothing happens where it is not in memory.
@@ -56,7 +58,7 @@ class Models:
         that, the model is found again. Raises BackendFailed, DatabaseUnavailable.
         """
         run = await self._runs.get(model_id)
-        async with self.turn(run.base_model, run.owner, model_id) as trainer:
+        async with self.alone(run.base_model, model_id) as trainer:
             run = await self._runs.get(model_id)
             if run.status != "active":
                 return
@@ -73,7 +75,7 @@ class Models:
     async def drop(self, model_id: str) -> None:
         """Forget a model, in memory and on disk. Its checkpoints stay."""
         run = await self._runs.get(model_id)
-        async with self.turn(run.base_model, run.owner, model_id) as trainer:
+        async with self.alone(run.base_model, model_id) as trainer:
             await trainer.delete_model(model_id)
             snapshot = (await self._runs.get(model_id)).snapshot
             await self._runs.mark_lost(model_id)
@@ -88,7 +90,7 @@ class Models:
         if run.snapshot is None or not self._is_on_disk(run):
             raise ModelLost("its snapshot was deleted")
         self.require_same(run.base_model, run.base_fingerprint, run.model_id)
-        await trainer.resume(run.model_id, run.trainable, self._storage.path(run.snapshot))
+        await trainer.resume(run.model_id, run.trainable, run.owner, self._storage.path(run.snapshot))
         await self._runs.mark_active(run.model_id)
         await self._storage.delete(run.snapshot)
         return await self._runs.get(run.model_id)
@@ -100,7 +102,7 @@ class Models:
         Raises UnknownModel, LostModel, UnknownBaseModel.
         """
         run = await self._runs.get(model_id)
-        async with self.turn(run.base_model, run.owner, model_id) as trainer:
+        async with self.alone(run.base_model, model_id) as trainer:
             run = await self._runs.get(model_id)  # it may have been suspended or lost meanwhile
             try:
                 if run.status == "lost":

@@ -1,4 +1,4 @@
-"""Datums to microbatches: packed rows of whole samples, one token budget, equal counts on every rank.
+"""Datums to microbatches: packed rows of whole samples, one token budget, as many tokens on every rank.
 
 A packed row holds several samples one after the other. Position ids restart at each, which is how the
 model keeps them from attending to one another.
@@ -6,6 +6,7 @@ model keeps them from attending to one another.
 T tokens of the packed row, K alternatives of a target
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,35 @@ from backends.families.family import Family, RenderedImage
 from backends.rendering import Rendered
 from backends.trainer.losses import Loss, LossInputs
 
+_BISECTIONS = 8
+"""Of the size of rows: 1/256 of the budget is even enough."""
 
-def plan_microbatches(lengths: Sequence[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:
-    """Which datums each rank computes together: plan[rank][step] is a list of datum indices.
 
-    Every rank gets the same number of steps; a step with nothing to do is an empty list. Depends on
+def plan_steps(lengths: Sequence[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:
+    """Which datums each rank computes together: plan[step][rank] is a list of datum indices, the longest rows first.
+
+    As few steps as rows of `max_tokens` need, and rows then as even as they can be, so that no rank waits for
+    another; a row with nothing to do is empty. A datum of more than `max_tokens` has a row of its own. Depends on
     nothing but its arguments, so that all ranks make the same plan without asking each other.
     """
+    rows = _rows(lengths, max_tokens)
+    num_rows = world_size * math.ceil(len(rows) / world_size)
+    too_small = max(max(lengths), math.ceil(sum(lengths) / num_rows)) - 1
+    small_enough = max_tokens
+    for _ in range(_BISECTIONS if too_small < max_tokens else 0):
+        if (size := (too_small + small_enough + 1) // 2) == small_enough:
+            break
+        if len(smaller := _rows(lengths, size)) <= num_rows:
+            rows, small_enough = smaller, size
+        else:
+            too_small = size
+    rows = sorted((sorted(row) for row in rows), key=lambda row: -sum(lengths[index] for index in row))
+    rows += [[] for _ in range(-len(rows) % world_size)]
+    return [rows[start : start + world_size] for start in range(0, len(rows), world_size)]
+
+
+def _rows(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First fit, the longest first."""
     rows: list[list[int]] = []
     used: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -36,9 +59,7 @@ def plan_microbatches(lengths: Sequence[int], world_size: int, max_tokens: int) 
         else:
             rows.append([index])
             used.append(lengths[index])
-    rows = [sorted(row) for row in rows]
-    rows += [[] for _ in range(-len(rows) % world_size)]
-    return [rows[rank::world_size] for rank in range(world_size)]
+    return rows
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """Drives the trainer processes of one base model: 1..N of them, restarted together when one dies or hangs.
 
-The only place where the async server meets sync torch. Every command goes to all ranks; rank 0's answer
-counts. The ranks agree on what they refuse (`parallel.agreed`): after anything else they are ended, and
-their models with them.
+The only place where the async server meets sync torch. Commands go to all ranks one after the other, owners taking
+turns, and then their models; a forward_backward takes a turn for each of its rows. Rank 0's answer counts. The ranks
+agree on what they refuse (`parallel.agreed`): after anything else they are ended, and their models with them.
 """
 
 import asyncio
+import itertools
 import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.children import Child, ChildBroke, ChildDied, Command
@@ -16,9 +19,11 @@ from backends.launcher import launch_trainer
 from backends.protocol import EncodedBatch, ModelLost
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
+from backends.turns import FairTurns
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+T = TypeVar("T")
 PATIENCE_S = 60
 """How much longer than a piece of work may take (`time_limits`) a rank may be silent."""
 _START_PATIENCE_S = 600
@@ -27,18 +32,45 @@ _LAST_GRACE_S = 1
 """For ranks that have failed, to end by themselves."""
 
 
+@dataclass(eq=False)
+class _Pass:
+    """A forward_backward that is not finished."""
+
+    new: commands.NewPass
+    owner: str
+    taken_up: bool = False
+    """Whether the ranks know of it."""
+    finished: asyncio.Future[ForwardBackwardOutput] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def finish(self, outcome: ForwardBackwardOutput | Exception) -> None:
+        """Done, or failed."""
+        if isinstance(outcome, Exception):
+            self.finished.set_exception(outcome)
+            self.finished.exception()  # whoever waited may be gone
+        else:
+            self.finished.set_result(outcome)
+
+
 class TrainerClient:
-    """`protocol.Trainer` over child processes, one operation at a time."""
+    """`protocol.Trainer` over child processes, one command at a time."""
 
     def __init__(self, config: TrainerConfig, *, num_ranks: int, patience_s: float = PATIENCE_S) -> None:
         self._config = config
         self._num_ranks = num_ranks
         self._patience_s = patience_s
         self._ranks: list[Child] = []
-        self._models: set[str] = set()
-        self._one_command = asyncio.Lock()
+        self._owners: dict[str, str] = {}
+        """Of the models that are loaded."""
+        self._begun: dict[str, int] = {}
+        """By loaded model, its latest piece of work."""
+        self._turns = FairTurns()
         """Ranks run commands in the same order, time limits count from a command's own beginning, and none meets
-        ranks that are being started. Whose command is next is decided in the server."""
+        ranks that are being started."""
+        self._numbers = itertools.count(1)
+        self._passes: dict[int, _Pass] = {}
+        """By number, the forward_backwards that are not finished."""
 
     async def start(self) -> None:
         """Load the base on every rank. Raises BackendFailed."""
@@ -55,29 +87,73 @@ class TrainerClient:
         """End every rank."""
         await self._end(10)
 
-    async def create_model(self, model_id: str, lora: Trainable) -> None:
+    async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
         """Starts the ranks where they have died."""
-        await self._add(commands.CreateModel(model_id, lora))
+        await self._add(commands.CreateModel(model_id, lora), owner)
 
-    async def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
+    async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         """Starts the ranks where they have died."""
-        await self._add(commands.Resume(model_id, lora, directory))
+        await self._add(commands.Resume(model_id, lora, directory), owner)
+
+    def last_turn(self, model_id: str) -> int:
+        """As the protocol says."""
+        return self._begun.get(model_id, 0)
 
     async def suspend(self, model_id: str, directory: Path) -> None:
         """As the protocol says."""
         await self._run(model_id, commands.Suspend(model_id, directory))
-        self._models.discard(model_id)
+        self._forget(model_id)
 
     async def delete_model(self, model_id: str) -> None:
         """As the protocol says."""
-        async with self._one_command:
-            if model_id in self._models and await self._alive():
+        if (owner := self._owners.get(model_id)) is None:
+            return
+        async with self._turns.turn(owner, model_id):
+            if await self._alive():
                 await self._command(commands.DeleteModel(model_id))
-            self._models.discard(model_id)
+            self._forget(model_id)
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """As the protocol says; the batch is decoded and checked on the ranks."""
-        return await self._run(model_id, commands.ForwardBackward(model_id, batch, backward))
+        owner = self._owner(model_id)
+        this = _Pass(commands.NewPass(next(self._numbers), model_id, batch, backward), owner)
+        self._passes[this.new.number] = this
+        try:
+            while not this.finished.done():
+                async with self._turns.turn(owner, model_id):
+                    if not this.finished.done():  # in another's row
+                        await self._compute_rows(this)
+            return this.finished.result()
+        finally:
+            await self._leave(this)
+
+    async def _compute_rows(self, first: "_Pass") -> None:
+        """One row of this pass, and of those that wait for their turn and may be in its company."""
+        await self._require(first.new.model_id)
+        company: list[_Pass] = []
+        if self._config.shares_rows:
+            waiting = [one for one in self._passes.values() if one is not first and not one.finished.done()]
+            waiting = [one for one in waiting if one.new.model_id in self._owners]
+            company = sorted(waiting, key=lambda one: self._turns.standing(one.owner, one.new.model_id))
+        passes = [first, *company]
+        new = tuple(one.new for one in passes if not one.taken_up)
+        for one in passes:
+            one.taken_up = True
+            self._begin(one.new.model_id)
+        await _to_the_end(self._computed(commands.ComputeRows(new, tuple(one.new.number for one in passes))))
+
+    async def _computed(self, command: commands.ComputeRows) -> None:
+        for number, outcome in await self._on_all_or_end(command):
+            if (one := self._passes.get(number)) is not None and not one.finished.done():
+                one.finish(outcome)
+
+    async def _leave(self, this: "_Pass") -> None:
+        """Of one that nobody waits for any more the ranks are told."""
+        del self._passes[this.new.number]
+        if this.taken_up and not this.finished.done() and this.new.model_id in self._owners:
+            async with self._turns.turn(this.owner, this.new.model_id):
+                if await self._alive():
+                    await self._command(commands.DropPasses((this.new.number,)))
 
     async def mark_incomplete(self, model_id: str) -> None:
         """As the protocol says."""
@@ -99,21 +175,37 @@ class TrainerClient:
         """As the protocol says."""
         await self._run(model_id, commands.SaveSamplerWeights(model_id, directory, for_elsewhere))
 
-    async def _add(self, command: commands.CreateModel | commands.Resume) -> None:
-        async with self._one_command:
+    async def _add(self, command: commands.CreateModel | commands.Resume, owner: str) -> None:
+        async with self._turns.turn(owner, command.model_id):
             if not await self._alive():
                 log.warning("starting the trainer of %s again", self._config.name)
                 await self.start()
             await self._command(command)
-            self._models.add(command.model_id)
+            self._owners[command.model_id] = owner
+            self._begin(command.model_id)
+
+    def _begin(self, model_id: str) -> None:
+        self._begun[model_id] = next(self._numbers)
+
+    def _forget(self, model_id: str) -> None:
+        self._owners.pop(model_id, None)
+        self._begun.pop(model_id, None)
 
     async def _run(self, model_id: str, command: Command[R]) -> R:
-        async with self._one_command:
-            if not await self._alive() or model_id not in self._models:
-                raise ModelLost(
-                    f"{model_id} is no longer loaded: create it again, from a checkpoint to go on where it was"
-                )
+        async with self._turns.turn(self._owner(model_id), model_id):
+            await self._require(model_id)
+            self._begin(model_id)
             return await self._command(command)
+
+    def _owner(self, model_id: str) -> str:
+        if model_id not in self._owners:
+            raise ModelLost(f"{model_id} is no longer loaded: create it again, from a checkpoint to go on where it was")
+        return self._owners[model_id]
+
+    async def _require(self, model_id: str) -> None:
+        """Raises ModelLost where the model has ended with its ranks."""
+        await self._alive()
+        self._owner(model_id)
 
     async def _alive(self) -> bool:
         """Whether every rank runs. Where one has died since the last command, the others are ended too."""
@@ -124,18 +216,15 @@ class TrainerClient:
 
     async def _end(self, grace_s: float) -> None:
         ranks, self._ranks = self._ranks, []
-        self._models.clear()
+        self._owners.clear()
+        self._begun.clear()
+        for one in self._passes.values():
+            if one.taken_up and not one.finished.done():
+                one.finish(ModelLost(f"{one.new.model_id} is no longer loaded: its trainer has ended"))
         await asyncio.gather(*(rank.stop(grace_s) for rank in ranks))
 
     async def _command(self, command: Command[R]) -> R:
-        """Run on all ranks, to the end even if the caller stops waiting: half a command on one rank is
-        worse than a result nobody reads."""
-        task = asyncio.ensure_future(self._on_all_or_end(command))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
+        return await _to_the_end(self._on_all_or_end(command))
 
     async def _on_all_or_end(self, command: Command[R]) -> R:
         try:
@@ -165,3 +254,14 @@ class TrainerClient:
         if len({type(error) for error in errors}) > 1:
             raise ChildBroke(f"the ranks do not agree: {errors}")
         return calls[0].result()
+
+
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Its result, and its end even if the caller stops waiting: half a command on one rank is worse than a result
+    nobody reads."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -34,6 +34,8 @@ class TrainerConfig:
     """Part of its GPU's memory that each rank may take."""
     gpu_memory_bytes: int | None = None
     """The same in bytes, into which rows are made to fit; absent: they are not."""
+    shares_rows: bool = False
+    """Whether datums of several models are computed in one row, where a row of one model's leaves room."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,34 @@ class DeleteModel(Command[None]):
 
 
 @dataclass(frozen=True)
-class ForwardBackward(Command[ForwardBackwardOutput]):
-    """`protocol.Trainer.forward_backward`; only rank 0 answers with the output."""
+class NewPass:
+    """`protocol.Trainer.forward_backward`."""
 
+    number: int
+    """Names it until it is finished."""
     model_id: str
     batch: EncodedBatch
     backward: bool
+
+
+FinishedPass = tuple[int, ForwardBackwardOutput | Exception]
+"""The number of a forward_backward, and its output or why it failed."""
+
+
+@dataclass(frozen=True)
+class ComputeRows(Command[list[FinishedPass]]):
+    """Take up forward_backwards, and compute the next row; only rank 0 answers with outputs."""
+
+    new: tuple[NewPass, ...]
+    order: tuple[int, ...]
+    """Numbers of those that may be in the row, the first of which must be."""
+
+
+@dataclass(frozen=True)
+class DropPasses(Command[None]):
+    """Nobody waits for these forward_backwards any more."""
+
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -128,7 +152,8 @@ class Resume(Command[None]):
 ModelCommand = (
     CreateModel
     | DeleteModel
-    | ForwardBackward
+    | ComputeRows
+    | DropPasses
     | MarkIncomplete
     | OptimStep
     | SaveState

@@ -1,29 +1,34 @@
-"""Forward and backward of a batch, microbatch by microbatch.
+"""A forward_backward under way on a rank: which of its datums are still to be computed, what is known of the others.
 
-All ranks make the same plan (`plan_microbatches`) and compute their shares side by side. Before each
-forward they agree that what it needs is there: past that point one rank's error would leave the others
-waiting.
-
-T positions of a microbatch, K alternatives of a position
+All ranks hold the same passes and choose the same rows of them (`choose_rows`).
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from api_schemas.inputs import Datum, ImageChunk
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
-from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.base import FrozenBase
-from backends.trainer.batching import Microbatch, loss_inputs, pack, plan_microbatches
+from backends.protocol import InvalidInput
+from backends.trainer.batching import plan_steps
 from backends.trainer.checks import loss_config
-from backends.trainer.lora import Adapter
-from backends.trainer.losses import LOSSES, Loss
-from backends.trainer.parallel import World, agreed, gather_objects
-from backends.trainer.time_limits import microbatch_s
+from backends.trainer.loss_metrics import metrics
+from backends.trainer.losses import LOSSES
+from backends.trainer.tenant import Tenant
+
+MAX_COLUMNS = 256
+"""Ranks of a row's models together: beyond it their columns cost more than a row of their own (on an H200)."""
+
+
+@dataclass
+class Share:
+    """What one rank knows of a pass."""
+
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    """By datum: the shape of its target_tokens, float32, nats."""
+    observed: list[Sequence[float]] = field(default_factory=list)
+    """By row, what `loss_metrics.observe` gives."""
 
 
 class BatchPass:
@@ -31,136 +36,118 @@ class BatchPass:
 
     def __init__(
         self,
-        base: FrozenBase,
-        world: World,
-        adapter: Adapter,
+        number: int,
+        tenant: Tenant,
         loss_input: ForwardBackwardInput,
+        plan: Sequence[Sequence[Sequence[int]]],
         *,
         backward: bool,
     ) -> None:
-        """`loss_input` has passed `check_forward_backward`."""
-        self._adapter = adapter
-        self._base = base
-        self._world = world
-        self._data = loss_input.data
-        self._loss: Loss = LOSSES[loss_input.loss_fn]
-        self._config = loss_config(self._loss, loss_input)
-        self._backward = backward
-        # An input is as long as its targets: `check_forward_backward` has seen to that.
-        self._lengths = [len(_targets(datum)) for datum in self._data]
-        self._logprobs: dict[int, np.ndarray] = {}
-        """By datum, of this rank's share: the shape of its target_tokens, float32, nats."""
+        """`loss_input` has passed `check_forward_backward`; `plan` is what `plan_pass` made of it."""
+        self.number = number
+        """Names it on all ranks."""
+        self.tenant = tenant
+        self.data = loss_input.data
+        self.lengths = lengths(loss_input)
+        self.loss = LOSSES[loss_input.loss_fn]
+        self.config = loss_config(self.loss, loss_input)
+        self.backward = backward
+        self.apart = any(targets(datum).ndim > 1 for datum in self.data)
+        """Its rows are its own: several targets of a token would have all tokens of the row computed for as many."""
+        self.share = Share()
+        self._plan = plan
+        self._left = {index for step in plan for row in step for index in row}
 
-    def run(self, max_tokens: int, keep_waiting: Callable[[float], None]) -> ForwardBackwardOutput | None:
-        """The whole output on rank 0, None on the others. With backward the gradients are added to the adapter's.
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to compute."""
+        return not self._left
 
-        `keep_waiting` is told before every step how many seconds it may take.
-        """
-        max_tokens = self._largest_row(max_tokens)
-        plan = plan_microbatches(self._lengths, self._world.size, max_tokens if self._base.packs else 1)
-        total = 0.0
-        (self._scales_R,) = agreed(lambda: self._base.adapters.load([self._adapter]), self._world)
-        with torch.set_grad_enabled(self._backward):
-            for steps in zip(*plan, strict=True):
-                keep_waiting(max(self._step_s(indices) for indices in steps))
-                if self._base.memory is not None and self._backward:
-                    # The same on all ranks: what is computed again is gathered again.
-                    self._base.memory.prepare(max(self._num_tokens(indices) for indices in steps))
-                total += self._step(steps[self._world.rank])
-        shares = gather_objects((self._logprobs, total), self._world)
-        everything = {index: values for share, _ in shares for index, values in share.items()}
-        for index in range(len(self._data)):
-            if not np.isfinite(everything[index]).all():
+    @property
+    def next_rows(self) -> list[list[int]]:
+        """By rank, datums of the next step that has any left."""
+        for step in self._plan:
+            rows = [[index for index in row if index in self._left] for row in step]
+            if any(rows):
+                return rows
+        return []
+
+    @property
+    def left(self) -> list[int]:
+        """Datums that are still to be computed, as planned."""
+        return [index for step in self._plan for row in step for index in row if index in self._left]
+
+    def num_tokens(self, indices: Sequence[int]) -> int:
+        """Of some datums together."""
+        return sum(self.lengths[index] for index in indices)
+
+    def num_images(self, indices: Sequence[int]) -> int:
+        """Of some datums together."""
+        return sum(isinstance(chunk, ImageChunk) for index in indices for chunk in self.data[index].model_input.chunks)
+
+    def computed(self, indices: Sequence[int]) -> None:
+        """These are no longer left."""
+        self._left.difference_update(indices)
+
+    def require_finite(self, indices: Sequence[int]) -> None:
+        """Raises InvalidInput where this rank has got a log probability of these datums that is not."""
+        for index in indices:
+            if not np.isfinite(self.share.logprobs[index]).all():
                 raise InvalidInput(
                     f"datum {index}: the model's log probabilities are not finite: its weights have diverged; load"
                     " a checkpoint, and train with a smaller learning_rate"
                 )
-        if self._world.rank != 0:
-            return None
+
+    def output(self, shares: Sequence[Share]) -> ForwardBackwardOutput:
+        """The answer, of all ranks' shares."""
+        logprobs = {index: values for share in shares for index, values in share.logprobs.items()}
         return ForwardBackwardOutput(
-            loss_fn_outputs=[{"logprobs": everything[index]} for index in range(len(self._data))],
-            metrics={"loss:sum": math.fsum(part for _, part in shares)},
+            loss_fn_outputs=[{"logprobs": logprobs[index]} for index in range(len(self.data))],
+            metrics=metrics((row for share in shares for row in share.observed), self.loss),
         )
 
-    def _largest_row(self, max_tokens: int) -> int:
-        """`max_tokens`, or what fits into memory. Raises InvalidInput where a datum alone does not."""
-        if self._base.memory is None or not self._backward:
-            return max_tokens
-        longest: int = min(gather_objects(self._base.memory.longest_row, self._world))
-        for index, length in enumerate(self._lengths):
-            if length > longest:
-                raise InvalidInput(f"datum {index}: {length} tokens, but the GPU's memory is enough for {longest}")
-        return min(max_tokens, longest)
 
-    def _num_tokens(self, indices: Sequence[int]) -> int:
-        return sum(self._lengths[index] for index in indices)
-
-    def _step_s(self, indices: Sequence[int]) -> float:
-        """Seconds that a microbatch of these datums takes at most."""
-        chunks = (chunk for index in indices for chunk in self._data[index].model_input.chunks)
-        num_images = sum(isinstance(chunk, ImageChunk) for chunk in chunks)
-        return microbatch_s(self._num_tokens(indices), num_images, self._base.num_parameters, self._world.device)
-
-    def _step(self, indices: Sequence[int]) -> float:
-        """Forward, loss and backward of one packed row; returns the loss."""
-        try:
-            batch = agreed(lambda: self._packed(indices), self._world)
-            value = self._compute_in_memory(batch, indices)
-            if self._backward:
-                agreed(lambda: self._base.adapters.collect([self._adapter]), self._world)
-        except torch.OutOfMemoryError as error:
-            if self._world.size > 1:  # the others wait in a collective
-                raise
-            torch.cuda.empty_cache()
-            raise BackendFailed(f"out of GPU memory; send shorter or fewer datums at once ({error})") from None
-        finally:
-            if self._base.vision is not None:
-                self._base.vision.trim()
-        return value
-
-    def _packed(self, indices: Sequence[int]) -> Microbatch:
-        """The datums' row, its pixels too. Raises InvalidInput for an image that does not decode."""
-        samples = []
-        self._base.renderer.expect([self._data[index].model_input for index in indices], self._base.vision or ())
-        for index in indices:
-            datum = self._data[index]
-            rendered = self._base.renderer.render(datum.model_input, f"datum {index}", self._base.vision or ())
-            samples.append((rendered, _targets(datum)))
-        return pack(samples, self._base.renderer.family, self._world.device)
-
-    def _compute_in_memory(self, batch: Microbatch, indices: Sequence[int]) -> float:
-        """`_compute`, once more with the least memory where it ran out of it."""
-        try:
-            return self._compute(batch, indices)
-        except torch.OutOfMemoryError:
-            if self._base.memory is None or self._world.size > 1:
-                raise
-        # Outside of the handler, whose traceback holds the failed pass's tensors.
-        self._base.adapters.discard()
-        self._base.memory.prepare_least()
-        return self._compute(batch, indices)
-
-    def _compute(self, batch: Microbatch, indices: Sequence[int]) -> float:
-        logprobs_TK = self._base.scorer(batch, self._scales_R.repeat(len(batch.targets_TK), 1))
-        if not indices:  # the others have one more microbatch: take part in their collectives, with no gradient
-            if self._backward:
-                (logprobs_TK.sum() * 0).backward()
-            return 0.0
-        datums = [self._data[index] for index in indices]
-        logprobs_TK = logprobs_TK[: sum(batch.sample_lengths)]
-        value = self._loss.compute(loss_inputs(self._loss, self._config, datums, logprobs_TK))
-        if self._backward:
-            value.backward()
-        self._keep(logprobs_TK.detach().cpu(), batch.sample_lengths, indices)
-        return value.item()
-
-    def _keep(self, logprobs_TK: Tensor, lengths: list[int], indices: Sequence[int]) -> None:
-        for index, part in zip(indices, logprobs_TK.split(lengths), strict=True):
-            target = _targets(self._data[index])
-            width = target.shape[1] if target.ndim == 2 else 1
-            self._logprobs[index] = part[:, :width].reshape(target.shape).numpy()
+Row = dict[BatchPass, list[int]]
+"""Datums of each of the passes that a packed row holds."""
 
 
-def _targets(datum: Datum) -> np.ndarray:
+def plan_pass(
+    loss_input: ForwardBackwardInput, world_size: int, max_tokens: int, longest: int
+) -> list[list[list[int]]]:
+    """`plan_steps` in rows of `max_tokens`. Raises InvalidInput for a datum of more than `longest` tokens."""
+    of_datums = lengths(loss_input)
+    for index, length in enumerate(of_datums):
+        if length > longest:
+            raise InvalidInput(f"datum {index}: {length} tokens, but the GPU's memory is enough for {longest}")
+    return plan_steps(of_datums, world_size, min(max_tokens, longest))
+
+
+def choose_rows(passes: Sequence[BatchPass], world_size: int, max_tokens: int) -> list[Row]:
+    """Each rank's next row: what the first of the passes has planned, then where there is room what the others have
+    left, in their order."""
+    first = passes[0]
+    rows: list[Row] = [{first: indices} if indices else {} for indices in first.next_rows]
+    used = [first.num_tokens(row.get(first, ())) for row in rows]
+    for other in passes[1:]:
+        if first.apart or other.apart or other.backward != first.backward:
+            continue
+        for index in other.left:
+            rank = min(range(world_size), key=used.__getitem__)
+            if used[rank] + other.lengths[index] <= max_tokens and _has_columns(rows[rank], other):
+                rows[rank].setdefault(other, []).append(index)
+                used[rank] += other.lengths[index]
+    return rows
+
+
+def _has_columns(row: Row, other: BatchPass) -> bool:
+    return sum(one.tenant.adapter.config.rank for one in {**row, other: []}) <= MAX_COLUMNS
+
+
+def lengths(loss_input: ForwardBackwardInput) -> list[int]:
+    """Tokens of each datum: an input is as long as its targets, which `check_forward_backward` has seen to."""
+    return [len(targets(datum)) for datum in loss_input.data]
+
+
+def targets(datum: Datum) -> np.ndarray:
     """[N] or [N, K] int64."""
     return datum.loss_fn_inputs["target_tokens"]

@@ -144,7 +144,12 @@ class Adapters:
         ends = list(accumulate(adapter.config.rank for adapter in adapters))
         self._columns = [slice(end - a.config.rank, end) for end, a in zip(ends, adapters, strict=True)]
         width = self._width(sum(adapter.config.rank for adapter in adapters))
-        self._loaded = self._buffers.setdefault(width, [RowStack.zeros(group, width) for group in self._groups])
+        if width not in self._buffers:
+            self._buffers[width] = [RowStack.zeros(group, width) for group in self._groups]
+        if self._loaded is not self._buffers[width]:
+            self._loaded = self._buffers[width]
+            for row_stack in self._loaded:
+                row_stack.bind()
         for row_stack in self._loaded:
             row_stack.clear()
         for columns, stack, row_stack in self._placed(adapters):
@@ -163,19 +168,21 @@ class Adapters:
         """The next forward is of a row whose tokens have these scales."""
         self._row.scales_TR = scales_TR
 
+    @property
+    def gathered(self) -> list[Tensor]:
+        """The gradients of the rows since `load`, of all loaded adapters."""
+        return [total for row_stack in self._loaded for total in (row_stack.grad_a_LRI, row_stack.grad_b_LRO)]
+
     def collect(self, adapters: Sequence[Adapter]) -> None:
-        """Move the gradients of the rows since the last time, which had the loaded adapters, to each model's own."""
+        """Add the gradients of the rows since `load`, which had the loaded adapters, to each model's own: once."""
         for columns, stack, row_stack in self._placed(adapters):
             for parameter, total in ((stack.a_LrI, row_stack.grad_a_LRI), (stack.b_LrO, row_stack.grad_b_LRO)):
                 part = total[:, columns]
                 parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
-        self.discard()
 
     def discard(self) -> None:
-        """Forget the gradients since the last `collect`: of a row that failed."""
-        for row_stack in self._loaded:
-            row_stack.grad_a_LRI.zero_()
-            row_stack.grad_b_LRO.zero_()
+        """Forget the gradients since `load`: of a row that failed."""
+        torch._foreach_zero_(self.gathered)
 
     def _placed(self, adapters: Sequence[Adapter]) -> Iterator[tuple[slice, Stack, "RowStack"]]:
         by_group = {id(row_stack.group): row_stack for row_stack in self._loaded}
@@ -212,9 +219,12 @@ class RowStack:
         return cls(group, *stacks)
 
     def clear(self) -> None:
-        """Make all 0, and the group's linears compute with it."""
+        """Make all 0."""
+        torch._foreach_zero_(self._stacks())
+
+    def bind(self) -> None:
+        """Have the group's linears compute with it."""
         for name, stack in zip(("a_RI", "b_RO", "grad_a_RI", "grad_b_RO"), self._stacks(), strict=True):
-            stack.zero_()
             for linear, part in zip(self.group.linears, stack, strict=True):
                 # .data has a version counter of its own: backward adds to one layer's after another's.
                 setattr(linear, name, part.data)

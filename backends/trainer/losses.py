@@ -84,14 +84,21 @@ def gspo(  # noqa: PLR0913
     mask_T   [T] float32: sequence_ratio_mask
     datum_T  [T] int64: which datum a position belongs to, 0 .. num_datums - 1
     """
-    inside_T = (mask_T != 0).float()
-    log_ratio_T = torch.where(mask_T != 0, logprobs_T.detach() - old_logprobs_T, 0.0)
-    total_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, log_ratio_T)
-    count_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, inside_T)
-    sequence_T = (total_B / count_B.clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()[datum_T]
+    sequence_T = _sequence_ratio(logprobs_T.detach(), old_logprobs_T, mask_T, datum_T, num_datums)
     ratio_T = sequence_T * (logprobs_T - logprobs_T.detach()).exp()
     clipped_T = ratio_T.clamp(low_T, high_T)
     return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
+
+
+def _sequence_ratio(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor, datum_T: Tensor, num_datums: int
+) -> Tensor:
+    """[T] the ratio of each position's datum."""
+    inside_T = (mask_T != 0).float()
+    log_ratio_T = torch.where(mask_T != 0, logprobs_T - old_logprobs_T, 0.0)
+    total_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, log_ratio_T)
+    count_B = logprobs_T.new_zeros(num_datums).index_add(0, datum_T, inside_T)
+    return (total_B / count_B.clamp(min=1)).clamp(max=LARGEST_LOG_RATIO).exp()[datum_T]
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,8 @@ class Loss:
     """Config keys and their defaults."""
     soft_targets: bool = False
     """Takes target_tokens of shape [N, K]."""
+    ratio: Callable[[LossInputs], Tensor] | None = None
+    """[T] of the current policy's probability to that of the one that drew the tokens, as the loss clips it."""
 
 
 _RL = ("logprobs", "advantages")
@@ -129,6 +138,10 @@ def _rl(x: LossInputs, *more: str) -> list[Tensor]:
     return [x.logprobs_TK[:, 0], *(x.tensors[name] for name in (*_RL, *more))]
 
 
+def _token_ratio(x: LossInputs) -> Tensor:
+    return _ratio(*_rl(x))
+
+
 def _clip(low: float, high: float) -> dict[str, float]:
     return {CLIP_LOW: low, CLIP_HIGH: high}
 
@@ -137,14 +150,17 @@ LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(
         lambda x: cross_entropy(x.logprobs_TK, x.tensors["weights"]), optional={"weights": 1.0}, soft_targets=True
     ),
-    "importance_sampling": Loss(lambda x: importance_sampling(*_rl(x)), _RL),
-    "ppo": Loss(lambda x: ppo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.8, 1.2)),
-    "cispo": Loss(lambda x: cispo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.0, 4.0)),
-    "dro": Loss(lambda x: dro(*_rl(x), beta=x.config["beta"]), _RL, config={"beta": 0.05}),
+    "importance_sampling": Loss(lambda x: importance_sampling(*_rl(x)), _RL, ratio=_token_ratio),
+    "ppo": Loss(lambda x: ppo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.8, 1.2), ratio=_token_ratio),
+    "cispo": Loss(lambda x: cispo(*_rl(x, *_CLIP)), _RL, _CLIP, _clip(0.0, 4.0), ratio=_token_ratio),
+    "dro": Loss(lambda x: dro(*_rl(x), beta=x.config["beta"]), _RL, config={"beta": 0.05}, ratio=_token_ratio),
     "gspo": Loss(
         lambda x: gspo(*_rl(x, "sequence_ratio_mask", *_CLIP), datum_T=x.datum_T, num_datums=x.num_datums),
         (*_RL, "sequence_ratio_mask"),
         _CLIP,
         _clip(1 - 3e-4, 1 + 4e-4),
+        ratio=lambda x: _sequence_ratio(
+            x.logprobs_TK[:, 0], x.tensors["logprobs"], x.tensors["sequence_ratio_mask"], x.datum_T, x.num_datums
+        ),
     ),
 }

@@ -5,7 +5,7 @@ Adapters are whole on every rank and outside FSDP: their gradients are summed on
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from backends.protocol import BackendFailed, InvalidInput
 
 log = logging.getLogger(__name__)
+K = TypeVar("K")
 T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Longer than any rank waits for another: the server ends a group that hangs long before."""
@@ -91,26 +92,38 @@ def agreed(action: Callable[[], T], world: World) -> T:
     `action` holds no collective. InvalidInput is raised as it was, anything else as BackendFailed: what
     went wrong is then known to all, and the ranks can go on together.
     """
-    value: T | None = None
-    error: Exception | None = None
-    try:
-        value = action()
-    except Exception as raised:  # noqa: BLE001 - every rank is told of it
-        error = raised
+    values, errors = agreed_each({"": action}, world)
+    for error in errors.values():
+        raise error
+    return values[""]
+
+
+def agreed_each(
+    actions: Mapping[K, Callable[[], T]], world: World
+) -> tuple[dict[K, T], dict[K, InvalidInput | BackendFailed]]:
+    """As `agreed`, for several at once: what each returns here, and the errors of those that failed on any rank.
+
+    Ranks may have different ones to do.
+    """
+    values: dict[K, T] = {}
+    errors: dict[K, InvalidInput | BackendFailed] = {}
+    for key, action in actions.items():
+        try:
+            values[key] = action()
+        except Exception as raised:  # noqa: BLE001 - every rank is told of it
+            errors[key] = told(raised)
     if world.size > 1:
-        any_failed = torch.tensor(int(error is not None))
+        any_failed = torch.tensor(int(bool(errors)))
         dist.all_reduce(any_failed, dist.ReduceOp.MAX)
         if any_failed.item():
-            errors = [one for one in gather_objects(None if error is None else _told(error), world) if one is not None]
-            # Every rank picks the same one.
-            raise min(errors, key=lambda one: not isinstance(one, InvalidInput)) from error
-    elif error is not None:
-        raise _told(error) from error
-    return value  # type: ignore[return-value]
+            # Every rank picks the same one: the request's own fault, if a rank found that.
+            everyones = [one for of_rank in gather_objects(errors, world) for one in of_rank.items()]
+            errors = dict(sorted(everyones, key=lambda one: isinstance(one[1], InvalidInput)))
+    return {key: value for key, value in values.items() if key not in errors}, errors
 
 
-def _told(error: Exception) -> InvalidInput | BackendFailed:
-    """The error as every rank may raise it; where it is not the request's, the log gets it as it was."""
+def told(error: Exception) -> InvalidInput | BackendFailed:
+    """An error as every rank may raise it; where it is not the request's, the log gets it as it was."""
     if isinstance(error, (InvalidInput, BackendFailed)):
         return error
     log.error("a rank failed", exc_info=error)

@@ -37,8 +37,10 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
             rank.create_model(model_id, lora)
         case commands.DeleteModel(model_id):
             rank.delete_model(model_id)
-        case commands.ForwardBackward(model_id, batch, backward):
-            return rank.forward_backward(model_id, batch, backward)
+        case commands.ComputeRows(new, order):
+            return rank.compute_rows(new, order)
+        case commands.DropPasses(numbers):
+            rank.drop_passes(numbers)
         case commands.MarkIncomplete(model_id):
             rank.mark_incomplete(model_id)
         case commands.OptimStep(model_id, adam):

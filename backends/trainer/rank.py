@@ -4,23 +4,28 @@ All ranks run the same commands with the same arguments. Whatever one of them fi
 (`parallel.agreed`), so that no rank waits for another that has given up, and none goes on alone.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from api_schemas.training import AdamParams, ForwardBackwardInput, ForwardBackwardOutput, OptimStepResponse, Trainable
-from backends.protocol import EncodedBatch, InvalidInput, ModelLost
+from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
+from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base import FrozenBase
 from backends.trainer.canary import score_canary
 from backends.trainer.checks import check_forward_backward, decode_batch
-from backends.trainer.commands import TrainerConfig
-from backends.trainer.forward_backward import BatchPass
-from backends.trainer.parallel import World, agreed, sum_gradients
+from backends.trainer.commands import FinishedPass, NewPass, TrainerConfig
+from backends.trainer.forward_backward import BatchPass, choose_rows, plan_pass
+from backends.trainer.packed_row import RowComputer
+from backends.trainer.parallel import World, agreed, agreed_each, gather_objects, sum_gradients
 from backends.trainer.tenant import Tenant
 from backends.trainer.time_limits import decoding_s, files_s
 from backends.trainer.weights import WeightFiles
 
+_MAX_ROW = sys.maxsize
+"""Tokens, where nothing is known of memory."""
 _STATE_PARTS = 4
 """Adapter, two moments and a gradient: what a tenant's files hold at most, in adapters."""
 
@@ -37,7 +42,13 @@ class TrainerRank:
         self._keep_waiting = keep_waiting
         self.base = FrozenBase(config, world)
         self._files = WeightFiles(config.name, world)
+        self._rows = RowComputer(self.base, world, keep_waiting)
+        self._max_tokens = config.max_tokens_per_microbatch if self.base.packs else 1
+        self._longest_row = _MAX_ROW
+        """Tokens of a row with a gradient that fits into every rank's memory, as far as was known last."""
         self.tenants: dict[str, Tenant] = {}
+        self._passes: dict[int, BatchPass] = {}
+        """By number, the forward_backwards that are under way."""
 
     # ---- models
 
@@ -52,7 +63,8 @@ class TrainerRank:
 
     def delete_model(self, model_id: str) -> None:
         """Nothing happens where it is not held."""
-        self.tenants.pop(model_id, None)
+        tenant = self.tenants.pop(model_id, None)
+        self._passes = {number: one for number, one in self._passes.items() if one.tenant is not tenant}
 
     def _tenant(self, model_id: str) -> Tenant:
         if model_id not in self.tenants:
@@ -61,21 +73,65 @@ class TrainerRank:
 
     # ---- training
 
-    def forward_backward(self, model_id: str, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput | None:
-        """The output, on rank 0; None on the others. Whatever fails leaves the gradient incomplete."""
-        tenant = self._tenant(model_id)
-        try:
-            self._keep_waiting(decoding_s(len(batch.body)))
-            loss_input = agreed(lambda: self._checked(batch), self._world)
-            batch_pass = BatchPass(self.base, self._world, tenant.adapter, loss_input, backward=backward)
-            output = batch_pass.run(self._config.max_tokens_per_microbatch, self._keep_waiting)
-        except Exception:
-            if backward:
-                tenant.gradient = "incomplete"
-            raise
-        if backward and tenant.gradient == "none":
-            tenant.gradient = "whole"
-        return output
+    def compute_rows(self, new: Sequence[NewPass], order: Sequence[int]) -> list[FinishedPass]:
+        """Take up `new` forward_backwards, then compute one row: of the first in `order`, and where there is room of
+        the others with it.
+
+        Returns, on rank 0, those that are now done, and on all ranks those that failed, whose gradient is then
+        incomplete.
+        """
+        failures = self._take_up(new)
+        for number in order:
+            if number not in self._passes and number not in failures:
+                failures[number] = BackendFailed("this forward_backward is not under way")
+        passes = [self._passes[number] for number in order if number in self._passes]
+        if passes:
+            rows = choose_rows(passes, self._world.size, min(self._max_tokens, self._longest_row))
+            failures |= {one.number: error for one, error in self._rows.compute(rows).items()}
+        self.drop_passes(list(failures))
+        finished: list[FinishedPass] = list(failures.items())
+        done = [one for one in passes if one.is_done and one.number not in failures]
+        everyones = gather_objects([one.share for one in done], self._world) if done else []
+        for one, *shares in zip(done, *everyones, strict=True):
+            del self._passes[one.number]
+            if one.backward and one.tenant.gradient == "none":
+                one.tenant.gradient = "whole"
+            if self._world.rank == 0:
+                finished.append((one.number, one.output(shares)))
+        return finished
+
+    def _take_up(self, new: Sequence[NewPass]) -> dict[int, Exception]:
+        """Those that fail."""
+        failures: dict[int, Exception] = {
+            one.number: ModelLost(f"{one.model_id} is not loaded") for one in new if one.model_id not in self.tenants
+        }
+        known = [one for one in new if one.number not in failures]
+        self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
+        inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
+        if self.base.memory is not None:
+            self._longest_row = min(gather_objects(self.base.memory.longest_row, self._world))
+        for one in known:
+            tenant = self.tenants[one.model_id]
+            try:
+                if one.number in errors:
+                    raise errors[one.number]
+                longest = self._longest_row if one.backward else _MAX_ROW
+                plan = plan_pass(inputs[one.number], self._world.size, self._max_tokens, longest)
+                self._passes[one.number] = BatchPass(
+                    one.number, tenant, inputs[one.number], plan, backward=one.backward
+                )
+            except (InvalidInput, BackendFailed) as error:
+                failures[one.number] = error
+                if one.backward:
+                    tenant.gradient = "incomplete"
+        return failures
+
+    def drop_passes(self, numbers: Sequence[int]) -> None:
+        """Of these nothing more is computed; their gradients are incomplete."""
+        for number in numbers:
+            one = self._passes.pop(number, None)
+            if one is not None and one.backward:
+                one.tenant.gradient = "incomplete"
 
     def _checked(self, batch: EncodedBatch) -> ForwardBackwardInput:
         loss_input = decode_batch(batch)

@@ -116,7 +116,7 @@ def test_021_the_sdk_waits_for_its_creation(fake: Running, client: tinker.Servic
     busy = client.create_lora_training_client("tiny", rank=8).result()
     fake.set_gate(gate, is_open=False)
     held = busy.forward_backward([datum()], "slow")  # type: ignore[arg-type]
-    while not fake.backend.tiny.trainer.at_once:
+    while not fake.backend.tiny.trainer.begun[busy.model_id]:
         time.sleep(0.01)
     waiting = client.create_lora_training_client("tiny", rank=8)
     threading.Timer(3 * HOLD_S, lambda: fake.set_gate(gate, is_open=True)).start()

@@ -16,7 +16,7 @@ from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.ranks import on_two_ranks
-from tests.trainers import LORA, config
+from tests.trainers import LORA, config, forward_backward
 
 ADAM = AdamParams(learning_rate=1e-2)
 Outcome = dict[str, str]
@@ -47,7 +47,7 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
     found: Outcome = {}
 
     def train() -> str:
-        rank.forward_backward("m", batch, True)
+        forward_backward(rank, "m", batch, True)
         return outcome(lambda: rank.optim_step("m", ADAM))
 
     rank.create_model("m", LORA)
@@ -74,12 +74,12 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("backends.trainer.forward_backward.pack", out_of_memory)
-        found["forward_backward"] = outcome(lambda: rank.forward_backward("m", batch, True))
+            patch.setattr("backends.trainer.packed_row.pack", out_of_memory)
+        found["forward_backward"] = outcome(lambda: forward_backward(rank, "m", batch, True))
     found["step on a part"] = outcome(lambda: rank.optim_step("m", ADAM))
 
     before = weights(rank, "m")
-    rank.forward_backward("m", batch, True)
+    forward_backward(rank, "m", batch, True)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(rank.tenants["m"].optimizer, "step", out_of_memory)

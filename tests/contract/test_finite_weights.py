@@ -17,7 +17,7 @@ from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.rendering import Renderer
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
-from tests.trainers import LORA, trainer
+from tests.trainers import LORA, forward_backward, trainer
 
 ADAM = AdamParams(learning_rate=1e-2)
 
@@ -33,7 +33,7 @@ def rank(tiny_text: Path) -> TrainerRank:
 
 
 def train(rank: TrainerRank, renderer: Renderer, seed: int, adam: AdamParams = ADAM) -> None:
-    rank.forward_backward("m", cross_entropy([datum(prompt(words(9, seed)), renderer, seed)]), True)
+    forward_backward(rank, "m", cross_entropy([datum(prompt(words(9, seed)), renderer, seed)]), True)
     rank.optim_step("m", adam)
 
 
@@ -110,7 +110,7 @@ def test_a_model_whose_log_probabilities_are_not_finite_says_so(rank: TrainerRan
     for parameter in rank.tenants["m"].adapter.parameters:
         parameter.data.fill_(1e30)
     with pytest.raises(InvalidInput, match=r"datum 0: .* not finite: its weights have diverged"):
-        rank.forward_backward("m", cross_entropy([datum(prompt(words(9)), renderer)]), False)
+        forward_backward(rank, "m", cross_entropy([datum(prompt(words(9)), renderer)]), False)
 
 
 def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(

@@ -49,7 +49,7 @@ async def test_several_models_load_side_by_side_with_a_line_each(
         for name, takes_images in (("seeing", True), ("blind", False), ("alias", False)):
             info = backend.models[name].info
             assert (info.name, info.takes_images) == (name, takes_images)
-            await backend.models[name].trainer.create_model(f"{name}:model", Trainable(rank=4, seed=1))
+            await backend.models[name].trainer.create_model(f"{name}:model", Trainable(rank=4, seed=1), "owner")
     finally:
         await backend.stop()
 

@@ -24,7 +24,7 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
     await ranked.start()
     try:
         for name, suspends in (("stayed", False), ("moved", True)):
-            await ranked.create_model(name, LORA)
+            await ranked.create_model(name, LORA, "owner")
             await ranked.forward_backward(name, cross_entropy(batches[0]), backward=True)
             await ranked.optim_step(name, ADAM)
             await ranked.forward_backward(name, cross_entropy(batches[1]), backward=True)
@@ -32,7 +32,7 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
                 await ranked.suspend(name, tmp_path / "snapshot")
                 with pytest.raises(ModelLost):
                     await ranked.optim_step(name, ADAM)
-                await ranked.resume(name, LORA, tmp_path / "snapshot")
+                await ranked.resume(name, LORA, "owner", tmp_path / "snapshot")
             await ranked.forward_backward(name, cross_entropy(batches[2]), backward=True)
             await ranked.optim_step(name, ADAM)
             await ranked.save_state(name, tmp_path / name)
@@ -50,11 +50,11 @@ async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl
     ranked = TrainerClient(config(tiny_vl), num_ranks=1)
     await ranked.start()
     try:
-        await ranked.create_model("m", LORA)
+        await ranked.create_model("m", LORA, "owner")
         with pytest.raises(InvalidInput):
             await ranked.forward_backward("m", batch([good], "unknown"), backward=True)
         await ranked.suspend("m", tmp_path / "snapshot")
-        await ranked.resume("m", LORA, tmp_path / "snapshot")
+        await ranked.resume("m", LORA, "owner", tmp_path / "snapshot")
         await ranked.forward_backward("m", cross_entropy([good]), backward=True)
         with pytest.raises(InvalidInput, match="incomplete"):
             await ranked.optim_step("m", ADAM)

@@ -35,6 +35,7 @@ from tests.trainers import (
     SMOOTH,
     assert_same,
     config,
+    forward_backward,
     gradients,
     perturb,
     reference_inputs,
@@ -58,7 +59,7 @@ def reference(tiny_vl: Path):
 def test_logprobs_are_those_of_transformers(rank, reference, renderer, name):
     rank.create_model("m", LORA)
     item = datum(MIXED[name], renderer)
-    output = rank.forward_backward("m", cross_entropy([item]), False)
+    output = forward_backward(rank, "m", cross_entropy([item]), False)
     with torch.no_grad():
         expected = reference_logprobs(renderer, item, reference)[:, 0]
     np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"], expected, atol=1e-4)
@@ -91,7 +92,7 @@ def test_packed_samples_are_as_one_by_one_and_as_transformers_pads_them(tiny_vl,
         rank = trainer(tiny_vl, max_tokens)
         rank.create_model("m", LORA)
         perturb(rank, "m")
-        output = rank.forward_backward("m", cross_entropy(data), True)
+        output = forward_backward(rank, "m", cross_entropy(data), True)
         results.append((output, gradients(rank, "m")))
     (packed, packed_gradients), (single, single_gradients) = results
     for one, other in zip(packed.loss_fn_outputs, single.loss_fn_outputs, strict=True):
@@ -101,7 +102,7 @@ def test_packed_samples_are_as_one_by_one_and_as_transformers_pads_them(tiny_vl,
 
     fresh = trainer(tiny_vl)
     fresh.create_model("m", LORA)
-    unpadded = fresh.forward_backward("m", cross_entropy(data), False)
+    unpadded = forward_backward(fresh, "m", cross_entropy(data), False)
     for index, logprobs in enumerate(padded_logprobs(data, renderer, reference)):
         np.testing.assert_allclose(unpadded.loss_fn_outputs[index]["logprobs"], logprobs, atol=1e-4)
 
@@ -138,7 +139,7 @@ def test_many_text_chunks_are_as_one(rank, renderer):
         rank.create_model("m", LORA)
         perturb(rank, "m")
         item = datum(prompt(*chunks), renderer)
-        output = rank.forward_backward("m", cross_entropy([item]), True)
+        output = forward_backward(rank, "m", cross_entropy([item]), True)
         results.append((output.loss_fn_outputs[0]["logprobs"], gradients(rank, "m")))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     assert_same(results[0][1], results[1][1], rtol=0)
@@ -151,7 +152,7 @@ def test_soft_targets_and_ragged_k_keep_their_shapes(rank, reference, renderer):
         datum(MIXED["one image"], renderer, 2),
         datum(MIXED["text"], renderer, 3, k=5),
     ]
-    output = rank.forward_backward("m", cross_entropy(data), True)
+    output = forward_backward(rank, "m", cross_entropy(data), True)
     loss = 0.0
     for item, got in zip(data, output.loss_fn_outputs, strict=True):
         with torch.no_grad():
@@ -170,7 +171,7 @@ def test_logits_in_chunks_change_nothing(tiny_vl, renderer, monkeypatch):
         rank = trainer(tiny_vl)
         rank.create_model("m", LORA)
         perturb(rank, "m")
-        output = rank.forward_backward("m", cross_entropy(data), True)
+        output = forward_backward(rank, "m", cross_entropy(data), True)
         results.append((output, gradients(rank, "m")))
     for one, other in zip(results[0][0].loss_fn_outputs, results[1][0].loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-5)
@@ -213,7 +214,7 @@ def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, 
     )
     for step in range(5):
         data = [datum(model_input, renderer, 10 * step + i) for i, model_input in enumerate(MIXED.values())]
-        rank.forward_backward("m", cross_entropy(data), True)
+        forward_backward(rank, "m", cross_entropy(data), True)
         metrics = rank.optim_step("m", adam).metrics
         for item in data:
             weights = torch.from_numpy(item.loss_fn_inputs["weights"])[:, None]
@@ -245,7 +246,7 @@ def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, re
             rank.create_model(name, loras[name])
         for _ in range(3):
             for name in names:
-                rank.forward_backward(name, cross_entropy(data[name]), True)
+                forward_backward(rank, name, cross_entropy(data[name]), True)
             for name in names:
                 rank.optim_step(name, SMOOTH)
         return {name: dict(rank.tenants[name].adapter.tensors) for name in names}
@@ -259,11 +260,11 @@ def test_a_dropped_model_leaves_the_others_as_they_are(rank, renderer):
     rank.create_model("kept", LORA)
     perturb(rank, "kept")
     item = datum(MIXED["one image"], renderer)
-    before = rank.forward_backward("kept", cross_entropy([item]), False)
+    before = forward_backward(rank, "kept", cross_entropy([item]), False)
     rank.create_model("dropped", Trainable(rank=4, seed=9))
-    rank.forward_backward("dropped", cross_entropy([item]), True)
+    forward_backward(rank, "dropped", cross_entropy([item]), True)
     rank.delete_model("dropped")
-    after = rank.forward_backward("kept", cross_entropy([item]), False)
+    after = forward_backward(rank, "kept", cross_entropy([item]), False)
     np.testing.assert_array_equal(before.loss_fn_outputs[0]["logprobs"], after.loss_fn_outputs[0]["logprobs"])
 
 
@@ -298,9 +299,9 @@ def test_a_rank_out_of_range_is_refused(rank, rank_of_lora):
 def test_forward_only_leaves_the_gradient_alone(rank, renderer):
     rank.create_model("m", LORA)
     item = datum(MIXED["text"], renderer)
-    rank.forward_backward("m", cross_entropy([item]), True)
+    forward_backward(rank, "m", cross_entropy([item]), True)
     before = gradients(rank, "m")
-    rank.forward_backward("m", cross_entropy([item]), False)
+    forward_backward(rank, "m", cross_entropy([item]), False)
     assert_same(gradients(rank, "m"), before, rtol=0)
 
 
@@ -308,7 +309,7 @@ def test_a_step_without_a_gradient_is_refused(rank, renderer):
     rank.create_model("m", LORA)
     with pytest.raises(InvalidInput, match="no gradient"):
         rank.optim_step("m", SMOOTH)
-    rank.forward_backward("m", cross_entropy([datum(MIXED["text"], renderer)]), False)
+    forward_backward(rank, "m", cross_entropy([datum(MIXED["text"], renderer)]), False)
     with pytest.raises(InvalidInput, match="no gradient"):
         rank.optim_step("m", SMOOTH)
 
@@ -320,12 +321,12 @@ def test_a_failed_forward_backward_fails_the_next_step_and_the_run_goes_on(rank,
     broken = datum(prompt(words(3), truncated), renderer)
     cut = type(truncated)(data=truncated.data[: len(truncated.data) // 2], format="png")
     broken = Datum(model_input=prompt(words(3), cut), loss_fn_inputs=broken.loss_fn_inputs)
-    rank.forward_backward("m", cross_entropy([good]), True)
+    forward_backward(rank, "m", cross_entropy([good]), True)
     with pytest.raises(InvalidInput, match="datum 1, chunk 1: the image does not decode"):
-        rank.forward_backward("m", cross_entropy([good, broken]), True)
+        forward_backward(rank, "m", cross_entropy([good, broken]), True)
     with pytest.raises(InvalidInput, match="incomplete"):
         rank.optim_step("m", SMOOTH)
-    rank.forward_backward("m", cross_entropy([good]), True)
+    forward_backward(rank, "m", cross_entropy([good]), True)
     assert rank.optim_step("m", SMOOTH).metrics["grad_norm"] > 0
 
 
@@ -335,7 +336,7 @@ def test_saved_state_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path
     rank = trainer(tiny_vl)
     rank.create_model("m", LORA)
     for _ in range(2):
-        rank.forward_backward("m", data, True)
+        forward_backward(rank, "m", data, True)
         rank.optim_step("m", AdamParams(learning_rate=1e-2))
     rank.save_state("m", tmp_path / "state")
 
@@ -346,7 +347,7 @@ def test_saved_state_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path
     fresh.create_model("n", Trainable(rank=8, seed=99))
     fresh.load_state("n", tmp_path / "state", False)
     for one, name in ((rank, "m"), (other, "n"), (fresh, "n")):
-        one.forward_backward(name, data, True)
+        forward_backward(one, name, data, True)
         one.optim_step(name, AdamParams(learning_rate=1e-2))
     tensors = [dict(one.tenants[name].adapter.tensors) for one, name in ((rank, "m"), (other, "n"), (fresh, "n"))]
     assert_same(tensors[1], tensors[0], rtol=0)
@@ -372,7 +373,7 @@ def test_text_models_train_as_transformers_scores_them(tiny_text):
     rank, renderer = trainer(tiny_text), make_renderer(tiny_text)
     rank.create_model("m", LORA)
     data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
-    output = rank.forward_backward("m", cross_entropy(data), True)
+    output = forward_backward(rank, "m", cross_entropy(data), True)
     model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
     for item, got in zip(data, output.loss_fn_outputs, strict=True):
         with torch.no_grad():
@@ -390,7 +391,7 @@ def test_a_sliding_window_stays_the_models_own_in_packed_rows(tiny_text, tmp_pat
     assert rank.base.packs
     rank.create_model("m", LORA)
     data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
-    output = rank.forward_backward("m", cross_entropy(data), False)
+    output = forward_backward(rank, "m", cross_entropy(data), False)
     model, everywhere = (AutoModelForCausalLM.from_pretrained(one).eval() for one in (source, tiny_text))
     with torch.no_grad():
         for item, got in zip(data, output.loss_fn_outputs, strict=True):
@@ -425,7 +426,7 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
         ranked = TrainerClient(config(tiny_vl, max_tokens=60), num_ranks=num_ranks)
         await ranked.start()
         try:
-            await ranked.create_model("m", LORA)
+            await ranked.create_model("m", LORA, "owner")
             outputs = []
             for batch in batches:
                 outputs.append(await ranked.forward_backward("m", cross_entropy(batch), backward=True))
@@ -452,7 +453,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
     ranked = TrainerClient(config(tiny_vl), num_ranks=2)
     await ranked.start()
     try:
-        await ranked.create_model("m", LORA)
+        await ranked.create_model("m", LORA, "owner")
         with pytest.raises(InvalidInput, match="datum 1, chunk 1"):
             await ranked.forward_backward("m", cross_entropy([good, broken]), backward=True)
         with pytest.raises(InvalidInput, match="incomplete"):
@@ -485,7 +486,7 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
     ]
     await ranked.start()
     try:
-        await ranked.create_model("m", LORA)
+        await ranked.create_model("m", LORA, "owner")
         for bad, message in cases:
             with pytest.raises(InvalidInput, match=message):
                 await ranked.forward_backward("m", cross_entropy([good, bad]), backward=False)
@@ -513,7 +514,7 @@ def test_pixels_of_a_request_are_never_in_memory_all_at_once(tiny_vl, renderer):
     rank.create_model("m", LORA)
     pictures = [Image.new("RGB", (960, 960), (8 * number, 0, 0)) for number in range(30)]
     data = cross_entropy([datum(prompt(words(3), as_chunk(picture)), renderer) for picture in pictures])
-    rank.forward_backward("m", cross_entropy([datum(prompt(words(3), image(960, 960)), renderer)]), True)
+    forward_backward(rank, "m", cross_entropy([datum(prompt(words(3), image(960, 960)), renderer)]), True)
     process, seen, done = psutil.Process(), [], threading.Event()
 
     def watch() -> None:
@@ -523,7 +524,7 @@ def test_pixels_of_a_request_are_never_in_memory_all_at_once(tiny_vl, renderer):
     watching = threading.Thread(target=watch)
     before = process.memory_info().rss
     watching.start()
-    rank.forward_backward("m", data, True)
+    forward_backward(rank, "m", data, True)
     done.set()
     watching.join()
     assert len(seen) > 30

@@ -19,7 +19,7 @@ from backends.trainer.client import TrainerClient
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
-from tests.trainers import SMOOTH, assert_same, config, gradients, perturb
+from tests.trainers import SMOOTH, assert_same, config, forward_backward, gradients, perturb
 
 LORA = Trainable(rank=8, seed=1)
 SMALL, WIDE, TALL = image(64, 64, 1), image(160, 64, 2), image(64, 160, 3)
@@ -72,7 +72,7 @@ def data(renderer) -> list[Datum]:
 
 def run(rank: TrainerRank, data: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     rank.tenants["m"].clear_gradient()
-    output = rank.forward_backward("m", cross_entropy(data), True)
+    output = forward_backward(rank, "m", cross_entropy(data), True)
     found = {name: gradient.clone() for name, gradient in gradients(rank, "m").items()}
     return [row["logprobs"] for row in output.loss_fn_outputs], found
 
@@ -103,7 +103,7 @@ def test_new_and_kept_images_stand_in_one_row(keeping, forgetting, renderer):
     new = image(96, 96, 42)
     mixed = [datum(prompt(words(2), SMALL, words(1), new, words(1), SMALL, words(2)), renderer, 3)]
     tower = Tower(keeping)
-    keeping.forward_backward("m", cross_entropy([datum(prompt(words(2), SMALL, words(2)), renderer)]), False)
+    forward_backward(keeping, "m", cross_entropy([datum(prompt(words(2), SMALL, words(2)), renderer)]), False)
     tower.take()
     assert_agree(run(keeping, mixed), run(forgetting, mixed))
     assert tower.take() == 1
@@ -114,9 +114,9 @@ def test_features_do_not_depend_on_the_adapter(keeping, forgetting, data):
     run(keeping, data)
     for rank in (keeping, forgetting):
         rank.create_model("other", Trainable(rank=16, seed=5))
-        rank.forward_backward("other", cross_entropy(data), True)
+        forward_backward(rank, "other", cross_entropy(data), True)
         rank.optim_step("other", SMOOTH)
-    outputs = [rank.forward_backward("other", cross_entropy(data), False) for rank in (keeping, forgetting)]
+    outputs = [forward_backward(rank, "other", cross_entropy(data), False) for rank in (keeping, forgetting)]
     for a, b in zip(*(output.loss_fn_outputs for output in outputs), strict=True):
         np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
     assert not [name for name in gradients(keeping, "m") if "visual" in name]
@@ -127,19 +127,19 @@ def test_features_do_not_depend_on_the_adapter(keeping, forgetting, data):
 def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetting, renderer, data):
     one = datum(prompt(words(2), SMALL, words(1)), renderer)
     probe = trainer(tiny_vl, 1 << 26)
-    probe.forward_backward("m", cross_entropy([one]), False)
+    forward_backward(probe, "m", cross_entropy([one]), False)
     size = probe.base.vision._kept.size
     assert size == sum(part.nbytes for features in probe.base.vision._kept._values.values() for part in features) > 0  # type: ignore[misc]
     rank = trainer(tiny_vl, 3 * size)
     tower = Tower(rank)
     squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
     for item in squares:
-        rank.forward_backward("m", cross_entropy([item]), False)
+        forward_backward(rank, "m", cross_entropy([item]), False)
         assert rank.base.vision._kept.size <= 3 * size
     assert tower.take() == 5
-    rank.forward_backward("m", cross_entropy(squares[2:]), False)
+    forward_backward(rank, "m", cross_entropy(squares[2:]), False)
     assert tower.take() == 0
-    rank.forward_backward("m", cross_entropy(squares[:1]), False)
+    forward_backward(rank, "m", cross_entropy(squares[:1]), False)
     assert tower.take() == 1
     assert_agree(run(rank, data), run(forgetting, data))
 
@@ -160,14 +160,14 @@ def test_a_broken_image_is_refused_whatever_is_kept(keeping, renderer, data):
     )
     run(keeping, data)
     with pytest.raises(InvalidInput, match="datum 1, chunk 1"):
-        keeping.forward_backward("m", cross_entropy([data[0], broken]), True)
+        forward_backward(keeping, "m", cross_entropy([data[0], broken]), True)
 
 
 def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, monkeypatch):
     """As it would be, should a later transformers take image features another way."""
     monkeypatch.setattr(keeping.base.scorer.model.base_model, "get_image_features", keeping.base.vision._tower._run)
     with pytest.raises((BackendFailed, RuntimeError, AttributeError, IndexError)):
-        keeping.forward_backward("m", cross_entropy(data), False)
+        forward_backward(keeping, "m", cross_entropy(data), False)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, t
     await one.start()
     try:
         for ranked, name in ((two_ranks, "two"), (one, "one")):
-            await ranked.create_model("m", LORA)
+            await ranked.create_model("m", LORA, "owner")
             # In another order the shares of the ranks differ, so each meets images that it has, and that it has not.
             for batch in (data[1:2], data, data[::-1], data[3:5], data[5:]):
                 await ranked.forward_backward("m", cross_entropy(batch), backward=True)

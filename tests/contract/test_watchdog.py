@@ -24,11 +24,11 @@ async def test_ranks_that_die_or_hang_are_started_again_by_the_next_model(tiny_t
     client = TrainerClient(config(tiny_text), num_ranks=num_ranks, patience_s=20)
     await client.start()
     try:
-        await client.create_model("first", LORA)
+        await client.create_model("first", LORA, "owner")
         idle = client._ranks[-1]
         os.kill(idle.process.pid, signal.SIGKILL)
         await asyncio.wait_for(idle.died.wait(), 10)
-        await client.create_model("second", LORA)  # and not only the one after it
+        await client.create_model("second", LORA, "owner")  # and not only the one after it
         with pytest.raises(ModelLost, match="first is no longer loaded"):
             await client.optim_step("first", SMOOTH)
         await client.forward_backward("second", batch, backward=True)
@@ -42,7 +42,7 @@ async def test_ranks_that_die_or_hang_are_started_again_by_the_next_model(tiny_t
         with pytest.raises(ModelLost, match="second is no longer loaded"):
             await client.optim_step("second", SMOOTH)
         client._patience_s = 20
-        await client.create_model("third", LORA)
+        await client.create_model("third", LORA, "owner")
         await client.forward_backward("third", batch, backward=True)
         await client.optim_step("third", SMOOTH)
     finally:

@@ -41,7 +41,7 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
         assert sum(model.placement.sampler_fraction for model in loaded) == pytest.approx(0.4)
         before = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
         for model in loaded:
-            await model.trainer.create_model("m", LORA)
+            await model.trainer.create_model("m", LORA, "owner")
         free, total = torch.cuda.mem_get_info()
         print(f"{free / 2**30:.1f} GiB of {total / 2**30:.1f} are free beside two models")
         # As the trainers may; this process stands in for them.

@@ -14,7 +14,7 @@ from backends.trainer.client import TrainerClient
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, prompt, words
-from tests.trainers import LORA, SMOOTH, assert_same, config, gradients, perturb
+from tests.trainers import LORA, SMOOTH, assert_same, config, forward_backward, gradients, perturb
 
 pytestmark = pytest.mark.gpu
 CUDA = {"device": "cuda"}
@@ -28,7 +28,7 @@ def on_cuda(source, dtype: str, max_tokens: int = 1024) -> TrainerRank:
 def scored(rank: TrainerRank, data) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     rank.create_model("m", LORA)
     perturb(rank, "m")
-    output = rank.forward_backward("m", cross_entropy(data), True)
+    output = forward_backward(rank, "m", cross_entropy(data), True)
     return [row["logprobs"] for row in output.loss_fn_outputs], gradients(rank, "m")
 
 
@@ -67,7 +67,7 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path):
         ranked = TrainerClient(settings, num_ranks=num_ranks)
         await ranked.start()
         try:
-            await ranked.create_model("m", LORA)
+            await ranked.create_model("m", LORA, "owner")
             for data in batches:
                 await ranked.forward_backward("m", cross_entropy(data), backward=True)
                 await ranked.optim_step("m", SMOOTH)
@@ -86,6 +86,6 @@ def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
         rank.create_model("m", LORA.model_copy(update={"rank": size}))
         for seed, inputs in enumerate(([*MIXED.values()], [prompt(words(1))], [*MIXED.values()] * 3)):
             data = cross_entropy([datum(one, renderer, seed) for one in inputs])
-            rank.forward_backward("m", data, True)
-            rank.forward_backward("m", data, False)
+            forward_backward(rank, "m", data, True)
+            forward_backward(rank, "m", data, False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled

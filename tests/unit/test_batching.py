@@ -1,6 +1,7 @@
 """Microbatches: which datums run together, and what a packed row is."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from backends.families.text import Text
 from backends.rendering import Rendered, Renderer
-from backends.trainer.batching import pack, plan_microbatches
+from backends.trainer.batching import pack, plan_steps
 from tests.factories import image, prompt, words
 
 CPU = torch.device("cpu")
@@ -17,20 +18,32 @@ CPU = torch.device("cpu")
 def test_every_datum_is_planned_once_and_rows_keep_the_budget():
     lengths = [5, 90, 30, 30, 40, 7, 100, 200, 1]
     for world_size in (1, 2, 3):
-        plan = plan_microbatches(lengths, world_size, 100)
+        plan = plan_steps(lengths, world_size, 100)
         rows = list(itertools.chain.from_iterable(plan))
         assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
         assert all(sum(lengths[i] for i in row) <= 100 or len(row) == 1 for row in rows)
 
 
 def test_all_ranks_run_equally_many_steps():
-    plan = plan_microbatches([10] * 7, 4, 10)
-    assert {len(steps) for steps in plan} == {2}
-    assert sum(not row for steps in plan for row in steps) == 1
+    plan = plan_steps([10] * 7, 4, 10)
+    assert [len(rows) for rows in plan] == [4, 4]
+    assert sum(not row for rows in plan for row in rows) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rows_are_as_even_as_they_can_be_in_no_more_steps_than_full_ones_take(world_size: int) -> None:
+    assert [[len(row) for row in rows] for rows in plan_steps([240] * 32, 2, 16384)] == [[16, 16]]
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = random.integers(50, 900, 90).tolist()
+        plan = plan_steps(lengths, world_size, 4096)
+        assert len(plan) == math.ceil(math.ceil(sum(lengths) / 4096) / world_size)
+        sizes = [sum(lengths[index] for index in row) for rows in plan for row in rows]
+        assert max(sizes) <= 1.03 * sum(sizes) / len(sizes) and max(sizes) <= 4096
 
 
 def test_a_datum_longer_than_the_budget_runs_alone():
-    assert [len(row) for row in plan_microbatches([500, 10, 10], 1, 100)[0]] == [1, 2]
+    assert plan_steps([500, 10, 10], 1, 100) == [[[0]], [[1, 2]]]
 
 
 def test_a_packed_row_holds_whole_samples_one_after_the_other(renderer: Renderer) -> None:

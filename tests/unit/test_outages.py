@@ -88,7 +88,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         status="active",
         created_at=1.0,
     )
-    await house.backend.tiny.trainer.create_model(house.model_id, run.trainable)
+    await house.backend.tiny.trainer.create_model(house.model_id, run.trainable, run.owner)
     house.backend.tiny.trainer.steps[house.model_id] = 7
     await house.runs.add(run)
     yield house

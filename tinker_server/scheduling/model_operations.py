@@ -71,9 +71,9 @@ class ModelOperations:
         run = await self._runs.find(model_id)
         return run is not None and run.status == "suspended"
 
-    def last_turn(self, owner: str, model_id: str) -> int:
+    def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model."""
-        return self._models.last_turn(owner, model_id)
+        return self._models.last_turn(model_id)
 
     async def optim_step(self, request: OptimStepRequest) -> OptimStepResponse:
         """Apply the gradient, then clear it."""
@@ -127,12 +127,12 @@ class ModelOperations:
 
     async def _create(self, run: TrainingRun, checkpoint: Checkpoint | None, *, with_optimizer: bool) -> None:
         """The run is recorded once the model is in memory, and is not in memory unless it is recorded."""
-        async with self._models.turn(run.base_model, run.owner, run.model_id) as trainer:
+        async with self._models.alone(run.base_model, run.model_id) as trainer:
             if await self._runs.find(run.model_id) is not None:  # before the trainer would lose the one it has
                 raise ModelIdTaken(
                     f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
                 )
-            await trainer.create_model(run.model_id, run.trainable)
+            await trainer.create_model(run.model_id, run.trainable, run.owner)
             try:
                 if checkpoint is not None:
                     directory = self._storage.path(checkpoint.directory)

@@ -178,9 +178,9 @@ class OperationRunner:
         """Whether a model outlived the process that held it."""
         return await self._executors.models.is_on_disk(model_id)
 
-    def last_turn(self, owner: str, model_id: str) -> int:
+    def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model."""
-        return self._executors.models.last_turn(owner, model_id)
+        return self._executors.models.last_turn(model_id)
 
     async def mark_incomplete(self, model_id: str) -> None:
         """Have the model's next optim_step fail and clear the gradient."""

@@ -33,7 +33,7 @@ class Runner(Protocol):
     async def is_on_disk(self, model_id: str) -> bool:
         """Whether a model outlived the process that held it."""
 
-    def last_turn(self, owner: str, model_id: str) -> int:
+    def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model: before, nothing has changed."""
 
     async def mark_incomplete(self, model_id: str) -> None:
@@ -181,7 +181,7 @@ class Scheduler:
         for model_id, lane in self._lanes.items():
             if lane.driver is not None and not lane.driver.done():
                 drivers[lane.driver] = model_id
-                if lane.running is None or self._runner.last_turn(lane.running.owner, model_id) == lane.last_turn:
+                if lane.running is None or self._runner.last_turn(model_id) == lane.last_turn:
                     lane.driver.cancel()  # it waits, and has changed nothing
         samples = {task for _, task in self._samples.values()}
         running = {*drivers, *samples, *self._unloads}
@@ -225,7 +225,7 @@ class Scheduler:
                         await lane.arrived.wait()
                 continue
             operation = lane.running = lane.take()
-            lane.last_turn = self._runner.last_turn(operation.owner, operation.lane)
+            lane.last_turn = self._runner.last_turn(operation.lane)
             lane.note(operation, await self._run(operation, lane.missing))
             lane.running = None
 

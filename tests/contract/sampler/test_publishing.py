@@ -22,7 +22,7 @@ from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, prompt, words
 from tests.sampling import request, sample
-from tests.trainers import LORA, config, trainer
+from tests.trainers import LORA, config, forward_backward, trainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -33,7 +33,7 @@ def rank(tiny_vl, renderer) -> TrainerRank:
     rank = trainer(tiny_vl)
     rank.create_model("m", LORA)
     for seed in range(3):
-        rank.forward_backward("m", cross_entropy([datum(prompt(words(30, seed)), renderer, seed)]), True)
+        forward_backward(rank, "m", cross_entropy([datum(prompt(words(30, seed)), renderer, seed)]), True)
         rank.optim_step("m", AdamParams(learning_rate=1e-2))
     return rank
 
@@ -76,7 +76,7 @@ async def test_saved_weights_carry_the_trainers_scores_and_the_sampler_agrees(sa
     text = words(len(ids)).model_copy(update={"tokens": ids.astype(np.int32)})
     scored = datum(prompt(text), renderer)
     scored = scored.model_copy(update={"loss_fn_inputs": {**scored.loss_fn_inputs, "target_tokens": np.roll(ids, -1)}})
-    (output,) = rank.forward_backward("m", cross_entropy([scored]), False).loss_fn_outputs
+    (output,) = forward_backward(rank, "m", cross_entropy([scored]), False).loss_fn_outputs
     np.testing.assert_allclose(canary.logprobs, output["logprobs"][:-1], atol=1e-5)
     await sampler.publish(saved, "somebody")
 

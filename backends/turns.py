@@ -52,9 +52,9 @@ class FairTurns:
                 self._leave(queue, granted)
             self._grant()
 
-    def last_turn(self, owner: str, key: str) -> int:
-        """A number that changes when this queue gets a turn."""
-        return self._served.get((owner, key), 0)
+    def standing(self, owner: str, key: str) -> tuple[int, int]:
+        """Who has the smallest is next."""
+        return self._served.get((owner,), 0), self._served.get((owner, key), 0)
 
     def _leave(self, queue: _Queue, granted: asyncio.Future[None]) -> None:
         """One who waited is gone without a turn."""
@@ -66,7 +66,7 @@ class FairTurns:
     def _grant(self) -> None:
         """Give turns while there is room for the next in line; a large one is waited for, not passed over."""
         while self._queues:
-            queue = min(self._queues.values(), key=self._last_turn)
+            queue = min(self._queues.values(), key=lambda one: self.standing(one.owner, one.key))
             granted, size = queue.waiting[0]
             if size > self._free:
                 return
@@ -81,9 +81,6 @@ class FairTurns:
     def _drop_if_empty(self, queue: _Queue) -> None:
         if not queue.waiting:
             self._queues.pop((queue.owner, queue.key), None)
-
-    def _last_turn(self, queue: _Queue) -> tuple[int, int]:
-        return self._served.get((queue.owner,), 0), self._served.get((queue.owner, queue.key), 0)
 
     def _note(self, queue: _Queue) -> None:
         number = next(self._count)

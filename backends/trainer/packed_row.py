@@ -1,0 +1,187 @@
+"""Forward and backward of a packed row, which may hold datums of several models.
+
+Ranks compute their rows side by side. Before each forward they agree that what it needs is there: past that point
+one rank's error would leave the others waiting.
+
+T positions of a row, K alternatives of a position, P passes of a row, R rank columns of their models
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from backends.protocol import BackendFailed, InvalidInput
+from backends.rendering import Rendered
+from backends.trainer.base import FrozenBase
+from backends.trainer.batching import Microbatch, loss_inputs, pack
+from backends.trainer.forward_backward import BatchPass, Row, targets
+from backends.trainer.loss_metrics import observe
+from backends.trainer.parallel import World, agreed, agreed_each, told
+from backends.trainer.tenant import all_finite
+from backends.trainer.time_limits import microbatch_s
+
+Failures = dict[BatchPass, Exception]
+
+
+class RowComputer:
+    """Computes rows on one rank."""
+
+    def __init__(self, base: FrozenBase, world: World, keep_waiting: Callable[[float], None]) -> None:
+        """`keep_waiting` is told before every row how many seconds it may take."""
+        self._base = base
+        self._world = world
+        self._keep_waiting = keep_waiting
+
+    def compute(self, rows: Sequence[Row]) -> Failures:
+        """Each rank's row of `rows`, all with a gradient or all without; log probabilities go to the passes' shares,
+        and gradients to their models.
+
+        Returns the passes that failed; of the others in their company nothing is then computed, and the same where
+        the company itself must be feared: each of them then has its next rows to itself.
+        """
+        passes = list(dict.fromkeys(one for row in rows for one in row))
+        self._keep_waiting(max(self._row_s(row) for row in rows))
+        row = rows[self._world.rank]
+        rendered, errors = self._rendered(row)
+        failures: Failures = {one: errors[one.number] for one in passes if one.number in errors}
+        if failures:
+            return failures
+        if self._base.memory is not None and passes[0].backward:
+            # The same on all ranks: what is computed again is gathered again.
+            self._base.memory.prepare(max(_num_tokens(row) for row in rows))
+        try:
+            with torch.set_grad_enabled(passes[0].backward):
+                failures = self._computed(row, rendered, passes)
+        except _Feared:
+            for one in passes:
+                one.apart = True
+        else:
+            for one, indices in (pair for of_rank in rows for pair in of_rank.items()):
+                one.computed(indices)
+        finally:
+            if self._base.vision is not None:
+                self._base.vision.trim()
+        return failures
+
+    def _row_s(self, row: Row) -> float:
+        """Seconds that a row takes at most."""
+        num_images = sum(one.num_images(indices) for one, indices in row.items())
+        return microbatch_s(_num_tokens(row), num_images, self._base.num_parameters, self._world.device)
+
+    def _rendered(self, row: Row) -> tuple[dict[int, list[Rendered]], dict[int, InvalidInput | BackendFailed]]:
+        """By a pass's number, its datums; InvalidInput for images that do not decode."""
+
+        known = self._base.vision or ()
+        inputs = [one.data[index].model_input for one, indices in row.items() for index in indices]
+        self._base.renderer.expect(inputs, known)
+
+        def render(one: BatchPass, indices: list[int]) -> list[Rendered]:
+            return [self._base.renderer.render(one.data[i].model_input, f"datum {i}", known) for i in indices]
+
+        return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
+
+    def _computed(self, row: Row, rendered: dict[int, list[Rendered]], passes: Sequence[BatchPass]) -> Failures:
+        """Raises _Feared where several passes may have harmed one another."""
+        try:
+            batch, scales_TR = agreed(lambda: self._packed(row, rendered), self._world)
+            observed = self._in_memory(row, batch, scales_TR)
+        except Exception as error:
+            if self._world.size > 1 and not isinstance(error, (InvalidInput, BackendFailed)):
+                raise  # the others wait in a collective
+            return _blame(passes, told(error))
+        return self._collected(row, observed, passes)
+
+    def _packed(self, row: Row, rendered: dict[int, list[Rendered]]) -> tuple[Microbatch, Tensor]:
+        """The datums' row on the device, with their models' adapters loaded, and its scales [T, R]."""
+        samples = [
+            (one, targets(of.data[index]))
+            for of, indices in row.items()
+            for index, one in zip(indices, rendered[of.number], strict=True)
+        ]
+        batch = pack(samples, self._base.renderer.family, self._world.device)
+        scales_PR = self._base.adapters.load([one.tenant.adapter for one in row])
+        counts = torch.tensor([one.num_tokens(indices) for one, indices in row.items()], dtype=torch.int64)
+        scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
+        missing = len(batch.targets_TK) - len(scales_TR)  # the sample that is nobody's
+        return batch, torch.cat([scales_TR, scales_TR.new_zeros(missing, scales_TR.shape[1])])
+
+    def _in_memory(self, row: Row, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+        """`_forward_backward`, once more with the least memory where it ran out of it."""
+        try:
+            return self._forward_backward(row, batch, scales_TR)
+        except torch.OutOfMemoryError:
+            if self._base.memory is None or self._world.size > 1:
+                raise
+        # Outside of the handler, whose traceback holds the failed pass's tensors.
+        self._base.adapters.discard()
+        self._base.memory.prepare_least()
+        return self._forward_backward(row, batch, scales_TR)
+
+    def _forward_backward(self, row: Row, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+        """[P, 8]: what `observe` gives for each pass."""
+        logprobs_TK = self._base.scorer(batch, scales_TR)
+        if not row:  # the others have one more row: take part in their collectives, with no gradient
+            if logprobs_TK.requires_grad:
+                (logprobs_TK.sum() * 0).backward()
+            return torch.zeros(0, 0)
+        logprobs_TK = logprobs_TK[: sum(batch.sample_lengths)]
+        values, observed = [], []
+        parts = logprobs_TK.split([one.num_tokens(indices) for one, indices in row.items()])
+        for (one, indices), part_TK in zip(row.items(), parts, strict=True):
+            inputs = loss_inputs(one.loss, one.config, [one.data[index] for index in indices], part_TK)
+            values.append(one.loss.compute(inputs))
+            observed.append(observe(one.loss, inputs, values[-1]))
+        if logprobs_TK.requires_grad:
+            torch.stack(values).sum().backward()
+        self._keep(row, logprobs_TK.detach().cpu(), batch.sample_lengths)
+        return torch.stack(observed)
+
+    def _keep(self, row: Row, logprobs_TK: Tensor, sample_lengths: Sequence[int]) -> None:
+        datums = [(one, index) for one, indices in row.items() for index in indices]
+        for (one, index), part in zip(datums, logprobs_TK.split(list(sample_lengths)), strict=True):
+            target = targets(one.data[index])
+            width = target.shape[1] if target.ndim == 2 else 1
+            one.share.logprobs[index] = part[:, :width].reshape(target.shape).numpy()
+
+    def _collected(self, row: Row, observed: Tensor, passes: Sequence[BatchPass]) -> Failures:
+        """Give every model its gradient, once no rank has found anything that is not finite."""
+
+        def require_finite() -> None:
+            for one, indices in row.items():
+                one.require_finite(indices)
+            if len(passes) > 1 and passes[0].backward and not all_finite(self._base.adapters.gathered):
+                raise InvalidInput("the gradient is not finite")
+
+        def collect() -> list[list[float]]:
+            if passes[0].backward:
+                self._base.adapters.collect([one.tenant.adapter for one in row])
+            return observed.tolist()
+
+        try:
+            agreed(require_finite, self._world)
+        except InvalidInput as error:
+            # 0 * NaN is NaN: one model's may be in what was gathered for the others.
+            return _blame(passes, error)
+        try:
+            values = agreed(collect, self._world)
+        except BackendFailed as error:  # some may have their gradient, so that none can be computed again
+            return dict.fromkeys(passes, error)
+        for one, of_pass in zip(row, values, strict=True):
+            one.share.observed.append(of_pass)
+        return {}
+
+
+class _Feared(Exception):
+    """Several passes share a row that failed: whose fault it is shows when each is alone."""
+
+
+def _blame(passes: Sequence[BatchPass], error: Exception) -> Failures:
+    if len(passes) > 1:
+        raise _Feared
+    return {passes[0]: error}
+
+
+def _num_tokens(row: Row) -> int:
+    return sum(one.num_tokens(indices) for one, indices in row.items())

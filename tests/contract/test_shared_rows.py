@@ -1,0 +1,321 @@
+"""Models whose datums share packed rows: each computes as alone, fails alone, and waits for no more than a row.
+
+pytest tests/contract/test_shared_rows.py
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from api_schemas.inputs import Datum, ImageChunk, ModelInput
+from api_schemas.training import ForwardBackwardOutput, Trainable
+from backends.protocol import EncodedBatch, InvalidInput
+from backends.rendering import Renderer
+from backends.trainer import batching
+from backends.trainer.client import TrainerClient
+from backends.trainer.forward_backward import Row
+from backends.trainer.packed_row import Failures
+from backends.trainer.parallel import World
+from backends.trainer.rank import TrainerRank
+from tests.factories import MIXED, batch, cross_entropy, datum, prompt, words
+from tests.ranks import on_two_ranks
+from tests.trainers import LORA, SMOOTH, assert_same, config, forward_backward, gradients, perturb, together, trainer
+
+LOSS_INPUTS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    "importance_sampling": ("logprobs", "advantages"),
+    "ppo": ("logprobs", "advantages"),
+    "cispo": ("logprobs", "advantages"),
+    "dro": ("logprobs", "advantages"),
+    "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
+}
+RANKS = (1, 4, 8, 32)
+
+
+def datum_for(loss_fn: str, model_input: ModelInput, renderer: Renderer, seed: int) -> Datum:
+    length, _ = renderer.layout(model_input, "datum")
+    random = np.random.default_rng(seed)
+    inputs = {"target_tokens": random.integers(0, 300, length)}
+    for name in LOSS_INPUTS[loss_fn]:
+        values = random.normal(-5.5, 0.5, length) if name == "logprobs" else random.normal(size=length)
+        inputs[name] = (values * (1 if name == "logprobs" else random.random(length) < 0.8)).astype(np.float32)
+    return Datum(model_input=model_input, loss_fn_inputs=inputs)
+
+
+def batch_for(loss_fn: str, inputs: list[ModelInput], renderer: Renderer, seed: int) -> EncodedBatch:
+    return batch([datum_for(loss_fn, one, renderer, seed + i) for i, one in enumerate(inputs)], loss_fn)
+
+
+def add_model(rank: TrainerRank, name: str, lora_rank: int, seed: int) -> None:
+    rank.create_model(name, Trainable(rank=lora_rank, seed=seed, train_unembed=seed % 2 == 0))
+    perturb(rank, name)
+
+
+class Rows:
+    """Counts the passes of the rows that are computed."""
+
+    def __init__(self, rank: TrainerRank, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.companies: list[int] = []
+        compute = rank._rows.compute
+
+        def counted(rows: list[Row]) -> Failures:
+            self.companies.append(len({one.number for row in rows for one in row}))
+            return compute(rows)
+
+        monkeypatch.setattr(rank._rows, "compute", counted)
+
+
+@pytest.fixture
+def rank(tiny_vl: Path) -> TrainerRank:
+    return trainer(tiny_vl, max_tokens=1024)
+
+
+def assert_as_alone(
+    rank: TrainerRank, batches: list[tuple[str, EncodedBatch]], outputs: list[ForwardBackwardOutput | Exception | None]
+) -> None:
+    """`outputs` and the gradients that stand are those of one model after the other."""
+    in_company = {name: gradients(rank, name) for name, _ in batches}
+    for (name, alone), output in zip(batches, outputs, strict=True):
+        assert isinstance(output, ForwardBackwardOutput), output
+        rank.tenants[name].clear_gradient()
+        expected = forward_backward(rank, name, alone)
+        assert expected is not None
+        for got, wanted in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(got["logprobs"], wanted["logprobs"], atol=1e-5)
+        assert output.metrics.keys() == expected.metrics.keys()
+        for key, value in expected.metrics.items():
+            assert output.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-4), (name, key)
+        assert_same_gradients(in_company[name], gradients(rank, name))
+
+
+def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """To rounding of each tensor, or of the model's largest: of a one-token sample's query it is rounding alone."""
+    assert got.keys() == wanted.keys()
+    largest = max(tensor.abs().max().item() for tensor in wanted.values())
+    for name, tensor in wanted.items():
+        error = (got[name] - tensor).abs().max().item()
+        assert error <= 1e-5 * tensor.abs().max().item() + 1e-6 * largest, name
+
+
+def test_eight_models_of_any_rank_and_loss_with_text_and_images_are_each_as_alone(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    for place in range(8):
+        loss_fn = list(LOSS_INPUTS)[place % len(LOSS_INPUTS)]
+        inputs = [prompt(words(5 + 3 * place, place)), list(MIXED.values())[place % len(MIXED)]]
+        add_model(rank, f"m{place}", RANKS[place % 4], place)
+        batches.append((f"m{place}", batch_for(loss_fn, inputs, renderer, 10 * place)))
+    rows = Rows(rank, monkeypatch)
+    outputs = together(rank, batches)
+    assert rows.companies == [8]
+    assert_as_alone(rank, batches, outputs)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+)
+@given(data=st.data())
+def test_any_mix_in_rows_of_any_budget_is_as_alone(data: st.DataObject, tiny_vl: Path, renderer: Renderer) -> None:
+    rank = trainer(tiny_vl, max_tokens=data.draw(st.sampled_from([16, 60, 200])))
+    batches = []
+    for place in range(data.draw(st.integers(2, 4))):
+        lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+        inputs = [prompt(words(length, place)) for length in lengths]
+        if data.draw(st.booleans()):
+            inputs.insert(data.draw(st.integers(0, len(inputs))), data.draw(st.sampled_from(list(MIXED.values()))))
+        add_model(rank, f"m{place}", data.draw(st.sampled_from(RANKS)), place)
+        loss_fn = data.draw(st.sampled_from(sorted(LOSS_INPUTS)))
+        batches.append((f"m{place}", batch_for(loss_fn, inputs, renderer, 10 * place)))
+    assert_as_alone(rank, batches, together(rank, batches))
+
+
+def test_several_targets_of_a_token_have_rows_of_their_own(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name in enumerate(("soft", "plain", "other")):
+        add_model(rank, name, 4, place)
+    plain = cross_entropy([datum(MIXED["text"], renderer)])
+    batches = [("soft", cross_entropy([datum(MIXED["text"], renderer, k=3)])), ("plain", plain), ("other", plain)]
+    rows = Rows(rank, monkeypatch)
+    outputs = together(rank, batches)
+    assert rows.companies == [1, 2]
+    assert_as_alone(rank, batches, outputs)
+
+
+def test_an_image_that_does_not_decode_fails_its_own_request_alone(rank: TrainerRank, renderer: Renderer) -> None:
+    good = datum(MIXED["one image"], renderer)
+    chunk = next(chunk for chunk in good.model_input.chunks if isinstance(chunk, ImageChunk))
+    broken = good.model_copy(
+        update={
+            "model_input": ModelInput(
+                chunks=[
+                    one.model_copy(update={"data": one.data[:-40]}) if one is chunk else one  # type: ignore[attr-defined]
+                    for one in good.model_input.chunks
+                ]
+            )
+        }
+    )
+    for place, name in enumerate(("broken", "sound")):
+        add_model(rank, name, 4, place)
+    sound = cross_entropy([good])
+    failure, output = together(rank, [("broken", cross_entropy([good, broken])), ("sound", sound)])
+    assert isinstance(failure, InvalidInput) and "datum 1" in str(failure)
+    assert_as_alone(rank, [("sound", sound)], [output])
+    with pytest.raises(InvalidInput, match="incomplete"):
+        rank.optim_step("broken", SMOOTH)
+    rank.optim_step("sound", SMOOTH)
+
+
+def diverge(rank: TrainerRank, model_id: str) -> None:
+    """Finite weights whose activations are not."""
+    with torch.no_grad():
+        for tensor in rank.tenants[model_id].adapter.tensors.values():
+            tensor.fill_(1e30)
+
+
+def test_a_model_that_has_diverged_harms_nobody_in_its_row(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    for place, name in enumerate(("sound", "diverged", "sound too")):
+        add_model(rank, name, 4, place)
+        batches.append((name, cross_entropy([datum(MIXED["text"], renderer, place)])))
+    diverge(rank, "diverged")
+    rows = Rows(rank, monkeypatch)
+    first, failure, last = together(rank, batches)
+    assert rows.companies == [3, 1, 1, 1]
+    assert isinstance(failure, InvalidInput) and "datum 0: the model's log probabilities are not finite" in str(failure)
+    assert_as_alone(rank, [batches[0], batches[2]], [first, last])
+
+
+def test_a_gradient_that_is_not_finite_stays_in_its_own_model(rank: TrainerRank, renderer: Renderer) -> None:
+    """Log probabilities may be finite where their gradient is not."""
+    huge = datum(MIXED["text"], renderer)
+    huge.loss_fn_inputs["weights"] = np.full_like(huge.loss_fn_inputs["weights"], 3e38)
+    sound = cross_entropy([datum(MIXED["text"], renderer, 1)])
+    for place, name in enumerate(("huge", "sound")):
+        add_model(rank, name, 4, place)
+    _, output = together(rank, [("huge", cross_entropy([huge])), ("sound", sound)])
+    assert_as_alone(rank, [("sound", sound)], [output])
+    with pytest.raises(InvalidInput, match="not finite"):
+        rank.optim_step("huge", SMOOTH)
+
+
+def test_a_row_that_runs_out_of_memory_is_computed_model_by_model(
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def scarce(samples, family, device):  # type: ignore[no-untyped-def]
+        if len(samples) > 1:
+            raise torch.OutOfMemoryError("tried to allocate 8 GiB")
+        return batching.pack(samples, family, device)
+
+    batches = []
+    for place in range(3):
+        add_model(rank, f"m{place}", 4, place)
+        batches.append((f"m{place}", cross_entropy([datum(MIXED["text"], renderer, place)])))
+    with monkeypatch.context() as patch:
+        patch.setattr("backends.trainer.packed_row.pack", scarce)
+        outputs = together(rank, batches)
+    assert_as_alone(rank, batches, outputs)
+
+
+def shared_on_a_rank(world: World, source: Path, seed: int) -> list[tuple[dict[str, torch.Tensor], list[np.ndarray]]]:
+    """Three models, one of which diverges, trained together for a step; the weights and log probabilities."""
+    rank = TrainerRank(config(source, max_tokens=64), world)
+    renderer = Renderer(str(source), image_cache_bytes=1 << 20, max_image_pixels=10**7)
+    batches = []
+    for place in range(3):
+        add_model(rank, f"m{place}", RANKS[place], place)
+        inputs = [prompt(words(length, place)) for length in (7, 12 + place, 30, 5)]
+        batches.append((f"m{place}", batch_for("cross_entropy", inputs, renderer, seed + place)))
+    diverge(rank, "m1")
+    outputs = together(rank, batches)
+    results = []
+    for (name, _), output in zip(batches, outputs, strict=True):
+        if name == "m1":
+            assert isinstance(output, InvalidInput)
+            with pytest.raises(InvalidInput, match="incomplete"):
+                rank.optim_step(name, SMOOTH)
+            continue
+        rank.optim_step(name, SMOOTH)
+        logprobs = [] if output is None else [row["logprobs"] for row in output.loss_fn_outputs]  # type: ignore[union-attr]
+        results.append((dict(rank.tenants[name].adapter.tensors), logprobs))
+    return results
+
+
+def test_two_ranks_share_rows_as_one_does(tiny_text: Path) -> None:
+    ranks = on_two_ranks(shared_on_a_rank, tiny_text, 5)
+    alone = shared_on_a_rank(World(0, 1, torch.device("cpu")), tiny_text, 5)
+    for of_rank in ranks:
+        for (weights, _), (wanted, _) in zip(of_rank, alone, strict=True):
+            assert_same(weights, wanted)
+    for (_, got), (_, wanted_logprobs) in zip(ranks[0], alone, strict=True):
+        for one, other in zip(got, wanted_logprobs, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - nobody sets an event
+        await asyncio.sleep(0)
+
+
+async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_text: Path, renderer: Renderer) -> None:
+    large = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(64)])
+    small = cross_entropy([datum(prompt(words(8)), renderer)])
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_rows=True), num_ranks=1)
+    await client.start()
+    try:
+        await client.create_model("flood", LORA, "a")
+        await client.create_model("small", LORA, "b")
+        flood = asyncio.create_task(client.forward_backward("flood", large, backward=True))
+        rows = 0
+        on_all = client._on_all_or_end
+
+        async def counted(command):  # type: ignore[no-untyped-def]
+            nonlocal rows
+            rows += 1
+            return await on_all(command)
+
+        await until(lambda: client.last_turn("flood") > client.last_turn("small"))
+        client._on_all_or_end = counted  # type: ignore[method-assign]
+        await client.forward_backward("small", small, backward=True)
+        assert rows <= 3 and not flood.done()
+        before = rows
+        await client.optim_step("small", SMOOTH)
+        assert rows <= before + 3 and not flood.done()
+        assert len((await flood).loss_fn_outputs) == 64
+        await client.optim_step("flood", SMOOTH)
+    finally:
+        await client.stop()
+
+
+async def test_a_caller_who_leaves_harms_nobody_in_the_row(tiny_text: Path, renderer: Renderer) -> None:
+    data = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(16)])
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 256), shares_rows=True), num_ranks=1)
+    await client.start()
+    try:
+        for name in ("leaves", "stays"):
+            await client.create_model(name, LORA, name)
+        leaving, staying = (
+            asyncio.create_task(client.forward_backward(name, data, backward=True)) for name in ("leaves", "stays")
+        )
+        await until(lambda: any(one.taken_up for one in client._passes.values()))
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert len((await asyncio.wait_for(staying, 60)).loss_fn_outputs) == 16
+        await client.optim_step("stays", SMOOTH)
+        with pytest.raises(InvalidInput, match="incomplete"):
+            await client.optim_step("leaves", SMOOTH)
+        assert not client._passes
+    finally:
+        await client.stop()
