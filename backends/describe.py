@@ -28,6 +28,8 @@ from backends.trainer.commands import TrainerConfig
 LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
 DEFAULT_MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 SMALLEST_DEFAULT_KV_CACHE = 512 << 20
+SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
+"""The longest step computes 4096 tokens of prompts on a slow CPU, or meets kernels on CUDA that are built first."""
 LEAST_KV_CACHE_ON_CUDA = 1 << 30
 """Where no size is set, and the cache takes what is left."""
 
@@ -165,5 +167,6 @@ def _sampler_config(
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
         scratch_dir=scratch,
+        silence_s=SAMPLER_SILENCE_S[device],
         gpus=placement.gpus,
     )

@@ -42,6 +42,7 @@ def sampler_config(source: Path, scratch_dir: Path) -> SamplerConfig:
         image_cache_bytes=1 << 26,
         max_image_pixels=10**7,
         scratch_dir=scratch_dir,
+        silence_s=600,
     )
 
 

@@ -29,9 +29,8 @@ class SamplerConfig:
     image_cache_bytes: int
     max_image_pixels: int
     scratch_dir: Path
-    silence_s: float = 600
-    """A process that has work and takes no step for so long is taken to hang. The longest step computes 4096
-    tokens of prompts on a slow CPU, or a kernel's first use on CUDA: minutes at most."""
+    silence_s: float
+    """A process that has work and takes no step for so long is taken to hang."""
     gpus: tuple[int, ...] = ()
     """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
 

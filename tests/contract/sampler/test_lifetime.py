@@ -89,12 +89,15 @@ async def test_cancelling_frees_the_engine(sampler):
 
 @pytest.mark.parametrize("victim", ["engine", "host"])
 async def test_a_crash_is_survived_by_the_running_call_and_the_next(sampler, reference, adapters, victim):
-    call = asyncio.create_task(sample(sampler, request(MIXED["text"], {"max_tokens": 1500, "stop": []}), None))
+    seeded = request(MIXED["text"], {"max_tokens": 1500, "stop": [], "seed": 7}, num_samples=2)
+    expected = await sample(sampler, seeded, adapters["large"])
+    call = asyncio.create_task(sample(sampler, seeded, adapters["large"]))
     await asyncio.sleep(0.5)
     host = psutil.Process(sampler._child.process.pid)
     engine = next(child for child in host.children(recursive=True) if child.memory_info().rss > 300 << 20)
     (engine if victim == "engine" else host).kill()
-    assert len((await call).sequences[0].tokens) == 1500
+    for got, wanted in zip((await call).sequences, expected.sequences, strict=True):
+        assert got.tokens.tolist() == wanted.tokens.tolist() and len(got.tokens) == 1500
     response = await sample(sampler, scoring(MIXED["one image"]), adapters["small"])
     assert_close(response.prompt_logprobs, reference.prompt_logprobs(MIXED["one image"], "small"))
     assert not psutil.pid_exists(engine.pid)
