@@ -72,10 +72,9 @@ class Qwen3VLVision:
         self._image_id = image_id
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
-        """Pixels come normalised: the engine would do it again. Nor does it need a cache beside the renderer's."""
+        """Pixels come normalised: the engine would do it again."""
         return {
             "mm_device_do_normalize": False,
-            "mm_processor_cache_gb": 0,
             "limit_mm_per_prompt": {"image": max_images, "video": 0},
         }
 

@@ -70,8 +70,14 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         disable_log_stats=True,
         enable_log_requests=False,
         **_device_args(config),
-        **({} if vision is None else vision.engine_options(config.max_images_per_prompt)),
+        **({} if vision is None else _vision_args(config, vision)),
     )
+
+
+def _vision_args(config: SamplerConfig, vision: Vision) -> dict[str, Any]:
+    """The engine keeps the pixels of images that it was sent: `requests.send_once` counts on it."""
+    kept_gib = config.image_cache_bytes / 2**30
+    return {"mm_processor_cache_gb": kept_gib, **vision.engine_options(config.max_images_per_prompt)}
 
 
 def max_rows(config: SamplerConfig) -> int:

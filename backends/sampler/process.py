@@ -30,13 +30,15 @@ from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
 from backends.sampler.commands import CountProgress, Publish, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
-from backends.sampler.requests import engine_input, sampling_params
+from backends.sampler.requests import engine_input, sampling_params, send_once
 from backends.sampler.turns import Turns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WATCH_S = 0.2
+_SENDINGS = 3
+"""Of one sequence, where the engine has forgotten an image that was left out."""
 
 
 class SamplerProcess:
@@ -101,17 +103,27 @@ class SamplerProcess:
         self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
     ) -> RequestOutput:
         """One sequence; the least `priority` has its prompt computed first. Cancelling takes it out of the engine."""
-        outputs = self._engine.generate(inputs, params, str(next(self._ids)), lora_request=lora, priority=priority)
         try:
-            async for output in outputs:
-                if output.finished:
-                    return output
+            for _ in range(_SENDINGS):
+                output = await self._final_output(send_once(self._engine, inputs), params, lora, priority)
+                if output.outputs[0].finish_reason != "error":
+                    break
+            return output
         except VLLMClientError as error:
             raise InvalidInput(f"the engine refuses the request: {error}") from None
         except EngineGenerateError as error:
             raise BackendFailed(f"the engine failed: {error.__cause__!r}") from error
         except EngineDeadError:
             end_process()
+            raise
+
+    async def _final_output(
+        self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
+    ) -> RequestOutput:
+        outputs = self._engine.generate(inputs, params, str(next(self._ids)), lora_request=lora, priority=priority)
+        async for output in outputs:
+            if output.finished:
+                return output
         raise BackendFailed("the engine ended a request without a result")
 
     async def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""A sampling task in the engine's terms. Knows no engine.
+"""A sampling task in the engine's terms.
 
 P prompt positions after the first, K chosen tokens
 """
@@ -13,6 +13,7 @@ import torch
 from vllm.inputs import EngineInput, mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from backends.families.family import EngineField
 from backends.protocol import PromptScores, SamplingTask
@@ -40,6 +41,18 @@ def engine_input(rendered: Rendered, fields: Mapping[str, EngineField]) -> Engin
         {"image": [image.hash for image in images]},
         {"image": [PlaceholderRange(offset=span.offset, length=span.num_tokens) for span in rendered.spans]},
     )
+
+
+def send_once(engine: AsyncLLM, inputs: EngineInput) -> EngineInput:
+    """The prompt without the pixels that the engine has been sent and keeps, by its own record of them.
+
+    Where it has forgotten some of them it ends the request with an error, and its record is right again.
+    """
+    if inputs["type"] != "multimodal":
+        return inputs
+    sent = MultiModalKwargsItems({name: list(items) for name, items in inputs["mm_kwargs"].items()})
+    engine.input_processor.inject_into_mm_cache(inputs["mm_hashes"], sent)  # leaves None in their places
+    return {**inputs, "mm_kwargs": sent}
 
 
 def sampling_params(
