@@ -11,13 +11,16 @@ import itertools
 import logging
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from backends.messages import STREAM_LIMIT, Outbox, parts, read_message, receive
-from backends.protocol import BackendFailed, InvalidInput, ModelLost
+from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -25,7 +28,7 @@ MAX_ANSWER_BYTES = 512 << 20
 """A tenant decides how long the answer is; a longer one fails its call alone. Messages to a child are the server's."""
 
 
-class ChildDied(BackendFailed):
+class ChildDied(ProcessDied):
     """The process ended, or was ended, before it answered."""
 
 
@@ -146,26 +149,30 @@ KeepWaiting = Callable[[float], None]
 
 
 def serve(make: Callable[[KeepWaiting], Callable[[Any], Any]]) -> None:
-    """A child's whole life, one command at a time: what `make` returns takes it and returns its answer."""
-    connection = _connection()
+    """A child's whole life, one command at a time: what `make` returns takes it and returns its answer, or a Future
+    of it, which is answered when it is done, while the next command runs."""
+    connection, turn = _connection(), threading.Lock()
 
-    def keep_waiting(seconds: float) -> None:
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(b"".join(parts((None, "wait", seconds))))
+    def send(*message: Any) -> None:
+        data = b"".join(parts(message, MAX_ANSWER_BYTES))
+        with turn, contextlib.suppress(ConnectionError):  # the server has closed its end: `receive` will say so
+            connection.sendall(data)
 
-    handle = make(keep_waiting)
+    def answer(call_id: int, result: Callable[[], Any]) -> None:
+        try:
+            value = result()
+            if isinstance(value, Future):
+                value.add_done_callback(lambda done: answer(call_id, done.result))
+                return
+            send(call_id, "value", value)
+        except Exception as error:  # noqa: BLE001 - what goes wrong in a child is told to the server
+            send(call_id, *_failure(error))
+
+    handle = make(lambda seconds: send(None, "wait", seconds))
     while (message := receive(connection)) is not None:
         call_id, command = message
-        if command is None:
-            continue  # a cancelled call: it has run by now
-        try:
-            reply = b"".join(parts((call_id, "value", handle(command)), MAX_ANSWER_BYTES))
-        except Exception as error:  # noqa: BLE001 - what goes wrong in a child is told to the server
-            reply = b"".join(parts((call_id, *_failure(error))))
-        try:
-            connection.sendall(reply)
-        except ConnectionError:  # the server has closed its end
-            return
+        if command is not None:  # else a cancelled call: it has run by now
+            answer(call_id, partial(handle, command))
 
 
 async def serve_async(handle: Callable[[Any], Awaitable[Any]]) -> None:

@@ -1,6 +1,7 @@
 """Finds the configured base models, checks that they can be served here, and says how. Loads no weights."""
 
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,8 @@ SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or meets kernels on CUDA that are built first."""
 LEAST_KV_CACHE_ON_CUDA = 1 << 30
 """Where no size is set, and the cache takes what is left."""
+_COMPUTING = ("torch", "transformers", "tinker-server")
+"""Packages."""
 
 
 @dataclass
@@ -116,7 +119,8 @@ def _describe(
     model: FoundModel, placement: Placement, device: Device, config: BackendConfig, scratch: Path
 ) -> LocalModel:
     sampler = SamplerClient(_sampler_config(model, placement, device, config, scratch))
-    trainer = TrainerClient(_trainer_config(model, placement, device, config), num_ranks=config.ranks)
+    trainer_config = _trainer_config(model, placement, device, config)
+    trainer = TrainerClient(trainer_config, num_ranks=config.ranks)
     info = BaseModelInfo(
         name=model.name,
         source=model.source,
@@ -126,8 +130,21 @@ def _describe(
         max_context_length=model.context,
         takes_images=model.renderer.takes_images,
         max_lora_rank=config.max_lora_rank,
+        numerics=_numerics(trainer_config, config.ranks),
     )
     return LocalModel(info, trainer, sampler, model.renderer, config.max_images_per_prompt, placement)
+
+
+def _numerics(config: TrainerConfig, num_ranks: int) -> dict[str, str]:
+    """What a change of which may change the last bits of a result."""
+    values = {
+        "device": config.device,
+        "dtype": config.dtype,
+        "ranks": num_ranks,
+        "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
+        "gpu_memory_bytes": config.gpu_memory_bytes,
+    }
+    return {name: str(value) for name, value in values.items()} | {name: version(name) for name in _COMPUTING}
 
 
 def _trainer_config(model: FoundModel, placement: Placement, device: Device, config: BackendConfig) -> TrainerConfig:

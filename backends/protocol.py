@@ -5,8 +5,8 @@ server serialises a model's training operations by seq_id. Of several models the
 turns on the trainer, and then their models.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any, Protocol
@@ -36,6 +36,10 @@ class BackendFailed(RuntimeError):
     """Something broke in computing; the request was not at fault."""
 
 
+class ProcessDied(BackendFailed):
+    """A process ended, or was ended, while it worked on this: so did all that it held."""
+
+
 @dataclass(frozen=True)
 class BaseModelInfo:
     """What the server says of a base model."""
@@ -52,6 +56,8 @@ class BaseModelInfo:
     """Largest number of tokens of a prompt and its continuation, or of a datum; images counted expanded."""
     takes_images: bool
     max_lora_rank: int
+    numerics: Mapping[str, str] = field(default_factory=dict)
+    """What the numbers of training depend on beside the request: settings, and versions of libraries."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,12 @@ class Trainer(Protocol):
         """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared. A model that it
         fails for is as it was."""
 
-    async def suspend(self, model_id: str, directory: Path) -> None:
-        """Write the whole model, its accumulated gradient too, into `directory`, then drop it from memory."""
+    async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
+        """Copy the whole model, its accumulated gradient too, and write the copy into `directory` while later
+        operations run. What is returned is done once the directory is there: whole, or not at all."""
 
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
-        """Make the model that suspend wrote, as it was."""
+        """Make the model that a snapshot is of, as it was."""
 
     def last_turn(self, model_id: str) -> int:
         """A number that changes when the trainer begins to work for this model: before, nothing has changed."""

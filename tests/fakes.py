@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter, defaultdict
+from collections.abc import Awaitable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from api_schemas.training import (
     OptimStepResponse,
     Trainable,
 )
+from backends.files import written_aside
 from backends.protocol import BackendFailed, BaseModelInfo, EncodedBatch, InvalidInput, ModelLost, SamplingTask
 from backends.sampler.checks import check_support
 from backends.trainer.checks import decode_batch
@@ -107,10 +109,16 @@ class FakeTrainer:
         self.steps[model_id] = int((directory / "steps").read_text()) if with_optimizer else 0
         self.gradients[model_id] = []
 
-    async def suspend(self, model_id: str, directory: Path) -> None:
-        await self.save_state(model_id, directory)
-        (directory / "gradient").write_text(json.dumps(self.gradients[model_id]))
-        del self.steps[model_id]
+    async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
+        self._held(model_id)
+        steps, gradient = self.steps[model_id], json.dumps(self.gradients[model_id])
+
+        async def write() -> None:
+            with written_aside(directory) as aside:
+                _write_steps(aside, steps)
+                (aside / "gradient").write_text(gradient)
+
+        return asyncio.ensure_future(write())
 
     def last_turn(self, model_id: str) -> int:
         return self.begun[model_id]

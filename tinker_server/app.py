@@ -11,6 +11,7 @@ from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.models import Models
+from tinker_server.recovery import Recovery
 from tinker_server.routes import (
     admin,
     checkpoints,
@@ -31,6 +32,7 @@ from tinker_server.scheduling.operations import Executors, OperationRunner
 from tinker_server.scheduling.sampling import Sampling
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.settings import Settings
+from tinker_server.snapshots import SnapshotLimits, Snapshots
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
@@ -52,6 +54,8 @@ from tinker_server.weights.copying import Copying
 from tinker_server.weights.saving import Saving
 
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
+REPLAY_S = 120.0
+"""Of a trainer's work, after which a model's snapshot is taken: so long it takes at most to run its log again."""
 RECENT_RESULTS_BYTES = 64 << 20
 """Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
@@ -119,15 +123,18 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
     storage = Storage(settings.data_dir, db)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
-    models = Models(backend.models, runs, storage)
+    futures = FutureStore(db, RECENT_RESULTS_BYTES)
+    models = Models(backend.models, runs, storage, Recovery(futures, checkpoints, storage))
+    limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
+    snapshots = Snapshots(models, runs, futures, storage, limits)
     usage, audit = UsageStore(db), AuditStore(db)
     keys = Keys(settings.resolved_keys_file())
     executors = Executors(
         ModelOperations(keys, models, runs, checkpoints, storage, usage),
         Saving(models, checkpoints, samplers, storage, usage, audit),
         Sampling(models, checkpoints, samplers, storage, usage),
+        snapshots,
     )
-    futures = FutureStore(db, RECENT_RESULTS_BYTES)
     admission = Admission(
         SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
         BODIES_IN_FLIGHT * settings.max_body_bytes,
@@ -145,11 +152,12 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
         samplers=samplers,
         futures=futures,
         scheduler=scheduler,
-        housekeeper=Housekeeper(stores, models, scheduler, _periods(settings), clock),
+        housekeeper=Housekeeper(stores, models, snapshots, scheduler, _periods(settings), clock),
         catalog=Catalog(db),
         usage=usage,
         audit=audit,
         storage=storage,
+        snapshots=snapshots,
         copying=Copying(sessions, runs, checkpoints, storage),
         archives=Archives(storage),
         links=Links(settings.data_dir),
@@ -173,7 +181,7 @@ async def working(services: Services) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
         await services.runs.forget_unanswered({one.lane for one in unfinished if one.seq_id == 0})
-        await services.runs.mark_all_lost(services.storage.holds)
+        await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
         stack.push_async_callback(services.sessions.save_heartbeats)
         stack.push_async_callback(services.samplers.save_uses)

@@ -1,12 +1,14 @@
 """The served base models, and the models trained on them: which are in memory or on disk, and whose turn it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
-from backends.protocol import BaseModel, ModelLost, Trainer
+from backends.protocol import BaseModel, ModelLost, ProcessDied, Trainer
 from tinker_server.errors import LostModel, OtherBaseModel, UnknownBaseModel
+from tinker_server.recovery import Recovery
 from tinker_server.store.directories import Storage
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
@@ -15,11 +17,20 @@ from tinker_server.store.runs import RunStore
 class Models:
     """One thing at a time is done to a model; what trainers do for several models at once is theirs to say."""
 
-    def __init__(self, served: Mapping[str, BaseModel], runs: RunStore, storage: Storage) -> None:
+    def __init__(self, served: Mapping[str, BaseModel], runs: RunStore, storage: Storage, recovery: Recovery) -> None:
         self.served = served
         self._runs = runs
         self._storage = storage
+        self._recovery = recovery
+        self._held: set[str] = set()
+        """What the trainers have in memory, unless they have died since."""
+        self.spent_s: dict[str, float] = {}
+        """By model, seconds of the trainer's work for its last operation, which nobody has counted yet."""
+        self.replayed_s: dict[str, float] = {}
+        """By model, seconds for its log, likewise."""
+        self._writing: dict[str, asyncio.Task[bool]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._order: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def base(self, name: str) -> BaseModel:
         """Raises UnknownBaseModel."""
@@ -51,68 +62,99 @@ class Models:
         trainers = {id(base.trainer): base.trainer for base in self.served.values()}
         return max((trainer.last_turn(model_id) for trainer in trainers.values()), default=0)
 
-    async def suspend(self, model_id: str) -> None:
-        """Move a model from memory to disk. Nothing happens where it is not in memory.
+    @asynccontextmanager
+    async def undisturbed(self, model_id: str) -> AsyncIterator[None]:
+        """Between two operations of a model, or while one runs until its result is known: for one caller at a time.
 
-        The run names its snapshot before there is one, and the snapshot appears whole: whatever fails or crashes after
-        that, the model is found again. Raises BackendFailed, DatabaseUnavailable.
+        Who writes, drops or runs a model holds this, so that every snapshot is of a known place in the model's log.
         """
-        run = await self._runs.get(model_id)
-        async with self.alone(run.base_model, model_id) as trainer:
-            run = await self._runs.get(model_id)
-            if run.status != "active":
-                return
-            if not self._is_on_disk(run):
-                snapshot = await self._storage.reserve(model_id, "suspended", "model")
-                await self._runs.set_snapshot(model_id, snapshot)
-                try:
-                    await trainer.suspend(model_id, self._storage.path(snapshot))
-                except ModelLost:
-                    await self._runs.mark_lost(model_id)
-                    return
-            await self._runs.mark_suspended(model_id)
+        lock = self._order.setdefault(model_id, asyncio.Lock())
+        async with lock:
+            yield
+
+    async def snapshot(self, run: TrainingRun, directory: str) -> Awaitable[None]:
+        """Copy a model, undisturbed, and have it written; what is returned is done once the directory is there.
+
+        Raises BackendFailed, ModelLost where it is not in memory.
+        """
+        async with self.alone(run.base_model, run.model_id) as trainer, self._watching(run.model_id):
+            return await trainer.snapshot(run.model_id, self._storage.path(directory))
+
+    async def unload(self, run: TrainingRun) -> None:
+        """Free a model's memory, undisturbed."""
+        async with self.alone(run.base_model, run.model_id) as trainer:
+            await trainer.delete_model(run.model_id)
+            self._held.discard(run.model_id)
 
     async def drop(self, model_id: str) -> None:
         """Forget a model, in memory and on disk. Its checkpoints stay."""
-        run = await self._runs.get(model_id)
-        async with self.alone(run.base_model, model_id) as trainer:
-            await trainer.delete_model(model_id)
-            snapshot = (await self._runs.get(model_id)).snapshot
+        async with self.undisturbed(model_id):
+            await self.settle(model_id)
+            run = await self._runs.get(model_id)
+            await self.unload(run)
             await self._runs.mark_lost(model_id)
-        if snapshot is not None:
-            await self._storage.delete(snapshot)
+        if run.snapshot is not None:
+            await self._storage.delete(run.snapshot)
 
-    def _is_on_disk(self, run: TrainingRun) -> bool:
-        """Also where the database could not be told so."""
-        return run.snapshot is not None and self._storage.holds(run.snapshot)
+    def holds(self, model_id: str) -> bool:
+        """Whether a model is in memory, unless its trainer has died unnoticed."""
+        return model_id in self._held
 
-    async def _resume(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
-        if run.snapshot is None or not self._is_on_disk(run):
-            raise ModelLost("its snapshot was deleted")
+    def writing(self, model_id: str, record: Coroutine[None, None, bool]) -> None:
+        """A snapshot is being written, and recorded by `record`, which says whether it was."""
+        self._writing[model_id] = asyncio.create_task(record, name=f"snapshot of {model_id}")
+
+    def is_writing(self, model_id: str) -> bool:
+        """Whether a snapshot is being written or recorded."""
+        return model_id in self._writing and not self._writing[model_id].done()
+
+    async def settle(self, model_id: str) -> bool:
+        """Returns once no snapshot is being recorded; whether the last one was."""
+        task = self._writing.pop(model_id, None)
+        return task is not None and await asyncio.shield(task)
+
+    def added(self, model_id: str) -> None:
+        """A model was made in the trainer, and is recorded."""
+        self._held.add(model_id)
+
+    @asynccontextmanager
+    async def _watching(self, model_id: str) -> AsyncIterator[None]:
+        """What the trainer says of a model that it does not hold any more is noted."""
+        try:
+            yield
+        except (ModelLost, ProcessDied):
+            self._held.discard(model_id)
+            raise
+
+    async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
         self.require_same(run.base_model, run.base_fingerprint, run.model_id)
-        await trainer.resume(run.model_id, run.trainable, run.owner, self._storage.path(run.snapshot))
-        await self._runs.mark_active(run.model_id)
-        await self._storage.delete(run.snapshot)
+        await self.settle(run.model_id)
+        run = await self._runs.get(run.model_id)
+        try:
+            seconds = await self._recovery.restore(run, trainer, self.base(run.base_model).info.numerics)
+        except ProcessDied as error:
+            raise ModelLost(f"the trainer ended while it restored {run.model_id}") from error
+        if run.status != "active":
+            await self._runs.mark_active(run.model_id)
+        self._held.add(run.model_id)
+        self.replayed_s[run.model_id] = seconds
         return await self._runs.get(run.model_id)
 
     @asynccontextmanager
     async def training(self, model_id: str) -> AsyncIterator[tuple[TrainingRun, Trainer]]:
-        """A model and its trainer, for this caller alone; a suspended one comes back from disk.
+        """A model and its trainer, for this caller alone. One that is not in memory is restored.
 
-        Raises UnknownModel, LostModel, UnknownBaseModel.
+        Raises UnknownModel, LostModel, UnknownBaseModel; ModelLost where the trainer has ended since, and the model
+        will be restored the next time.
         """
         run = await self._runs.get(model_id)
         async with self.alone(run.base_model, model_id) as trainer:
-            run = await self._runs.get(model_id)  # it may have been suspended or lost meanwhile
-            try:
-                if run.status == "lost":
-                    raise ModelLost("it was unloaded, or the process that held it has ended")
-                if run.status == "suspended" or self._is_on_disk(run):
-                    run = await self._resume(run, trainer)
+            run = await self._runs.get(model_id)  # it may have been lost meanwhile
+            if run.status == "lost":
+                raise LostModel(f"model {model_id} was unloaded or given up; create it again from a checkpoint")
+            if model_id not in self._held:
+                run = await self._restore(run, trainer)
+            began = time.monotonic()
+            async with self._watching(model_id):
                 yield run, trainer
-            except ModelLost as error:
-                if run.status != "lost":
-                    await self._runs.mark_lost(model_id)
-                raise LostModel(
-                    f"model {model_id} is no longer in memory ({error}); create it again from a checkpoint"
-                ) from error
+            self.spent_s[model_id] = time.monotonic() - began

@@ -43,6 +43,10 @@ class Settings(BaseSettings):
     """Sets of sampler weights without a name that are kept of one model, beside those used in the last 10 minutes."""
     unnamed_bytes_per_owner: int = Field(default=50 << 30, ge=0)
     """Sampler weights without a name that are kept of one owner, beside those used in the last 10 minutes."""
+    snapshot_every_s: float = Field(default=600, gt=0)
+    """How often a model in training is copied to disk, by which it is restored after a crash."""
+    log_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Requests of one model that are kept to be run again after a crash; beyond, its snapshot is taken."""
     drain_s: float = Field(default=5, ge=0)
     """How long running work may go on when the server is told to stop; `docker stop` kills after 10 s."""
 

@@ -8,7 +8,7 @@ agree on what they refuse (`parallel.agreed`): after anything else they are ende
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ _START_PATIENCE_S = 600
 """A new process imports torch and transformers first: more than a minute on a busy machine."""
 _LAST_GRACE_S = 1
 """For ranks that have failed, to end by themselves."""
+_APART_S = 300.0
+"""After ranks have ended at work."""
 
 
 @dataclass(eq=False)
@@ -68,6 +70,8 @@ class TrainerClient:
         self._turns = FairTurns()
         """Ranks run commands in the same order, time limits count from a command's own beginning, and none meets
         ranks that are being started."""
+        self._apart_until_s = 0.0
+        """By the event loop's clock: rows are not shared, so that whatever ends the ranks again is known."""
         self._numbers = itertools.count(1)
         self._passes: dict[int, _Pass] = {}
         """By number, the forward_backwards that are not finished."""
@@ -99,10 +103,13 @@ class TrainerClient:
         """As the protocol says."""
         return self._begun.get(model_id, 0)
 
-    async def suspend(self, model_id: str, directory: Path) -> None:
-        """As the protocol says."""
-        await self._run(model_id, commands.Suspend(model_id, directory))
-        self._forget(model_id)
+    async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
+        """As the protocol says; rank 0 writes."""
+        async with self._turns.turn(self._owner(model_id), model_id):
+            await self._require(model_id)
+            self._begin(model_id)
+            await self._command(commands.Snapshot(model_id, directory))
+            return asyncio.ensure_future(self._ranks[0].call(commands.SnapshotWritten(directory)))
 
     async def delete_model(self, model_id: str) -> None:
         """As the protocol says."""
@@ -131,7 +138,7 @@ class TrainerClient:
         """One row of this pass, and of those that wait for their turn and may be in its company."""
         await self._require(first.new.model_id)
         company: list[_Pass] = []
-        if self._config.shares_rows:
+        if self._config.shares_rows and asyncio.get_running_loop().time() > self._apart_until_s:
             waiting = [one for one in self._passes.values() if one is not first and not one.finished.done()]
             waiting = [one for one in waiting if one.new.model_id in self._owners]
             company = sorted(waiting, key=lambda one: self._turns.standing(one.owner, one.new.model_id))
@@ -232,6 +239,7 @@ class TrainerClient:
         except (ChildDied, ChildBroke) as error:
             if self._num_ranks > 1 or isinstance(error, ChildDied):
                 log.error("the trainer of %s ends (%s); its models must be loaded again", self._config.name, error)
+                self._apart_until_s = asyncio.get_running_loop().time() + _APART_S
                 await self._end(_LAST_GRACE_S)
             raise
 

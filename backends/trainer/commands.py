@@ -133,10 +133,17 @@ class SaveSamplerWeights(Command[None]):
 
 
 @dataclass(frozen=True)
-class Suspend(Command[None]):
-    """`protocol.Trainer.suspend`."""
+class Snapshot(Command[None]):
+    """`protocol.Trainer.snapshot`, up to where the copy is made."""
 
     model_id: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class SnapshotWritten(Command[None]):
+    """Answered when the directory of a snapshot is there; of rank 0 alone."""
+
     directory: Path
 
 
@@ -159,6 +166,7 @@ ModelCommand = (
     | SaveState
     | LoadState
     | SaveSamplerWeights
-    | Suspend
+    | Snapshot
+    | SnapshotWritten
     | Resume
 )

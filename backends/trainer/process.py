@@ -30,7 +30,7 @@ class Process:
         return run(self._rank, command)
 
 
-def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
+def run(rank: TrainerRank, command: commands.ModelCommand) -> object:  # noqa: C901 - one case for each command
     """What each command does on a rank."""
     match command:
         case commands.CreateModel(model_id, lora):
@@ -51,8 +51,10 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
             rank.load_state(model_id, directory, with_optimizer)
         case commands.SaveSamplerWeights(model_id, directory, for_elsewhere):
             rank.save_sampler_weights(model_id, directory, for_elsewhere)
-        case commands.Suspend(model_id, directory):
-            rank.suspend(model_id, directory)
+        case commands.Snapshot(model_id, directory):
+            rank.snapshot(model_id, directory)
+        case commands.SnapshotWritten(directory):
+            return rank.snapshot_written(directory)
         case commands.Resume(model_id, lora, directory):
             rank.resume(model_id, lora, directory)
         case _:

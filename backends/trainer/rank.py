@@ -6,6 +6,7 @@ All ranks run the same commands with the same arguments. Whatever one of them fi
 
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -188,13 +189,16 @@ class TrainerRank:
         """Where it raises, the model is as it was."""
         self._files.load_state(self._about_to_move(model_id), directory, with_optimizer=with_optimizer)
 
-    def suspend(self, model_id: str, directory: Path) -> None:
-        """Write everything, then drop the model; where it raises, the model stays."""
-        self._files.save_all(self._about_to_move(model_id), directory)
-        self.delete_model(model_id)
+    def snapshot(self, model_id: str, directory: Path) -> None:
+        """Copy everything; a thread of rank 0 writes it, which `snapshot_written` tells of."""
+        self._files.begin_snapshot(self._about_to_move(model_id), directory)
+
+    def snapshot_written(self, directory: Path) -> Future[None]:
+        """Of a snapshot that was begun on this rank."""
+        return self._files.written(directory)
 
     def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
-        """What suspend wrote; where it raises, nothing of the model is left."""
+        """What a snapshot is of; where it raises, nothing of the model is left."""
         self.create_model(model_id, lora)
         try:
             self._files.load_all(self._about_to_move(model_id), directory)

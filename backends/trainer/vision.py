@@ -58,11 +58,17 @@ class FrozenVision:
         kept = {image.hash: self._kept.get(image.hash) for image in images}
         new = {image.hash: image for image in images if kept[image.hash] is None}
         features = {name: _to(one, device) for name, one in kept.items() if one is not None}
-        computed = dict(zip(new, self._tower.compute(list(new.values()), device), strict=True)) if new else {}
+        computed = dict(zip(new, self._computed(list(new.values()), device), strict=True))
         features |= computed
         for name, one in computed.items():
             self._kept.put(name, _to(one, torch.device("cpu")))
         return self._tower.output([features[image.hash] for image in images])
+
+    def _computed(self, images: list[RenderedImage], device: torch.device) -> list[ImageFeatures]:
+        """On the CPU one by one: the last bits of several at once depend on which they are, and so would a restored
+        model's results on what was kept."""
+        groups = [[image] for image in images] if device.type == "cpu" else [images] if images else []
+        return [one for group in groups for one in self._tower.compute(group, device)]
 
 
 def _to(features: ImageFeatures, device: torch.device) -> ImageFeatures:

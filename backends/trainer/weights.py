@@ -3,7 +3,8 @@
 Whatever fails, fails on every rank, and leaves the tenant as it was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ from backends.canary import Canary
 from backends.protocol import InvalidInput
 from backends.trainer import checkpoint
 from backends.trainer.lora import Adapter
-from backends.trainer.parallel import World, agreed, from_rank_zero, gather_objects, sum_gradients
+from backends.trainer.parallel import World, agreed, from_rank_zero, gather_objects, sum_gradients, told
 from backends.trainer.tenant import Tenant, all_finite
 
 T = TypeVar("T")
@@ -26,6 +27,8 @@ class WeightFiles:
     def __init__(self, base_model: str, world: World) -> None:
         self._base_model = base_model
         self._world = world
+        self._aside = ThreadPoolExecutor(1, "snapshots")
+        self._snapshots: dict[Path, Future[None]] = {}
 
     def save_adapter(self, tenant: Tenant, directory: Path, canary: Canary, dtype: torch.dtype) -> None:
         """The adapter alone, as PEFT and vLLM load it, in this precision and not durable yet.
@@ -52,22 +55,36 @@ class WeightFiles:
         tenant.clear_gradient()
         tenant.restore(prepared)
 
-    def save_all(self, tenant: Tenant, directory: Path) -> None:
-        """Adapter, optimizer and the gradient accumulated so far."""
+    def begin_snapshot(self, tenant: Tenant, directory: Path) -> None:
+        """Copy adapter, optimizer and the gradient accumulated so far, and have rank 0's thread write the copy."""
         if tenant.gradient == "whole":
             sum_gradients(tenant.adapter.parameters, self._world)
-            if self._world.rank != 0:  # or it would be counted again, should the writing fail
+            if self._world.rank != 0:  # or it would be counted again by the next step
                 tenant.optimizer.zero_grad(set_to_none=True)
-        gradient = tenant.adapter.gradients
 
-        def write(aside: Path) -> None:
-            self._write_state(tenant, aside)
-            checkpoint.write_gradient(aside, gradient, tenant.gradient)
+        def copy() -> Callable[[Path], None]:
+            self._require_finite(tenant)
+            config, state = tenant.adapter.config, tenant.gradient
+            parts = (tenant.adapter.tensors, tenant.optimizer_state(), tenant.adapter.gradients)
+            weights, moments, gradient = (_copied(part) for part in parts)
 
-        self._write(tenant, directory, write)
+            def write(aside: Path) -> None:
+                checkpoint.write_adapter(aside, weights, config, self._base_model)
+                checkpoint.write_optimizer(aside, moments)
+                checkpoint.write_gradient(aside, gradient, state)
+
+            return write
+
+        write = agreed(self._on_rank_zero(copy), self._world)
+        if write is not None:
+            self._snapshots[directory] = self._aside.submit(_write_or_tell, directory, write)
+
+    def written(self, directory: Path) -> Future[None]:
+        """A snapshot that was begun: done when it is there."""
+        return self._snapshots.pop(directory)
 
     def load_all(self, tenant: Tenant, directory: Path) -> None:
-        """What save_all wrote; rank 0 gets the gradient, which is the sum over ranks."""
+        """What a snapshot is of; rank 0 gets the gradient, which is the sum over ranks."""
         self.load_state(tenant, directory, with_optimizer=True)
 
         def read() -> tuple[list[Tensor], checkpoint.GradientState]:
@@ -88,11 +105,14 @@ class WeightFiles:
 
     def _write(self, tenant: Tenant, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
         def write_finite() -> None:
-            if not all_finite(list(tenant.adapter.tensors.values())):
-                raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
+            self._require_finite(tenant)
             checkpoint.write_directory(directory, write, durable=durable)
 
         agreed(self._on_rank_zero(write_finite), self._world)
+
+    def _require_finite(self, tenant: Tenant) -> None:
+        if not all_finite(list(tenant.adapter.tensors.values())):
+            raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
     def _read(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] | None = agreed(self._on_rank_zero(read), self._world)
@@ -121,3 +141,16 @@ def _on_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, in memory of their own: what later operations change, they change elsewhere."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _write_or_tell(directory: Path, write: Callable[[Path], None]) -> None:
+    """Raises what the server is to be told where a file cannot be written: the model is not at fault."""
+    try:
+        checkpoint.write_directory(directory, write)
+    except Exception as error:
+        raise told(error) from error

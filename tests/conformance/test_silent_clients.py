@@ -60,9 +60,9 @@ def test_064_a_silent_client_finds_its_model_as_it_was(server: Running) -> None:
     assert training.optim_step(types.AdamParams()).result().metrics["step"] == 1
     for expected in (2, 3):
         until(lambda: training.model_id not in trainer.steps)
-        assert list(server.settings.data_dir.glob("checkpoints/*/suspended/*")), "not on disk"
+        assert list(server.settings.data_dir.glob("checkpoints/*/snapshots/*")), "not on disk"
         assert training.optim_step(types.AdamParams()).result().metrics["step"] == expected
-        assert not list(server.settings.data_dir.glob("checkpoints/*/suspended/*")), "still on disk"
+        assert len(list(server.settings.data_dir.glob("checkpoints/*/snapshots/*"))) == 1, "older ones are still there"
 
 
 def test_064_a_suspended_model_outlives_a_restart(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
             await ranked.optim_step(name, ADAM)
             await ranked.forward_backward(name, cross_entropy(batches[1]), backward=True)
             if suspends:
-                await ranked.suspend(name, tmp_path / "snapshot")
+                await (await ranked.snapshot(name, tmp_path / "snapshot"))
+                await ranked.delete_model(name)
                 with pytest.raises(ModelLost):
                     await ranked.optim_step(name, ADAM)
                 await ranked.resume(name, LORA, "owner", tmp_path / "snapshot")
@@ -53,7 +54,8 @@ async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl
         await ranked.create_model("m", LORA, "owner")
         with pytest.raises(InvalidInput):
             await ranked.forward_backward("m", batch([good], "unknown"), backward=True)
-        await ranked.suspend("m", tmp_path / "snapshot")
+        await (await ranked.snapshot("m", tmp_path / "snapshot"))
+        await ranked.delete_model("m")
         await ranked.resume("m", LORA, "owner", tmp_path / "snapshot")
         await ranked.forward_backward("m", cross_entropy([good]), backward=True)
         with pytest.raises(InvalidInput, match="incomplete"):

@@ -4,6 +4,7 @@ pytest tests/contract/test_whole_gradients.py
 """
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,9 @@ from tests.fakes import FakeBackend
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 ACTIONS = ["good", "forward", "failing", "refused", "too large", "never sent", "suspended", "restarted", "cut", "step"]
-"""What may come between two steps. `cut`: the server is stopped while the request runs."""
+ACTIONS += ["snapshot", "trainer died", "killed"]
+"""What may come between two steps. `cut`: the server is stopped while the request runs. `killed`: the next server finds
+what the disk held while a request ran."""
 
 
 @dataclass
@@ -32,7 +35,8 @@ class History:
     """The answers to accepted requests since the last step, by their datum's token."""
     is_missing: bool = False
     """Whether a request since the last step was refused or never arrived."""
-    was_restarted: bool = False
+    steps: list[list[int]] = field(default_factory=list)
+    """Of every step that was taken, the tokens."""
 
     def number(self) -> int:
         self.seq_id += 1
@@ -78,6 +82,15 @@ class Run:
             case "never sent":
                 history.number()
                 history.is_missing = True
+            case "step":
+                self._step()
+            case _:
+                self._happen(action)
+
+    def _happen(self, event: str) -> None:
+        """To processes, not to requests."""
+        history = self.history
+        match event:
             case "suspended":
                 self._suspend()
             case "restarted":
@@ -86,8 +99,14 @@ class Run:
                 self.server.set_gate(self.trainer.gates["cut"], is_open=False)
                 self._submit(history.token(), loss_fn="cut")
                 self._restart()
-            case "step":
-                self._step()
+            case "snapshot":
+                self._snapshot()
+            case "trainer died":
+                self.trainer.steps.clear()
+            case "killed":
+                self.server.set_gate(self.trainer.gates["cut"], is_open=False)
+                self._submit(history.token(), loss_fn="cut")
+                self._kill()
 
     def _submit(self, token: int, loss_fn: str = "cross_entropy") -> None:
         history = self.history
@@ -107,21 +126,37 @@ class Run:
         services = self.server.app.state.services
 
         async def suspend() -> None:
-            await services.models.suspend(self.history.model_id)
+            await services.snapshots.suspend(self.history.model_id)
 
         for answer in self.history.submitted.values():
             self.server.result(answer)  # only an idle model is suspended
         asyncio.run_coroutine_threadsafe(suspend(), self.server.loop).result(10)
 
+    def _snapshot(self) -> None:
+        """Begun with the next operation, and written while others run."""
+        logs = self.server.app.state.services.snapshots._logs
+
+        async def make_due() -> None:
+            logs[self.history.model_id].must_end = True
+
+        asyncio.run_coroutine_threadsafe(make_due(), self.server.loop).result(10)
+
+    def _kill(self) -> None:
+        left = self._data_dir.with_name(f"{self._data_dir.name}+")
+        shutil.copytree(self._data_dir, left)
+        self.server.set_gate(self.trainer.gates["cut"], is_open=True)
+        self.server.stop()
+        shutil.rmtree(self._data_dir)
+        self._data_dir = left
+        self._start()
+
     def _restart(self) -> None:
         self.server.stop()
         self._start()
-        self.history.was_restarted = True
 
     def _step(self) -> None:
         """Submit a step, then look at every answer, as the SDK does."""
         history = self.history
-        before = len(self.trainer.applied)
         submitted = self.server.post(
             "/optim_step", model_id=history.model_id, seq_id=history.number(), adam_params={"learning_rate": 0.1}
         )
@@ -134,15 +169,15 @@ class Run:
                 history.is_missing = True
         stepped = self.server.result(submitted).json()
         text = stepped.get("error", "")
-        if "create it again" in text:
-            assert history.was_restarted, f"lost without a restart: {text}"
-            return self.model()
         if history.is_missing:
             assert "incomplete" in text, f"stepped on {acknowledged}, and more was sent"
-            assert len(self.trainer.applied) == before
         else:
             assert not text, text
-            assert self.trainer.applied[before:] == [(history.model_id, acknowledged)]
+            history.steps.append(acknowledged)
+        # Where it was restored, the trainer took the steps again that the model's snapshot does not hold.
+        applied = [gradient for model_id, gradient in self.trainer.applied if model_id == history.model_id]
+        assert applied == history.steps[len(history.steps) - len(applied) :]
+        assert self.trainer.steps[history.model_id] == len(history.steps)
         history.submitted.clear()
         history.is_missing = False
 
@@ -168,6 +203,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 @example(actions=["refused", "good", "step", "good"])
 @example(actions=["failing", "suspended", "good"])
 @example(actions=["good", "suspended", "cut"])
+@example(actions=["good", "killed", "good"])
+@example(actions=["good", "step", "snapshot", "good", "good", "killed", "trainer died", "good"])
+@example(actions=["good", "snapshot", "failing", "trainer died", "step", "good", "killed"])
+@example(actions=["good", "snapshot", "good", "trainer died", "step", "never sent", "good", "killed"])
 @example(actions=["good", "suspended", "failing", "restarted", "good"])
 @example(actions=["good", "refused", "suspended", "restarted", "good"])
 def test_every_step_applies_exactly_the_acknowledged_requests_or_fails(run: Run, actions: list[str]) -> None:

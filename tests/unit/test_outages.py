@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,13 @@ from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tests.fakes import FakeBackend
 from tinker_server.errors import DatabaseUnavailable, SessionFinished
 from tinker_server.models import Models
+from tinker_server.recovery import Recovery
+from tinker_server.snapshots import SnapshotLimits, Snapshots
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
+from tinker_server.store.futures import FutureStore
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
@@ -40,6 +44,7 @@ class House:
     runs: RunStore
     storage: Storage
     models: Models
+    snapshots: Snapshots
     saving: Saving
     model_id: str = ""
 
@@ -66,9 +71,11 @@ class House:
 def build(data_dir: Path, backend: FakeBackend) -> House:
     db = Database(f"sqlite+aiosqlite:///{data_dir / 'test.db'}", retry_s=0.5, busy_timeout_ms=50)
     runs, storage = RunStore(db), Storage(data_dir, db)
-    models = Models(backend.models, runs, storage)
+    futures = FutureStore(db, recent_bytes=0)
+    models = Models(backend.models, runs, storage, Recovery(futures, CheckpointStore(db), storage))
+    snapshots = Snapshots(models, runs, futures, storage, SnapshotLimits(600, 1 << 20, 600))
     saving = Saving(models, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), AuditStore(db))
-    return House(data_dir, db, backend, SessionStore(db), runs, storage, models, saving)
+    return House(data_dir, db, backend, SessionStore(db), runs, storage, models, snapshots, saving)
 
 
 @pytest.fixture
@@ -91,49 +98,51 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     await house.backend.tiny.trainer.create_model(house.model_id, run.trainable, run.owner)
     house.backend.tiny.trainer.steps[house.model_id] = 7
     await house.runs.add(run)
+    house.models.added(house.model_id)
     yield house
     await house.db.close()
 
 
-def lock_after_suspending(house: House, lock: contextlib.ExitStack) -> None:
+def lock_once_snapshot_is_recorded(house: House, lock: contextlib.ExitStack) -> None:
     """The database is locked from the moment that the model is on disk."""
-    trainer = house.backend.tiny.trainer
-    suspend = trainer.suspend
+    runs = house.runs
+    set_snapshot = runs.set_snapshot
 
-    async def locking(model_id: str, directory: Path) -> None:
-        await suspend(model_id, directory)
+    async def locking(*values: Any) -> None:
+        await set_snapshot(*values)
+        runs.set_snapshot = set_snapshot  # type: ignore[method-assign]
         lock.enter_context(house.locked())
 
-    trainer.suspend = locking  # type: ignore[method-assign]
+    runs.set_snapshot = locking  # type: ignore[method-assign, assignment]
 
 
 async def test_a_model_comes_back_where_the_database_could_not_be_told_of_its_suspension(house: House) -> None:
     with contextlib.ExitStack() as lock:
-        lock_after_suspending(house, lock)
+        lock_once_snapshot_is_recorded(house, lock)
         with pytest.raises(DatabaseUnavailable):
-            await house.models.suspend(house.model_id)
-    assert house.model_id not in house.backend.tiny.trainer.steps
+            await house.snapshots.suspend(house.model_id)
+    await house.models.unload(await house.runs.get(house.model_id))
     assert await house.steps() == 7
 
 
 async def test_the_next_sweep_completes_a_suspension(house: House) -> None:
     with contextlib.ExitStack() as lock:
-        lock_after_suspending(house, lock)
+        lock_once_snapshot_is_recorded(house, lock)
         with pytest.raises(DatabaseUnavailable):
-            await house.models.suspend(house.model_id)
-    await house.models.suspend(house.model_id)
+            await house.snapshots.suspend(house.model_id)
+    await house.snapshots.suspend(house.model_id)
     assert (await house.runs.get(house.model_id)).status == "suspended"
     assert await house.steps() == 7
 
 
 async def test_a_crash_before_a_suspension_is_recorded_loses_nothing(house: House) -> None:
     with contextlib.ExitStack() as lock:
-        lock_after_suspending(house, lock)
+        lock_once_snapshot_is_recorded(house, lock)
         with pytest.raises(DatabaseUnavailable):
-            await house.models.suspend(house.model_id)
+            await house.snapshots.suspend(house.model_id)
     next_server = build(house.data_dir, FakeBackend())
     next_server.model_id = house.model_id
-    await next_server.runs.mark_all_lost(next_server.storage.holds)
+    await next_server.runs.mark_all_suspended()
     await next_server.storage.delete_half_written()
     assert await next_server.steps() == 7
     await next_server.db.close()
@@ -141,7 +150,7 @@ async def test_a_crash_before_a_suspension_is_recorded_loses_nothing(house: Hous
 
 async def test_a_model_stays_in_memory_where_its_suspension_cannot_begin(house: House) -> None:
     with house.locked(), pytest.raises(DatabaseUnavailable):
-        await house.models.suspend(house.model_id)
+        await house.snapshots.suspend(house.model_id)
     assert house.backend.tiny.trainer.steps[house.model_id] == 7
     assert await house.steps() == 7 and house.files() == []
 

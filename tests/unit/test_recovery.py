@@ -21,7 +21,7 @@ def crash(data_dir: Path) -> Path:
 
 
 async def suspend(client: Client, model_id: str | None = None) -> None:
-    await client.services.models.suspend(model_id or client.model_id)
+    await client.services.snapshots.suspend(model_id or client.model_id)
 
 
 async def busy_trainer(client: Client) -> None:

@@ -203,16 +203,16 @@ async def test_inflight_weights_have_no_name(client: Client) -> None:
     assert "weights with a name are of kind 'snapshot'" in error["error"] and error["category"] == "user"
 
 
-async def test_a_model_that_its_trainer_lost_says_so_from_then_on(client: Client) -> None:
+async def test_a_model_that_its_trainer_lost_is_restored_with_all_that_was_done_to_it(client: Client) -> None:
+    await client.result(await client.optim_step(1))
+    await client.result(await client.forward_backward(2))
     client.trainer.steps.clear()
-    for seq_id in (1, 2):
-        error = await client.error(await client.optim_step(seq_id))
-        assert "create it again from a checkpoint" in error["error"] and error["category"] == "server"
+    result = await client.result(await client.optim_step(3))
+    assert json.loads(result.body)["metrics"]["step"] == 2
+    assert client.trainer.applied[-1] == (client.model_id, [1])
 
 
-async def test_after_a_restart_samples_run_again_and_training_says_what_to_do(
-    tmp_path: Path, database_url: str
-) -> None:
+async def test_after_a_restart_everything_that_was_accepted_is_done(tmp_path: Path, database_url: str) -> None:
     async with server(tmp_path, database_url) as before:
         await before.result(await before.create_model())
         before.trainer.gates["hold"].clear()
@@ -226,11 +226,11 @@ async def test_after_a_restart_samples_run_again_and_training_says_what_to_do(
     async with server(tmp_path, database_url) as after:
         assert not (await after.result(sample)).failed
         for request_id in (running, queued):
-            error = await after.error(request_id)
-            assert "create the model again from a checkpoint" in error["error"] and error["category"] == "server"
+            assert not (await after.result(request_id)).failed
         request = OptimStepRequest(model_id=before.model_id, seq_id=3)
-        error = await after.error(await after.submit("optim_step", request, 3, before.model_id))
-        assert "no longer in memory" in error["error"]
+        result = await after.result(await after.submit("optim_step", request, 3, before.model_id))
+        assert json.loads(result.body)["metrics"]["step"] == 2
+        assert [gradient for _, gradient in after.trainer.applied] == [[1], []]
 
 
 async def test_work_that_is_running_may_end_when_the_server_stops(tmp_path: Path, database_url: str) -> None:

@@ -266,13 +266,13 @@ def run(session_id: str, number: int = 0) -> TrainingRun:
     )
 
 
-async def test_runs_are_lost_after_a_restart_and_known_still(db: Database) -> None:
+async def test_runs_are_on_disk_after_a_restart_and_known_still(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     await RunStore(db).add(run(session_id))
     store = RunStore(db)
-    await store.mark_all_lost(lambda _: False)
+    await store.mark_all_suspended()
     found = await store.require(f"{session_id}:train:0", OWNER)
-    assert (found.status, found.trainable.seed, found.trainable.train_attn) == ("lost", 2**62, False)
+    assert (found.status, found.trainable.seed, found.trainable.train_attn) == ("suspended", 2**62, False)
     with pytest.raises(UnknownModel):
         await store.require("other", OWNER)
 

@@ -12,10 +12,12 @@ from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse,
 from backends.protocol import SamplingTask
 from tests.fakes import FakeBackend
 from tinker_server.models import Models
+from tinker_server.recovery import Recovery
 from tinker_server.scheduling.sampling import Sampling
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
+from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.usage import UsageStore
@@ -49,7 +51,8 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
         return SampleResponse(sequences=[sequence] * task.num_samples, prompt_cache_hit_tokens=6)
 
     backend.tiny.sampler.sample = sample  # type: ignore[method-assign]
-    models = Models(backend.models, RunStore(db), storage)
+    recovery = Recovery(FutureStore(db, recent_bytes=0), CheckpointStore(db), storage)
+    models = Models(backend.models, RunStore(db), storage, recovery)
     sampling = Sampling(models, CheckpointStore(db), SamplerStore(db), storage, usage)
     image = ImageChunk(data=b"x", format="png", expected_tokens=expected_tokens)
     request = SampleRequest(

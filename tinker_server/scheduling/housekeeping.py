@@ -13,6 +13,7 @@ from backends.protocol import BackendFailed
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models import Models
 from tinker_server.scheduling.scheduler import Scheduler
+from tinker_server.snapshots import Snapshots
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures import FutureStore
@@ -54,16 +55,18 @@ class Stores:
 class Housekeeper:
     """Looks after everything that the stores hold, and at the models in memory."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         stores: Stores,
         models: Models,
+        snapshots: Snapshots,
         scheduler: Scheduler,
         periods: Periods,
         clock: Callable[[], float],
     ) -> None:
         self._stores = stores
         self._models = models
+        self._snapshots = snapshots
         self._scheduler = scheduler
         self._periods = periods
         self._clock = clock
@@ -93,10 +96,11 @@ class Housekeeper:
             silent = await stores.sessions.last_heartbeat(run.session_id) < now - timeout_s
             # Who sends no heartbeats but works, by curl for example, is not silent.
             if silent and self._scheduler.is_idle(run.model_id, timeout_s):
-                await self._try("suspended, for its client is silent", run, self._models.suspend(run.model_id))
+                await self._try("suspended, for its client is silent", run, self._snapshots.suspend(run.model_id))
         await stores.sessions.save_heartbeats()
         for run in await stores.runs.suspended_since_before(now - SNAPSHOT_KEPT_S):
-            await self._drop(run, "its client did not come back")
+            if self._scheduler.is_idle(run.model_id, 0):
+                await self._drop(run, "its client did not come back")
 
     async def look_after_weights(self, now: float) -> None:
         """Delete weights that have expired, or have no name and are not used, and what nothing refers to."""

@@ -3,6 +3,7 @@
 Lasting refusals are raised here, not at the submit: a number that was accepted is never missing.
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Set
@@ -22,7 +23,7 @@ from api_schemas.training import (
     UnloadModelResponse,
 )
 from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
-from backends.protocol import BaseModelInfo, EncodedBatch
+from backends.protocol import BaseModelInfo, EncodedBatch, InvalidInput
 from tinker_server.auth.keys import Keys
 from tinker_server.errors import ModelIdTaken, Unsupported
 from tinker_server.models import Models
@@ -66,10 +67,10 @@ class ModelOperations:
         async with self._models.training(model_id) as (_, trainer):
             await trainer.mark_incomplete(model_id)
 
-    async def is_on_disk(self, model_id: str) -> bool:
-        """Whether a model outlived the process that held it."""
+    async def is_to_be_had(self, model_id: str) -> bool:
+        """Whether a model is in memory or can be restored."""
         run = await self._runs.find(model_id)
-        return run is not None and run.status == "suspended"
+        return run is not None and run.status != "lost"
 
     def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model."""
@@ -77,9 +78,13 @@ class ModelOperations:
 
     async def optim_step(self, request: OptimStepRequest) -> OptimStepResponse:
         """Apply the gradient, then clear it."""
-        if request.optimizer_params is not None:
-            raise Unsupported("optimizer_params is not supported: models here have adamw; send adam_params")
         async with self._models.training(request.model_id) as (_, trainer):
+            if request.optimizer_params is not None:
+                # As every step that its user is to blame for: the gradient is cleared.
+                await trainer.mark_incomplete(request.model_id)
+                with contextlib.suppress(InvalidInput):
+                    await trainer.optim_step(request.model_id, AdamParams())
+                raise Unsupported("optimizer_params is not supported: models here have adamw; send adam_params")
             return await trainer.optim_step(request.model_id, request.adam_params or AdamParams())
 
     async def create_model(self, request: CreateModelRequest, owner: str) -> CreateModelResponse:
@@ -141,6 +146,7 @@ class ModelOperations:
             except BaseException:
                 await trainer.delete_model(run.model_id)
                 raise
+            self._models.added(run.model_id)
 
 
 def _trainable(lora: LoraConfig) -> Trainable:
@@ -173,6 +179,7 @@ def _run(
         trainable=trainable,
         user_metadata=request.user_metadata,
         optimizer_config=optimizer.model_dump(),
+        computed_with=dict(base.numerics),
         status="active",
         created_at=time.time(),
     )

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from backends.protocol import EncodedBatch
 from tinker_server.offload import off_loop
 from tinker_server.scheduling.model_operations import ModelOperations
 from tinker_server.scheduling.sampling import Sampling
+from tinker_server.snapshots import Snapshots
 from tinker_server.store.operations import Operation
 from tinker_server.store.results import Result
 from tinker_server.weights.saving import Saving
@@ -45,6 +47,7 @@ class Executors:
     models: ModelOperations
     saving: Saving
     sampling: Sampling
+    snapshots: Snapshots
 
 
 @dataclass(frozen=True)
@@ -174,13 +177,25 @@ class OperationRunner:
         assert operation.body is not None, "the scheduler has read the body"
         return replace(operation, request=kind.decode(operation.body, operation.content_type))
 
-    async def is_on_disk(self, model_id: str) -> bool:
-        """Whether a model outlived the process that held it."""
-        return await self._executors.models.is_on_disk(model_id)
+    async def is_to_be_had(self, model_id: str) -> bool:
+        """Whether a model is in memory or can be restored."""
+        return await self._executors.models.is_to_be_had(model_id)
 
     def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model."""
         return self._executors.models.last_turn(model_id)
+
+    def undisturbed(self, model_id: str) -> AbstractAsyncContextManager[None]:
+        """While an operation of a model runs, until its place in the log is known, or the model is looked after."""
+        return self._executors.snapshots.undisturbed(model_id)
+
+    async def logs(self, operation: Operation, failure_category: str | None) -> bool:
+        """Whether an operation that has ended is to have a place in its model's log."""
+        return await self._executors.snapshots.logs(operation, failure_category)
+
+    async def look_after(self, operation: Operation) -> None:
+        """A model's operation has its result: a snapshot may be due."""
+        await self._executors.snapshots.look_after(operation)
 
     async def mark_incomplete(self, model_id: str) -> None:
         """Have the model's next optim_step fail and clear the gradient."""

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
 from api_schemas.sampling import SampleRequest
-from backends.protocol import InvalidInput
+from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
 from tinker_server.errors import Busy, Cancelled, GradientIncomplete, LostModel, ShuttingDown
 from tinker_server.offload import INLINE_BYTES
 from tinker_server.scheduling.admission import Admission
@@ -20,6 +21,8 @@ from tinker_server.store.results import Result
 log = logging.getLogger(__name__)
 UNLOAD_SUFFIX = ":unload"
 """A model's unloading is kept in a lane of its own, as number 0."""
+MAX_DEATHS, MAX_RESTORATIONS = 2, 5
+"""An operation under which the trainer died so often fails alone; so does one whose model so often was not restored."""
 CLOSE_S = 1.0
 """For what is cancelled to end, when the server stops."""
 
@@ -30,8 +33,17 @@ class Runner(Protocol):
     def decoded(self, operation: Operation) -> Operation:
         """The operation with its request at hand."""
 
-    async def is_on_disk(self, model_id: str) -> bool:
-        """Whether a model outlived the process that held it."""
+    async def is_to_be_had(self, model_id: str) -> bool:
+        """Whether a model is in memory or can be restored."""
+
+    def undisturbed(self, model_id: str) -> AbstractAsyncContextManager[None]:
+        """Held while an operation of a model runs, until its place in the model's log is known."""
+
+    async def logs(self, operation: Operation, failure_category: str | None) -> bool:
+        """Whether an operation that has ended is to have a place in its model's log."""
+
+    async def look_after(self, operation: Operation) -> None:
+        """A model's operation has its result: a snapshot may be due."""
 
     def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model: before, nothing has changed."""
@@ -52,7 +64,7 @@ class Scheduler:
         self._admission = admission
         self._gap_grace_s = gap_grace_s
         self._lanes: dict[str, Lane] = {}
-        self._samples: dict[str, tuple[Operation, asyncio.Task[str | None]]] = {}
+        self._samples: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
         """By request_id, those that wait or run."""
         self._unloads: set[asyncio.Task[None]] = set()
         self._cut_off: set[str] = set()
@@ -63,7 +75,7 @@ class Scheduler:
         """Take up what an earlier server left: samples, and the operations of models that are still to be had."""
         created = {operation.lane for operation in unfinished if operation.seq_id == 0}
         lanes = {operation.lane for operation in unfinished if operation.operation_kind != "sample"}
-        alive = {lane for lane in lanes if lane in created or await self._runner.is_on_disk(lane)}
+        alive = {lane for lane in lanes if lane in created or await self._runner.is_to_be_had(lane)}
         for operation in unfinished:
             if operation.operation_kind == "sample":
                 await self._resume_sample(operation)
@@ -73,9 +85,8 @@ class Scheduler:
                 self._admission.queued_bytes.enter(operation.owner, operation.size_bytes)
                 self._queue(await self._lane(operation), operation)
             else:
-                lost = f"the server was restarted before this {operation.operation_kind} was done, and {operation.lane}"
                 self._fail(
-                    operation, LostModel(f"{lost} is no longer in memory; create the model again from a checkpoint")
+                    operation, LostModel(f"model {operation.lane} was unloaded; create it again from a checkpoint")
                 )
 
     async def _resume_sample(self, operation: Operation) -> None:
@@ -226,14 +237,16 @@ class Scheduler:
                 continue
             operation = lane.running = lane.take()
             lane.last_turn = self._runner.last_turn(operation.lane)
-            lane.note(operation, await self._run(operation, lane.missing))
+            async with self._runner.undisturbed(operation.lane):
+                lane.note(operation, await self._run(operation, lane.missing))
+                await self._runner.look_after(operation)
             lane.running = None
 
     def _start_sample(self, operation: Operation, num_samples: int) -> None:
-        task = asyncio.create_task(self._carry_out(operation, ""), name=f"sample {operation.request_id}")
+        task = asyncio.create_task(self._carry_out(operation), name=f"sample {operation.request_id}")
         self._samples[operation.request_id] = (operation, task)
 
-        def ended(_: asyncio.Task[str | None]) -> None:
+        def ended(_: asyncio.Task[None]) -> None:
             del self._samples[operation.request_id]
             self._admission.leave_sample(operation.owner, num_samples, operation.size_bytes)
 
@@ -246,7 +259,7 @@ class Scheduler:
         async def unload() -> None:
             if lane is not None and lane.driver is not None:
                 await asyncio.wait([lane.driver])
-            await self._carry_out(operation, "")
+            await self._carry_out(operation)
 
         task = asyncio.create_task(unload(), name=f"unload {operation.lane}")
         self._unloads.add(task)
@@ -255,26 +268,46 @@ class Scheduler:
     async def _run(self, operation: Operation, missing: str) -> str | None:
         """Carry out an operation on a model; the category of its failure."""
         try:
-            return await self._carry_out(operation, missing)
+            result = await self._result(operation, missing)
+            logged = await self._runner.logs(operation, result.failure_category)
+            return self._futures.complete(operation.request_id, result, logged=logged).failure_category
         finally:
             self._admission.queued_bytes.leave(operation.owner, operation.size_bytes)
 
-    async def _carry_out(self, operation: Operation, missing: str) -> str | None:
-        try:
-            if operation.body is None:
-                operation = replace(operation, body=await self._futures.body(operation.request_id))
-            if missing and operation.operation_kind == "optim_step":
-                await self._runner.mark_incomplete(operation.lane)
-            result = await self._runner.run(operation)
-        except InvalidInput as error:
-            return self._fail(operation, GradientIncomplete(f"{error} ({missing})") if missing else error)
-        except Exception as error:  # noqa: BLE001 - one operation's failure must not stop the lane
-            return self._fail(operation, error)
-        self._futures.complete(operation.request_id, result)
-        return result.failure_category
+    async def _carry_out(self, operation: Operation) -> None:
+        """An operation that belongs into no log."""
+        self._futures.complete(operation.request_id, await self._result(operation, ""))
 
-    def _fail(self, operation: Operation, error: Exception) -> str | None:
+    async def _result(self, operation: Operation, missing: str) -> Result:
+        deaths = lost = 0
+        while True:
+            try:
+                return await self._try(operation, missing)
+            except ProcessDied as error:  # the operation's own doing, perhaps
+                deaths += 1
+                if deaths == MAX_DEATHS:
+                    text = f"{error}, as it did when this {operation.operation_kind} ran before; all else goes on"
+                    return self._failed(operation, BackendFailed(text))
+            except ModelLost as error:  # before the operation began
+                lost += 1
+                if lost == MAX_RESTORATIONS:
+                    return self._failed(operation, error)
+            except Exception as error:  # noqa: BLE001 - one operation's failure must not stop the lane
+                if missing and isinstance(error, InvalidInput):
+                    error = GradientIncomplete(f"{error} ({missing})")
+                return self._failed(operation, error)
+            log.warning("%s %d of %s runs again", operation.operation_kind, operation.seq_id, operation.lane)
+
+    async def _try(self, operation: Operation, missing: str) -> Result:
+        if operation.body is None:
+            operation = replace(operation, body=await self._futures.body(operation.request_id))
+        if missing and operation.operation_kind == "optim_step":
+            await self._runner.mark_incomplete(operation.lane)
+        return await self._runner.run(operation)
+
+    def _failed(self, operation: Operation, error: Exception) -> Result:
         log.info("%s %d of %s failed: %s", operation.operation_kind, operation.seq_id, operation.lane, error)
-        result = Result.of_error(error)
-        self._futures.complete(operation.request_id, result)
-        return result.failure_category
+        return Result.of_error(error)
+
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        self._futures.complete(operation.request_id, self._failed(operation, error))

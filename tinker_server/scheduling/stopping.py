@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 
-from tinker_server.models import Models
 from tinker_server.scheduling.scheduler import Scheduler
+from tinker_server.snapshots import Snapshots
 from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import RunStore
 
@@ -14,7 +14,9 @@ STORE_S, SUSPEND_S = 2.0, 3.0
 """For the last results to be stored, and for models to be moved to disk: `docker stop` kills after 10 s."""
 
 
-async def stop_work(scheduler: Scheduler, futures: FutureStore, runs: RunStore, models: Models, drain_s: float) -> None:
+async def stop_work(
+    scheduler: Scheduler, futures: FutureStore, runs: RunStore, snapshots: Snapshots, drain_s: float
+) -> None:
     """Let running work end for a while, store and answer what it gave, and move the models that are idle to disk."""
     await scheduler.drain(drain_s)
     with contextlib.suppress(TimeoutError):
@@ -25,7 +27,7 @@ async def stop_work(scheduler: Scheduler, futures: FutureStore, runs: RunStore, 
     outcomes: list[BaseException | None] = []
     try:
         async with asyncio.timeout(SUSPEND_S):
-            outcomes = await asyncio.gather(*(models.suspend(run.model_id) for run in idle), return_exceptions=True)
+            outcomes = await asyncio.gather(*(snapshots.suspend(run.model_id) for run in idle), return_exceptions=True)
     except TimeoutError:
         log.warning("not all models were moved to disk within %.0f s", SUSPEND_S)
     for run, outcome in zip(idle, outcomes, strict=False):

@@ -6,6 +6,7 @@ from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, upd
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tinker_server.errors import SequenceConflict
+from tinker_server.store import log
 from tinker_server.store.completions import CLIENT_SPAN, Completion, Target
 from tinker_server.store.database import Database
 from tinker_server.store.operations import Operation, PastOperation
@@ -53,9 +54,9 @@ class FutureRows:
             ]
 
     async def body(self, request_id: str) -> bytes:
-        """As the operation was received; empty once it is finished."""
-        async with self._db.read() as session:
-            return await session.scalar(select(Future.request).where(Future.request_id == request_id)) or b""
+        """As the operation was received; empty once nobody needs it."""
+        query = select(Future.request).where(Future.request_id == request_id)
+        return await self._db.look(lambda session: session.scalar(query)) or b""
 
     async def past(self, lane: str, before: int | None) -> list[PastOperation]:
         """The operations of a lane that have ended, the largest number first: some, those below `before`."""
@@ -89,9 +90,12 @@ class FutureRows:
     async def finish(self, results: list[tuple[str, Result]]) -> None:
         """Store results by request_id, of those that have none yet."""
         change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
+        kept = [_finished_columns(*one) for one in results if one[1].position is not None]
+        done = [_finished_columns(*one) | {"request": b""} for one in results if one[1].position is None]
         async with self._db.write() as session:
             connection = await session.connection()
-            await connection.execute(change, [_finished_columns(*result) for result in results])
+            for rows in filter(None, (kept, done)):
+                await connection.execute(change, rows)
 
     async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
         """Of the finished ones among these of each lane; one lane's client cannot delete another's results."""
@@ -119,6 +123,14 @@ class FutureRows:
             if finished_at is not None
         ]
 
+    async def last_position(self) -> int:
+        """The largest position in a log that was given; 0 where there is none."""
+        return await self._db.look(log.last_position)
+
+    async def logged(self, model_id: str, after: int) -> list[log.Entry]:
+        """The log of a model in order, behind a position: some."""
+        return await self._db.look(lambda session: log.entries(session, model_id, after))
+
     async def last_finished_at(self) -> float:
         """When the newest stored result was finished; 0 where there is none."""
         query = select(func.max(Future.finished_at)).where(Future.status.in_(FINISHED))
@@ -134,7 +146,7 @@ class FutureRows:
                 .values(status="expired", result=None)
             )
             forgotten = (Future.status == "expired") & (Future.finished_at < forgotten_before)
-            await session.execute(delete(Future).where(forgotten))
+            await session.execute(delete(Future).where(forgotten, Future.position.is_(None)))
         await self._db.shrink()
 
 
@@ -168,7 +180,7 @@ def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
 def _finished_columns(request_id: str, result: Result) -> dict[str, Any]:
     return {
         "id": request_id,
-        "request": b"",
+        "position": result.position,
         "status": "failed" if result.failed else "done",
         "result": result.body,
         "result_type": result.content_type,

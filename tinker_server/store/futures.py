@@ -6,7 +6,7 @@ apart from one another, each in batches. Waiters are woken by events; nothing po
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from backends.lru import LRU
@@ -14,6 +14,7 @@ from tinker_server.errors import BadRequest, ResultExpired, ResultTooLarge, Unkn
 from tinker_server.store.completions import Completion, Completions, Target
 from tinker_server.store.database import Database
 from tinker_server.store.future_rows import FutureRows
+from tinker_server.store.log import Entry
 from tinker_server.store.operations import Accepted, Operation, PastOperation
 from tinker_server.store.results import Result
 from tinker_server.store.storing import Storing
@@ -45,6 +46,8 @@ class FutureStore:
         self._waiters = Waiters()
         self._completions = Completions(self._rows.completions)
         self._announced: set[str] = set()
+        self.last_position = 0
+        """In a log that was given."""
         self._submits = Submits(self._rows, self._waiters, clock)
         self._results = Storing(self._rows, clock, self._stored)
         self._deletions = BatchWriter("deletions writer", self._write_deletions, DELETIONS_AT_ONCE)
@@ -56,6 +59,7 @@ class FutureStore:
             self._waiters.add(operation)
         self._submits.start()
         self._results.start(await self._rows.last_finished_at())
+        self.last_position = await self._rows.last_position()
         self._deletions.start()
         return left
 
@@ -75,18 +79,32 @@ class FutureStore:
         return await self._submits.put(operation)
 
     async def body(self, request_id: str) -> bytes:
-        """Of an unfinished operation, as it was received."""
+        """Of an operation that is unfinished or in a log, as it was received."""
         return await self._rows.body(request_id)
+
+    async def logged(self, model_id: str) -> AsyncIterator[Entry]:
+        """The log of a model in order, with what is still on its way to the database."""
+        await self.flush()
+        after = 0
+        while page := await self._rows.logged(model_id, after):
+            for entry in page:
+                yield entry
+            after = page[-1].position
 
     async def past(self, lane: str, before: int | None = None) -> list[PastOperation]:
         """The operations of a lane that have ended, the largest number first: some, those below `before`."""
         return await self._rows.past(lane, before)
 
-    def complete(self, request_id: str, result: Result) -> None:
-        """Store a result, and wake those who wait for it once it is stored. The first one of an operation stays."""
+    def complete(self, request_id: str, result: Result, *, logged: bool = False) -> Result:
+        """Store a result, and wake those who wait for it once it is stored. The first one of an operation stays.
+
+        Returns the result that is stored. `logged`: it takes the next place in the log of its model.
+        """
         operation = self._waiters.get(request_id)
-        if operation is None or operation.result is not None:
-            return
+        if operation is None:
+            return result
+        if operation.result is not None:
+            return operation.result
         if (size_bytes := len(result.body)) > self._max_result_bytes:
             text = (
                 f"the result has {size_bytes} bytes, and {self._max_result_bytes} can be stored; ask for less at once"
@@ -99,7 +117,11 @@ class FutureStore:
             seq_id=operation.seq_id,
             owner=operation.owner,
         )
+        if logged:
+            self.last_position += 1
+            operation.result = replace(operation.result, position=self.last_position)
         self._results.put(request_id, operation.result)
+        return operation.result
 
     def _stored(self, request_id: str, result: Result) -> None:
         self._recent.put(request_id, result)
@@ -141,9 +163,9 @@ class FutureStore:
         if row is None or row.owner != owner:
             raise _unknown(request_id)
 
-    def has_unstored(self, lane: str) -> bool:
-        """Whether a lane has a result that is not stored yet."""
-        return self._waiters.has_unstored(lane)
+    def has_unstored(self, lane: str, up_to: int | None = None) -> bool:
+        """Whether a lane has a result that is not stored yet, of those up to a position in its log if one is given."""
+        return self._waiters.has_unstored(lane, up_to)
 
     async def flush(self) -> None:
         """Returns once all results that are there are stored."""

@@ -40,6 +40,7 @@ class TrainingRun:
     optimizer_config: dict[str, Any]
     status: str
     snapshot: str | None = None
+    computed_with: dict[str, Any] | None = None
     created_at: float
 
 
@@ -78,6 +79,7 @@ class Checkpoint:
     created_at: float
     expires_at: float | None = None
     public: bool = False
+    saved_as: int | None = None
     copied_from: str | None = None
 
 

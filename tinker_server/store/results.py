@@ -22,6 +22,8 @@ class Result:
     lane: str = ""
     seq_id: int = 0
     owner: str = ""
+    position: int | None = None
+    """In the log of its model, which needs the operation again; none: it changed nothing."""
 
     @classmethod
     def of_error(cls, error: Exception) -> "Result":

@@ -1,13 +1,14 @@
 """Training runs. They are asked for at every operation, so the latest are kept in memory."""
 
-from collections.abc import Callable, Set
+from collections.abc import Awaitable, Callable, Set
+from typing import Any
 
-from sqlalchemy import Select, delete, or_, select
+from sqlalchemy import Select, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from backends.lru import LRU
 from tinker_server.errors import ModelIdTaken, UnknownModel
-from tinker_server.store import loose
+from tinker_server.store import log, loose
 from tinker_server.store.database import Database
 from tinker_server.store.records import Checkpoint, TrainingRun, columns, record
 from tinker_server.store.tables import CheckpointRow, SessionRow, TrainingRunRow
@@ -72,39 +73,47 @@ class RunStore:
         """Models whose creation nobody was told of, when the server that made them ended: they will be made again."""
         async with self._db.write() as session:
             for model_id in model_ids:
-                unanswered = (TrainingRunRow.model_id == model_id) & (TrainingRunRow.status == "active")
-                await session.execute(delete(TrainingRunRow).where(unanswered))
+                row = await session.get(TrainingRunRow, model_id)
+                if row is not None:
+                    await loose.let_go(session, [row.snapshot] if row.snapshot else [])
+                    await session.delete(row)
         self._known.clear()
 
-    async def mark_all_lost(self, holds: Callable[[str], bool]) -> None:
-        """Record that no model is in memory, for a server has just started; those whose snapshot is there are on disk.
-
-        `holds` says of a directory whether it is there.
-        """
-        for run in await self.in_memory():
-            if run.snapshot is not None and holds(run.snapshot):
-                await self.mark_suspended(run.model_id)
-            else:
-                await self.mark_lost(run.model_id)
+    async def mark_all_suspended(self) -> None:
+        """Record that no model is in memory, for a server has just started: all are on disk."""
+        change = update(TrainingRunRow).where(TrainingRunRow.status == "active").values(status="suspended")
+        async with self._db.write() as session:
+            await session.execute(change)
+        self._known.clear()
 
     async def mark_lost(self, model_id: str) -> None:
         """Record that a model is no longer in memory, and not on disk either. Its snapshot, if any, is loose."""
-        await self._set(model_id, status="lost", snapshot=None)
 
-    async def set_snapshot(self, model_id: str, snapshot: str) -> None:
-        """Record where a model that is in memory will be on disk: once the directory is there, it is there alone."""
-        await self._set(model_id, snapshot=snapshot)
+        async def end_log(session: AsyncSession) -> None:
+            await log.cover(session, model_id, None)
+
+        await self._set(model_id, end_log, status="lost", snapshot=None)
+
+    async def set_snapshot(self, model_id: str, snapshot: str, position: int, computed_with: dict[str, Any]) -> None:
+        """Record a snapshot that is there, of the model as it was at a position of its log. The one before is loose."""
+
+        async def shorten_log(session: AsyncSession) -> None:
+            await log.cover(session, model_id, position)
+
+        await self._set(model_id, shorten_log, snapshot=snapshot, computed_with=computed_with)
 
     async def mark_suspended(self, model_id: str) -> None:
-        """Record that a model is on disk, in its snapshot."""
+        """Record that a model is on disk until its next operation."""
         await self._set(model_id, status="suspended")
 
     async def mark_active(self, model_id: str) -> None:
-        """Record that a suspended model is in memory again. Its snapshot is loose."""
-        await self._set(model_id, status="active", snapshot=None)
+        """Record that a model is in memory again."""
+        await self._set(model_id, status="active")
 
-    async def _set(self, model_id: str, **values: object) -> None:
-        """Memory follows the database, never the other way round."""
+    async def _set(
+        self, model_id: str, also: Callable[[AsyncSession], Awaitable[None]] | None = None, **values: object
+    ) -> None:
+        """Memory follows the database, never the other way round. `also` is in the same transaction."""
 
         async def change(session: AsyncSession) -> TrainingRun:
             row = await session.get(TrainingRunRow, model_id)
@@ -116,6 +125,8 @@ class RunStore:
             await loose.own(session, row.snapshot)
             if left is not None and left != row.snapshot:
                 await loose.let_go(session, [left])
+            if also is not None:
+                await also(session)
             return record(TrainingRun, row)
 
         self._known.put(model_id, await self._db.change(change))

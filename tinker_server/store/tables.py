@@ -5,7 +5,7 @@ Rows stay in this folder: what leaves it are the frozen records of `records.py`.
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Dialect, Double, ForeignKey, Index, LargeBinary, UniqueConstraint, false
+from sqlalchemy import JSON, BigInteger, Dialect, Double, ForeignKey, Index, LargeBinary, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
@@ -23,6 +23,9 @@ class TrainableJson(TypeDecorator[Trainable]):
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Trainable | None:
         return None if value is None else Trainable.model_validate(value)
+
+
+_LOGGED = text("position IS NOT NULL")
 
 
 class Table(DeclarativeBase):
@@ -68,9 +71,11 @@ class TrainingRunRow(Table):
     user_metadata: Mapped[dict[str, Any] | None]
     optimizer_config: Mapped[dict[str, Any]]
     status: Mapped[str]
-    """`active`; `suspended`: its client is silent, and it is on disk; `lost`: the process that held it has ended."""
+    """`active`; `suspended`: it is on disk until its next operation; `lost`: it was unloaded."""
     snapshot: Mapped[str | None]
-    """Directory of a suspended model, below the data directory."""
+    """Directory of what the log is to be run on, below the data directory; none: on a fresh model."""
+    computed_with: Mapped[dict[str, Any] | None]
+    """What a result depends on beside model and operation (`BaseModelInfo.numerics`), when the snapshot was taken."""
     created_at: Mapped[float]
 
 
@@ -122,6 +127,8 @@ class CheckpointRow(Table):
     expires_at: Mapped[float | None] = mapped_column(index=True)
     public: Mapped[bool] = mapped_column(default=False, server_default=false(), index=True)
     """Whether every client may load it."""
+    saved_as: Mapped[int | None]
+    """Number of the operation that saved it; none: a copy, or saved before numbers were noted."""
     copied_from: Mapped[str | None]
     """tinker:// path of the weights it is a copy of."""
 
@@ -133,6 +140,7 @@ class Future(Table):
     __table_args__ = (
         UniqueConstraint("lane", "seq_id"),
         Index("ix_futures_status_finished_at", "status", "finished_at"),
+        Index("ix_futures_log", "lane", "position", sqlite_where=_LOGGED, postgresql_where=_LOGGED),
     )
 
     request_id: Mapped[str] = mapped_column(primary_key=True)
@@ -142,7 +150,7 @@ class Future(Table):
     """model_id for training work, sampling_session_id for samples."""
     seq_id: Mapped[int]
     request: Mapped[bytes]
-    """The body as received; emptied once finished."""
+    """The body as received; emptied once nobody needs it: it is finished, and not in the log of its model."""
     request_type: Mapped[str]
     digest: Mapped[str | None]
     """Hash of the body; none: accepted before they were noted."""
@@ -155,6 +163,8 @@ class Future(Table):
     """Of a failed one, also when its result has expired: `user` or `server`."""
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
+    position: Mapped[int | None]
+    """Its place in the log of its model (`log.py`); none: it changed nothing, or the model's snapshot holds it."""
 
 
 class LooseDirectory(Table):

@@ -53,9 +53,10 @@ class Waiters:
                 await event.wait()
         return request_id not in self._unfinished
 
-    def has_unstored(self, lane: str) -> bool:
-        """Whether a lane has a result that is not stored yet."""
-        return any(one.result is not None and one.lane == lane for one in self._unfinished.values())
+    def has_unstored(self, lane: str, up_to: int | None = None) -> bool:
+        """Whether a lane has a result that is not stored yet, of those up to a position in its log if one is given."""
+        results = (one.result for one in self._unfinished.values() if one.lane == lane)
+        return any(result is not None and (up_to is None or (result.position or 0) <= up_to) for result in results)
 
     def release(self) -> None:
         """Let all go empty-handed, for the server stops."""

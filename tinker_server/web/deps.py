@@ -13,6 +13,7 @@ from tinker_server.scheduling.housekeeping import Housekeeper
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.scheduling.stopping import stop_work
 from tinker_server.settings import Settings
+from tinker_server.snapshots import Snapshots
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
@@ -46,13 +47,14 @@ class Services:
     usage: UsageStore
     audit: AuditStore
     storage: Storage
+    snapshots: Snapshots
     copying: Copying
     archives: Archives
     links: Links
 
     async def drain(self) -> None:
         """Let running work end for a while, answer all held polls, and move idle models to disk."""
-        await stop_work(self.scheduler, self.futures, self.runs, self.models, self.settings.drain_s)
+        await stop_work(self.scheduler, self.futures, self.runs, self.snapshots, self.settings.drain_s)
 
 
 async def _services(request: Request) -> Services:

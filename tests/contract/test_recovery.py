@@ -1,0 +1,198 @@
+"""A trainer that dies loses nothing: results after it are, bit for bit, those of a trainer that lives.
+
+pytest tests/contract/test_recovery.py
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from api_schemas.old_clients import results
+from api_schemas.sessions import CreateSessionRequest
+from api_schemas.training import ForwardBackwardRequest, LoraConfig
+from backends.trainer.client import TrainerClient
+from tests.factories import MIXED, datum, make_renderer
+from tests.fakes import FakeBackend
+from tests.submitting import Client
+from tests.trainers import config
+from tinker_server.app import serving
+from tinker_server.auth.keys import LOCAL
+from tinker_server.settings import Settings
+from tinker_server.store.results import Result
+
+STEPS = 3
+
+
+class RealTrainer(FakeBackend):
+    """A true trainer beside a sampler that computes nothing."""
+
+    def __init__(self, source: Path, num_ranks: int = 1) -> None:
+        super().__init__()
+        self.trainer = TrainerClient(config(source), num_ranks=num_ranks, patience_s=60)
+        self.tiny.trainer = self.trainer  # type: ignore[assignment]
+
+    async def start(self) -> None:
+        await self.trainer.start()
+        await super().start()
+
+    async def stop(self) -> None:
+        await self.trainer.stop()
+        await super().stop()
+
+    def signal(self, number: signal.Signals, rank: int = 0) -> None:
+        os.kill(self.trainer._ranks[rank].process.pid, number)
+
+    def kill(self, rank: int = 0) -> None:
+        self.signal(signal.SIGKILL, rank)
+
+
+@asynccontextmanager
+async def server(data_dir: Path, backend: RealTrainer, session_id: str | None = None) -> AsyncIterator[Client]:
+    settings = Settings(data_dir=data_dir, gap_grace_s=0.2, drain_s=0.5)
+    async with serving(settings, backend) as services:
+        session_id = session_id or await services.sessions.create(CreateSessionRequest(), None, LOCAL)
+        yield Client(services, backend, session_id)
+
+
+async def forward_backward(client: Client, seq_id: int, model_id: str | None = None) -> str:
+    lane, items = model_id or client.model_id, list(MIXED.values())
+    renderer = make_renderer(Path(client.trainer._config.source))  # type: ignore[attr-defined]
+    data = [datum(items[(seq_id + n) % len(items)], renderer, seq_id) for n in range(2)]
+    loss_input = {"data": data, "loss_fn": "cross_entropy"}
+    request = ForwardBackwardRequest(model_id=lane, seq_id=seq_id, forward_backward_input=loss_input)
+    return await client.submit("forward_backward", request, seq_id, lane)
+
+
+async def finished(client: Client, request_id: str) -> Result:
+    async with asyncio.timeout(120):
+        while (result := await client.services.futures.wait(request_id, LOCAL, 10)) is None:
+            pass
+    return result
+
+
+async def train(client: Client, first: int, model_id: str | None = None) -> list[bytes]:
+    """Two parts of a batch, a step: what came of them."""
+    submitted = [await forward_backward(client, first + n, model_id) for n in range(2)]
+    submitted.append(await client.optim_step(first + 2, model_id))
+    results = [await finished(client, one) for one in submitted]
+    assert not any(one.failed for one in results), [one.body for one in results if one.failed]
+    return [one.body for one in results]
+
+
+async def create(client: Client, number: int = 0) -> None:
+    result = await finished(client, await client.create_model(number, lora_config=LoraConfig(rank=8, seed=1)))
+    assert not result.failed, result.body
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[bytes]]:
+    """The results of so many steps where nothing dies."""
+
+    async def run() -> list[list[bytes]]:
+        async with server(tmp_path_factory.mktemp("undisturbed"), RealTrainer(tiny_vl)) as client:
+            await create(client)
+            return [await train(client, 1 + 3 * step) for step in range(STEPS)]
+
+    return asyncio.run(run())
+
+
+async def test_killed_between_and_in_operations_a_trainer_gives_what_it_would_have_given(
+    tiny_vl, tmp_path, undisturbed
+):
+    backend = RealTrainer(tiny_vl)
+    async with server(tmp_path, backend) as client:
+        await create(client)
+        found = [await train(client, 1)]
+        backend.kill()
+        found.append(await train(client, 4))
+        running = asyncio.create_task(train(client, 7))
+        await asyncio.sleep(0.3)
+        backend.kill()
+        began = time.monotonic()
+        found.append(await running)
+        print(f"{time.monotonic() - began:.1f} s from the kill to the last result")
+        for result, wanted in zip(found, undisturbed, strict=True):
+            assert result == wanted
+
+
+async def test_a_snapshot_and_the_log_after_it_give_the_same(tiny_vl, tmp_path, undisturbed):
+    backend = RealTrainer(tiny_vl)
+    async with server(tmp_path, backend) as client:
+        await create(client)
+        found = [await train(client, 1)]
+        client.services.snapshots._logs[client.model_id].must_end = True
+        found.append(await train(client, 4))
+        await client.services.models.settle(client.model_id)
+        assert (await client.services.runs.get(client.model_id)).snapshot is not None
+        first = await forward_backward(client, 7)
+        await finished(client, first)
+        backend.kill()
+        found.append(await train(client, 7))
+    assert found == undisturbed
+
+
+async def test_the_next_server_goes_on_bit_for_bit_where_a_killed_one_was(tiny_vl, tmp_path, undisturbed):
+    async with server(tmp_path / "data", RealTrainer(tiny_vl)) as client:
+        await create(client)
+        found = [await train(client, 1)]
+        await finished(client, await forward_backward(client, 4))
+        waiting = await forward_backward(client, 5)
+        shutil.copytree(tmp_path / "data", tmp_path / "left")
+        session_id = client.session_id
+    async with server(tmp_path / "left", RealTrainer(tiny_vl), session_id) as client:
+        assert not (await finished(client, waiting)).failed
+        found += [await train(client, 4), await train(client, 7)]
+    assert found == undisturbed
+
+
+async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_vl, tmp_path, undisturbed):
+    backend = RealTrainer(tiny_vl)
+    async with server(tmp_path, backend) as client:
+        await create(client)
+        await create(client, 1)
+        other = f"{client.session_id}:train:1"
+        assert await train(client, 1, other) == undisturbed[0]
+        real = backend.trainer.forward_backward
+
+        async def deadly(model_id, batch, *, backward):
+            if model_id == client.model_id:
+                backend.signal(signal.SIGSTOP)  # so that it does not answer before it is killed
+                asyncio.get_running_loop().call_later(0.2, backend.signal, signal.SIGKILL)
+            return await real(model_id, batch, backward=backward)
+
+        backend.trainer.forward_backward = deadly  # type: ignore[method-assign]
+        result = await finished(client, await forward_backward(client, 1))
+        assert result.failure_category == "server" and b"when this forward_backward ran before" in result.body
+        backend.trainer.forward_backward = real  # type: ignore[method-assign]
+        assert await train(client, 4, other) == undisturbed[1]
+        assert (await client.error(await client.optim_step(2)))["category"] == "user"
+        await finished(client, await forward_backward(client, 3))
+        assert not (await finished(client, await client.optim_step(4))).failed
+
+
+async def test_one_of_two_ranks_killed_costs_a_pause(tiny_vl, tmp_path):
+    backend = RealTrainer(tiny_vl, num_ranks=2)
+    outcomes = []
+    for disturbed in (False, True):
+        async with server(tmp_path / str(disturbed), backend) as client:
+            await create(client)
+            await train(client, 1)
+            if disturbed:
+                backend.kill(1)
+            outcomes.append(await train(client, 4))
+    logprobs = [logprobs_of(outcome[0]) for outcome in outcomes]
+    np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-6)
+
+
+def logprobs_of(body: bytes) -> np.ndarray:
+    outputs = json.loads(results.forward_backward_json(body))["loss_fn_outputs"]
+    return np.concatenate([one["logprobs"]["data"] for one in outputs])

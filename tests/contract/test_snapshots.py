@@ -1,0 +1,66 @@
+"""A snapshot is of the moment it was asked for, and is written while the next operations run.
+
+pytest tests/contract/test_snapshots.py
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from api_schemas.training import AdamParams, Trainable
+from backends.protocol import BackendFailed
+from backends.trainer.client import TrainerClient
+from tests.factories import MIXED, cross_entropy, datum
+from tests.trainers import config
+
+LORA = Trainable(rank=8, seed=1)
+ADAM = AdamParams(learning_rate=0.01)
+
+
+@pytest.fixture
+async def trainer(tiny_vl):
+    ranked = TrainerClient(config(tiny_vl), num_ranks=1)
+    await ranked.start()
+    yield ranked
+    await ranked.stop()
+
+
+def state(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "adapter_model.safetensors") | load_file(directory / "optimizer.safetensors")
+
+
+async def test_a_model_goes_on_from_its_snapshot_bit_for_bit_whatever_ran_while_it_was_written(
+    trainer, renderer, tmp_path
+):
+    batches = [cross_entropy([datum(item, renderer, seed)]) for seed, item in enumerate(MIXED.values())]
+    await trainer.create_model("m", LORA, "owner")
+    await trainer.forward_backward("m", batches[0], backward=True)
+    await trainer.optim_step("m", ADAM)
+    await trainer.forward_backward("m", batches[1], backward=True)
+    written = await trainer.snapshot("m", tmp_path / "snapshot")
+
+    async def go_on(name: str) -> object:
+        outputs = await trainer.forward_backward("m", batches[2], backward=True)
+        norm = (await trainer.optim_step("m", ADAM)).metrics["grad_norm"]
+        await trainer.save_state("m", tmp_path / name)
+        return [one["logprobs"].tobytes() for one in outputs.loss_fn_outputs], norm
+
+    stayed = await go_on("stayed")
+    await written
+    await trainer.delete_model("m")
+    await trainer.resume("m", LORA, "owner", tmp_path / "snapshot")
+    assert await go_on("resumed") == stayed
+    wanted, got = state(tmp_path / "stayed"), state(tmp_path / "resumed")
+    assert wanted.keys() == got.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+async def test_a_snapshot_that_cannot_be_written_says_so_and_the_model_goes_on(trainer, renderer, tmp_path):
+    await trainer.create_model("m", LORA, "owner")
+    (tmp_path / "file").touch()
+    written = await trainer.snapshot("m", tmp_path / "file" / "snapshot")
+    with pytest.raises(BackendFailed, match="cannot be read or written"):
+        await written
+    await trainer.forward_backward("m", cross_entropy([datum(MIXED["text"], renderer)]), backward=True)
+    await trainer.optim_step("m", ADAM)
