@@ -241,6 +241,7 @@ class TrainerClient:
                 log.error("the trainer of %s ends (%s); its models must be loaded again", self._config.name, error)
                 self._apart_until_s = asyncio.get_running_loop().time() + _APART_S
                 await self._end(_LAST_GRACE_S)
+                raise error if isinstance(error, ChildDied) else ChildDied(str(error)) from error
             raise
 
     async def _on_all(self, command: Command[R], patience_s: float) -> R:
