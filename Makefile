@@ -32,11 +32,15 @@ $(STAMP): pyproject.toml .ci/install.sh .ci/torchvision_shim.py
 demo: $(STAMP)
 	$(BIN)/python examples/caltech10_demo.py
 
+# Two workers, and what each starts, on two cores: more threads only wait for one another.
+test test-slow: export OMP_NUM_THREADS := 1
+TWO_WORKERS := -n 2 --dist loadscope --ignore tests/gpu tests
+
 test: check
-	$(BIN)/pytest -m "not gpu and not slow" --ignore tests/gpu tests
+	$(BIN)/pytest -m "not gpu and not slow" $(TWO_WORKERS)
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m "slow and not gpu" --ignore tests/gpu tests
+	$(BIN)/pytest -m "slow and not gpu" $(TWO_WORKERS)
 
 test-all: test test-slow
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinker.lib.internal_client_holder import InternalClientHolder
@@ -13,6 +14,14 @@ from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl
 from tests.servers import MODEL, Server
 from tinker_server.store.database import Database
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which tests stay together where several workers run them: a file's, and all that share an engine."""
+    from tests.workers import ByEngine
+
+    return ByEngine(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

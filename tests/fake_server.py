@@ -40,7 +40,7 @@ class Running:
         self.backend = backend or FakeBackend()
         self._around = around
         self._clock = clock
-        values = {"poll_hold_s": HOLD_S, "gap_grace_s": 0.5, "max_body_bytes": 1 << 20, "drain_s": 1} | settings
+        values = {"poll_hold_s": HOLD_S, "gap_grace_s": 1.5, "max_body_bytes": 1 << 20, "drain_s": 1} | settings
         self.settings = Settings(data_dir=data_dir, **values)
         self._listening = threading.Event()
         self._listener = listen("127.0.0.1", 0)

@@ -149,7 +149,7 @@ def server(tiny_vl: Path, tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("num_operations", "kills"),
     [
-        pytest.param(40, ["trainer", "sampler", "server"], id="one kill each"),
+        pytest.param(40, ["trainer", "sampler", "server"], id="one kill each", marks=pytest.mark.slow),
         pytest.param(
             300,
             ["sampler", "trainer", "server", "trainer", "sampler", "server", "trainer"],

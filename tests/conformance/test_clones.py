@@ -41,6 +41,7 @@ def samples(wire: Wire, sampler_id: str) -> list[Seen]:
     return [one for one in wire.requests if one.path == "/asample" and one.json()["sampling_session_id"] == sampler_id]
 
 
+@pytest.mark.slow
 def test_081_copies_in_other_processes_sample_under_numbers_of_their_own(
     wire: Wire, client: tinker.ServiceClient
 ) -> None:

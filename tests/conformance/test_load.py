@@ -21,6 +21,7 @@ SUBMITS, TOKENS = 200, 25_000
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
+@pytest.mark.slow
 def test_080_five_clients_at_once_are_all_served_and_leave_nothing_behind(tmp_path: Path) -> None:
     server = Running(tmp_path)
     try:
@@ -41,6 +42,7 @@ def test_080_five_clients_at_once_are_all_served_and_leave_nothing_behind(tmp_pa
         server.stop()
 
 
+@pytest.mark.slow
 def test_033_two_hundred_large_submits_at_once_lose_none(tmp_path: Path) -> None:
     """Each of 300 kB, with heartbeats between them, and every result in its place."""
     server = Running(tmp_path, max_body_bytes=32 << 20)

@@ -68,6 +68,7 @@ def test_065_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_065_a_run_goes_on_where_it_was_when_the_server_was_stopped_between_its_requests(tiny_vl, renderer, tmp_path):
     """`docker stop` sends SIGTERM, and SIGKILL after 10 s."""
     server = Server(tmp_path / "data", {MODEL: tiny_vl}).start()

@@ -87,7 +87,7 @@ async def test_cancelling_frees_the_engine(sampler):
         await sample(sampler, request(MIXED["text"], num_samples=200), None)
 
 
-@pytest.mark.parametrize("victim", ["engine", "host"])
+@pytest.mark.parametrize("victim", ["engine", pytest.param("host", marks=pytest.mark.slow)])
 async def test_a_crash_is_survived_by_the_running_call_and_the_next(sampler, reference, adapters, victim):
     seeded = request(MIXED["text"], {"max_tokens": 1500, "stop": [], "seed": 7}, num_samples=2)
     expected = await sample(sampler, seeded, adapters["large"])
