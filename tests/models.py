@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -16,8 +17,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 SPECIALS = [
@@ -31,13 +36,15 @@ SPECIALS = [
     "<|video_pad|>",
 ]
 CONTEXT = 4096
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True}
 
 
-def make_tiny_vl(directory: Path, *, tie: bool = False, seed: int = 0) -> Path:
-    """A Qwen3-VL of 0.3 M parameters; `tie`: its head shares the embeddings' weight."""
+def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed: int = 0) -> Path:
+    """A Qwen3-VL of 0.3 M parameters; `tie`: its head shares the embeddings' weight; `moe`: with experts."""
     tokenizer, ids = _tokenizer(directory)
     text_config = dict(
         _text_sizes(tokenizer, ids, tie),
+        **(EXPERTS if moe else {}),
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 5e6,
@@ -58,7 +65,7 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, seed: int = 0) -> Path:
         num_position_embeddings=256,
         deepstack_visual_indexes=[0, 1],
     )
-    config = Qwen3VLConfig(
+    config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
         text_config=text_config,
         vision_config=vision_config,
         image_token_id=ids["<|image_pad|>"],
@@ -67,7 +74,10 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, seed: int = 0) -> Path:
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=tie,
     )
-    _save(Qwen3VLForConditionalGeneration, config, directory, ids, seed)
+    kind = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
+    _save(kind, config, directory, ids, seed)
+    if moe:
+        _transpose_experts(directory / "model.safetensors")
     processor = {
         "size": {"longest_edge": 16777216, "shortest_edge": 1024},
         "patch_size": 16,
@@ -88,10 +98,27 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, seed: int = 0) -> Path:
     return directory
 
 
+def _transpose_experts(path: Path) -> None:
+    """Files of Qwen3-VL MoE hold inputs before outputs; transformers turns them when it loads, not when it saves."""
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+
+
 def make_tiny_text(directory: Path, *, seed: int = 0) -> Path:
     """A text-only Qwen3 of the same size."""
     tokenizer, ids = _tokenizer(directory)
     _save(Qwen3ForCausalLM, Qwen3Config(**_text_sizes(tokenizer, ids, False)), directory, ids, seed)
+    return directory
+
+
+def make_tiny_moe(directory: Path, *, seed: int = 0) -> Path:
+    """A text-only Qwen3 with experts; its first layer has none."""
+    tokenizer, ids = _tokenizer(directory)
+    config = Qwen3MoeConfig(**_text_sizes(tokenizer, ids, False), **EXPERTS, mlp_only_layers=[0])
+    _save(Qwen3MoeForCausalLM, config, directory, ids, seed)
     return directory
 
 

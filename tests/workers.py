@@ -6,7 +6,7 @@ TOGETHER = ("tests/contract/sampler/", "tests/conformance/", "tests/e2e/", "test
 """The first has an engine of its own, all others the one server of a test session."""
 
 
-class ByEngine(LoadScopeScheduling):
+class ByEngine(LoadScopeScheduling):  # type: ignore[misc]
     """Gives a worker one file after the other, or all files of an engine."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -37,14 +37,18 @@ def _without_memory(family: Family, config: PretrainedConfig, source: str) -> Pr
 
 
 def untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[str]) -> Iterator[str]:
-    """Names of weights that multiply activations, but belong neither to `modules` nor to anything in `frozen`.
+    """Names of weights that multiply activations, but belong neither to `modules` nor to anything in `frozen`, as
+    `Family.frozen` names it.
 
     Linear layers, experts (3-D), and whatever else has as many dimensions; not the tables of embeddings, and not
     convolutions over time, which LoRA does not apply to.
     """
-    trained, prefixes = set(modules), tuple(f"{name}." for name in frozen)
+    trained = set(modules)
+    patterns = [re.compile(rf"{re.escape(name)}(\..+)?".replace(r"\*", r"\d+")) for name in frozen]
     for name, module in model.named_modules():
-        if name in trained or f"{name}.".startswith(prefixes) or isinstance(module, nn.Embedding | nn.Conv1d):
+        if name in trained or isinstance(module, nn.Embedding | nn.Conv1d):
+            continue
+        if any(pattern.fullmatch(name) for pattern in patterns):
             continue
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() >= 2:

@@ -117,7 +117,7 @@ class Family(Protocol):
 
     @property
     def frozen(self) -> Sequence[str]:
-        """Full names of modules that no flag trains, and nothing inside them."""
+        """Full names of modules that no flag trains, and nothing inside them; * is the number of any layer."""
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
         """Full names of the modules that each flag trains."""

@@ -7,12 +7,13 @@ from backends.families.family import LoraFlag
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
-ENGINE_MODULES = (*ATTENTION, *MLP, "lm_head")
+ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "lm_head")
 """The same by the engine's names. The input embeddings are not among them, though a tied head shares their weight."""
 
 
-def decoder_modules(model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-    """Full module names by the flag that trains them; of a vision tower there are none."""
+def decoder_modules(model: PreTrainedModel, *, experts: bool = False) -> dict[LoraFlag, list[str]]:
+    """Full module names by the flag that trains them; of a vision tower there are none. `experts`: those of a
+    mixture too, where they have the form that LoRA takes."""
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     head = model.get_output_embeddings()
@@ -21,9 +22,19 @@ def decoder_modules(model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
         last = name.rpartition(".")[2]
         if module is head:
             groups["train_unembed"].append(name)
-        elif isinstance(module, nn.Linear) and name.startswith(f"{prefix}.layers."):
-            if last in ATTENTION:
+        elif name.startswith(f"{prefix}.layers."):
+            if experts and has_stacked_experts(module):
+                groups["train_mlp"].append(name)
+            elif not isinstance(module, nn.Linear):
+                continue
+            elif last in ATTENTION:
                 groups["train_attn"].append(name)
             elif last in MLP:
                 groups["train_mlp"].append(name)
     return groups
+
+
+def has_stacked_experts(module: nn.Module) -> bool:
+    """Whether these are the experts of a layer in transformers' own form, gate and up in one stack without biases."""
+    form = ("is_concatenated", "is_transposed", "has_bias", "has_gate")
+    return tuple(getattr(module, name, None) for name in form) == (True, False, False, True)

@@ -18,14 +18,14 @@ from backends.families.family import EngineField, ImageFeatures, ImageSpan, Lora
 from backends.families.lora_names import decoder_modules
 from backends.protocol import BackendFailed
 
-ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 
 
 class Qwen3VL:
-    """`Family` of the dense Qwen3-VL models: text and images; no video."""
+    """`Family` of the Qwen3-VL models, dense and mixtures of experts: text and images; no video."""
 
     model_class: Any = AutoModelForImageTextToText
-    frozen: Sequence[str] = ("model.visual",)
+    frozen: Sequence[str] = ("model.visual", "model.language_model.layers.*.mlp.gate")
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
         """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
@@ -51,8 +51,8 @@ class Qwen3VL:
         return positions_41T
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """The decoder's attention and MLP, and the head; the vision tower is frozen."""
-        return decoder_modules(model)
+        """The decoder's attention, MLP and experts, and the head; vision tower and routers are frozen."""
+        return decoder_modules(model, experts=True)
 
 
 class Qwen3VLVision:

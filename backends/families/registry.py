@@ -7,7 +7,7 @@ from backends.families.family import Family
 from backends.families.text import Text
 from backends.protocol import BackendFailed
 
-SEEING = {qwen3_vl.ARCHITECTURE: qwen3_vl.Qwen3VL}
+SEEING = dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL)
 """Families that take images, by the architecture that a model's config names."""
 
 
@@ -20,4 +20,4 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
         return SEEING[architecture](config, source)
     if any("vision" in key or "audio" in key for key in config.sub_configs):
         raise BackendFailed(f"{source}: {architecture} is not supported; models that take images: {', '.join(SEEING)}")
-    return Text()
+    return Text(architecture)

@@ -9,6 +9,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from backends.families.family import ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
 
+ROUTERS = {"Qwen3MoeForCausalLM": "model.layers.*.mlp.gate"}
+"""Mixtures of experts whose engine and trainer are known to agree, and their routers, which nothing trains."""
+
 
 class Text:
     """`Family` of models that see nothing."""
@@ -16,7 +19,11 @@ class Text:
     vision = None
     placeholders: Mapping[int, str] = {}
     model_class: Any = AutoModelForCausalLM
-    frozen: Sequence[str] = ()
+
+    def __init__(self, architecture: str = "") -> None:
+        """`architecture` as the model's config names it."""
+        self._is_mixture = architecture in ROUTERS
+        self.frozen: Sequence[str] = (ROUTERS[architecture],) if self._is_mixture else ()
 
     def attention(self, decoder: str) -> str:
         """There is nothing but the decoder."""
@@ -27,5 +34,5 @@ class Text:
         return np.arange(length)[None]
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """The decoder's attention and MLP, and the head."""
-        return decoder_modules(model)
+        """The decoder's attention, MLP and experts, and the head."""
+        return decoder_modules(model, experts=self._is_mixture)

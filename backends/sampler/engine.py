@@ -66,6 +66,7 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         max_loras=config.adapter_slots + 1,  # one for weights that are being published
         max_cpu_loras=max(MAX_ADAPTERS, config.adapter_slots + 1),
         lora_target_modules=list(ENGINE_MODULES),
+        enable_mixed_moe_lora_format=True,  # adapters of experts are matrix by matrix, whatever form the model's have
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
         disable_log_stats=True,
         enable_log_requests=False,

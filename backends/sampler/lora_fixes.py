@@ -67,12 +67,13 @@ def add_by_slot(  # noqa: PLR0913
 ) -> None:
     """Add each row's adapter output to its logits, in place; slot -1 has none."""
     out_NV = logits_NV[:, : b_SVR.shape[1]]  # the head may be padded further than the adapter
-    for slot, rows in _rows_by_slot(slots_N, len(hidden_NH)):
+    for slot, rows in rows_by_slot(slots_N, len(hidden_NH)):
         low_NR = hidden_NH[rows].to(a_SRH.dtype) @ a_SRH[slot].T
         out_NV.index_add_(0, rows, (low_NR @ b_SVR[slot].T).to(out_NV.dtype), alpha=scale)
 
 
-def _rows_by_slot(slots_N: Tensor, num_rows: int) -> Iterator[tuple[int, Tensor]]:
+def rows_by_slot(slots_N: Tensor, num_rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Each adapter slot that has rows, and which. Raises ValueError where rows are more or fewer than slots."""
     if len(slots_N) != num_rows:
         raise ValueError(f"{num_rows} rows, but adapter slots for {len(slots_N)}")
     for slot in slots_N.unique().tolist():
@@ -86,7 +87,7 @@ def _weight(stacked: Tensor, slot: int) -> Tensor:
 
 
 def _shrink(inputs: Tensor, a_stacked: Tensor, out_NR: Tensor, slots_N: Tensor, scaling: float = 1.0) -> None:
-    for slot, rows in _rows_by_slot(slots_N, len(inputs)):
+    for slot, rows in rows_by_slot(slots_N, len(inputs)):
         low = inputs[rows].to(out_NR.dtype) @ _weight(a_stacked, slot).to(out_NR.dtype).T
         out_NR[rows, : low.shape[1]] = scaling * low
 
@@ -97,7 +98,7 @@ def _expand_slice(  # noqa: PLR0913
     columns = out[:, offset : offset + size]
     if not add_inputs:
         columns.zero_()
-    for slot, rows in _rows_by_slot(slots_N, len(inputs)):
+    for slot, rows in rows_by_slot(slots_N, len(inputs)):
         weight = _weight(b_stacked, slot)[: columns.shape[1]].to(out.dtype)
         columns.index_add_(0, rows, inputs[rows].to(out.dtype) @ weight.T)
 

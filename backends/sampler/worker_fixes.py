@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from backends.sampler import placeholders, prompt_columns
+from backends.sampler.experts_on_cpu import replace_experts
 from backends.sampler.lora_fixes import PromptRows, replace_cpu_ops
 
 # vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
 # zero, and zero times the NaN of a tenant whose adapter has diverged is NaN for the next one. Read by scheduler and
 # worker when they are made, after vLLM has imported this file; both live in this process.
 KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
+if current_platform.is_cpu():
+    replace_experts()
 
 
 class WorkerExtension:

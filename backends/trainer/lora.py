@@ -1,9 +1,9 @@
 """LoRA models on one frozen base: each an adapter of its own rank, any number of them in one packed row.
 
 Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. A model's tensors of
-equal linears of all layers are one stack: an optimizer step, a copy or a sum is then a few operations, not hundreds.
+equal matrices of all layers are one stack: an optimizer step, a copy or a sum is then a few operations, not hundreds.
 
-L layers, r rank of a model, I inputs and O outputs of a linear, R rank columns of a row's models
+L matrices, r rank of a model, I inputs and O outputs of a matrix, R rank columns of a row's models
 """
 
 import math
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
 from backends.protocol import InvalidInput
+from backends.trainer.lora_experts import ExpertAdapters, LoraExperts
 from backends.trainer.lora_linear import LoraLinear, RowScales
 
 ALPHA = 32
@@ -27,19 +28,25 @@ ALPHA = 32
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of equal name and shape, in the order of their layers."""
+    """Matrices of equal name and shape, in the order of their layers, and of the experts of a layer."""
 
     flag: LoraFlag
     names: tuple[str, ...]
-    """Of the modules, in the whole model."""
-    linears: tuple[LoraLinear, ...]
+    """Of the matrices, as a PEFT file has them."""
+    places: tuple[LoraLinear | ExpertAdapters, ...]
+    """What computes with them: one matrix each, or those of a layer's experts."""
     positions: tuple[int, ...]
-    """Where the modules stand among all that take LoRA, in the model's own order."""
+    """Where the matrices stand among all that take LoRA, in the model's own order."""
+
+    @property
+    def matrix_shape(self) -> torch.Size:
+        """Outputs and inputs."""
+        return self.places[0].matrix_shape
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One model's tensors for a group of linears."""
+    """One model's tensors for a group of matrices."""
 
     group: Group
     a_LrI: nn.Parameter
@@ -93,13 +100,13 @@ class Adapters:
     """Puts LoRA into a model's linears, makes adapters, and loads those of a row."""
 
     def __init__(self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int) -> None:
-        """Replaces the linears in place; before the model is sharded, which goes by its modules.
+        """Replaces linears and experts in place; before the model is sharded, which goes by its modules.
 
         `modules` are the full names of those that each of a request's flags trains.
         """
         self._max_rank = max_rank
         self._row = RowScales()
-        self._groups = _replace_linears(model, modules, self._row)
+        self._groups = _replace_modules(model, modules, self._row)
         weight = model.get_output_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         self.gradient_dtype = torch.promote_types(self._dtype, torch.float32)
@@ -129,9 +136,9 @@ class Adapters:
         return adapter
 
     def _stack(self, group: Group, rank: int) -> Stack:
-        outputs, inputs = group.linears[0].weight.shape
+        outputs, inputs = group.matrix_shape
         halves = [
-            nn.Parameter(torch.zeros(len(group.linears), rank, width, dtype=self.gradient_dtype, device=self._device))
+            nn.Parameter(torch.zeros(len(group.names), rank, width, dtype=self.gradient_dtype, device=self._device))
             for width in (inputs, outputs)
         ]
         return Stack(group, *halves)
@@ -145,7 +152,7 @@ class Adapters:
         self._columns = [slice(end - a.config.rank, end) for end, a in zip(ends, adapters, strict=True)]
         width = self._width(sum(adapter.config.rank for adapter in adapters))
         if width not in self._buffers:
-            self._buffers[width] = [RowStack.zeros(group, width) for group in self._groups]
+            self._buffers[width] = [RowStack.zeros(group, width, self._dtype, self._device) for group in self._groups]
         if self._loaded is not self._buffers[width]:
             self._loaded = self._buffers[width]
             for row_stack in self._loaded:
@@ -197,7 +204,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class RowStack:
-    """What the linears of a group compute with: the adapters of a row's models, and their gradients."""
+    """What the matrices of a group compute with: the adapters of a row's models, and their gradients."""
 
     group: Group
     a_LRI: Tensor
@@ -206,28 +213,27 @@ class RowStack:
     grad_b_LRO: Tensor
 
     @classmethod
-    def zeros(cls, group: Group, width: int) -> "RowStack":
+    def zeros(cls, group: Group, width: int, dtype: torch.dtype, device: torch.device) -> "RowStack":
         """Of `width` rank columns; they add nothing."""
-        weight = group.linears[0].weight
-        outputs, inputs = weight.shape
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        sizes = ((inputs, weight.dtype), (outputs, weight.dtype), (inputs, wide), (outputs, wide))
-        # Not weight.new_zeros: of a sharded weight that would be sharded too.
-        stacks = [
-            torch.zeros(len(group.linears), width, size, dtype=dtype, device=weight.device) for size, dtype in sizes
-        ]
-        return cls(group, *stacks)
+        outputs, inputs = group.matrix_shape
+        wide = torch.promote_types(dtype, torch.float32)
+        sizes = ((inputs, dtype), (outputs, dtype), (inputs, wide), (outputs, wide))
+        return cls(
+            group, *(torch.zeros(len(group.names), width, size, dtype=kind, device=device) for size, kind in sizes)
+        )
 
     def clear(self) -> None:
         """Make all 0."""
         torch._foreach_zero_(self._stacks())
 
     def bind(self) -> None:
-        """Have the group's linears compute with it."""
-        for name, stack in zip(("a_RI", "b_RO", "grad_a_RI", "grad_b_RO"), self._stacks(), strict=True):
-            for linear, part in zip(self.group.linears, stack, strict=True):
-                # .data has a version counter of its own: backward adds to one layer's after another's.
-                setattr(linear, name, part.data)
+        """Have the group's matrices compute with it."""
+        stacks = self._stacks()
+        begin = 0
+        for place in self.group.places:
+            # .data has a version counter of its own: backward adds to one layer's after another's.
+            place.take(*(stack[begin : begin + place.num_matrices].data for stack in stacks))
+            begin += place.num_matrices
 
     def _stacks(self) -> tuple[Tensor, ...]:
         return self.a_LRI, self.b_LRO, self.grad_a_LRI, self.grad_b_LRO
@@ -241,17 +247,37 @@ def _want_gradient(embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Te
     return output.requires_grad_().clone() if torch.is_grad_enabled() else output
 
 
-def _replace_linears(model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], row: RowScales) -> list[Group]:
-    """Put a LoraLinear in the place of every linear that can take an adapter."""
+def _replace_modules(model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], row: RowScales) -> list[Group]:
+    """Put one that takes adapters in the place of every linear and of every layer's experts."""
     flags = {name: flag for flag, names in modules.items() for name in names}
-    in_order = [name for name, _ in model.named_modules() if name in flags]
-    found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[str, LoraLinear, int]]] = {}
-    for position, name in enumerate(in_order):
+    found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[list[str], LoraLinear | ExpertAdapters]]] = {}
+    in_order: list[str] = []
+    for name in [name for name, _ in model.named_modules() if name in flags]:
         parent_name, _, last = name.rpartition(".")
-        linear = LoraLinear(model.get_submodule(name), row)
-        setattr(model.get_submodule(parent_name), last, linear)
-        found.setdefault((flags[name], last, linear.weight.shape), []).append((name, linear, position))
-    return [Group(flag, *zip(*members, strict=True)) for (flag, _, _), members in found.items()]
+        base = model.get_submodule(name)
+        ours = LoraLinear(base, row) if isinstance(base, nn.Linear) else LoraExperts(base, row)
+        setattr(model.get_submodule(parent_name), last, ours)
+        for kind, place, names in _matrices(name, ours):
+            in_order += names
+            found.setdefault((flags[name], kind, place.matrix_shape), []).append((names, place))
+    positions = {name: position for position, name in enumerate(in_order)}
+    groups = []
+    for (flag, _, _), members in found.items():
+        all_names = tuple(name for names, _ in members for name in names)
+        places = tuple(place for _, place in members)
+        groups.append(Group(flag, all_names, places, tuple(positions[name] for name in all_names)))
+    return groups
+
+
+def _matrices(
+    name: str, module: LoraLinear | LoraExperts
+) -> Iterator[tuple[str, LoraLinear | ExpertAdapters, list[str]]]:
+    """Of what `name` was: by kind, what computes with its adapters, and the matrices' names."""
+    if isinstance(module, LoraLinear):
+        yield name.rpartition(".")[2], module, [name]
+        return
+    for projection, adapters in module.adapters.items():
+        yield f"expert {projection}", adapters, [f"{name}.{i}.{projection}" for i in range(adapters.num_matrices)]
 
 
 def _initialise(adapter: Adapter) -> None:

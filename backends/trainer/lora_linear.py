@@ -39,6 +39,17 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.weight, self.bias, self._row = base.weight, base.bias, row
 
+    num_matrices = 1
+
+    @property
+    def matrix_shape(self) -> torch.Size:
+        """Outputs and inputs."""
+        return self.weight.shape
+
+    def take(self, a_1RI: Tensor, b_1RO: Tensor, grad_a_1RI: Tensor, grad_b_1RO: Tensor) -> None:
+        """Compute with these from now on."""
+        self.a_RI, self.b_RO, self.grad_a_RI, self.grad_b_RO = a_1RI[0], b_1RO[0], grad_a_1RI[0], grad_b_1RO[0]
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O], with the scales of the row's tokens."""
         adapters = (self.a_RI, self.b_RO, self._row.scales_TR, self.grad_a_RI, self.grad_b_RO)

@@ -25,7 +25,6 @@ RANK = 4
     [
         ("model.language_model.layers.11.self_attn.q_proj", "layers.11.self_attn.q_proj"),
         ("model.layers.0.mlp.gate_proj", "layers.0.mlp.gate_proj"),
-        ("language_model.model.layers.3.mlp.experts.0.down_proj", "layers.3.mlp.experts.0.down_proj"),
         ("layers.2.self_attn.o_proj", "layers.2.self_attn.o_proj"),
         ("lm_head", "unembed_tokens"),
         ("language_model.lm_head", "unembed_tokens"),
@@ -34,7 +33,39 @@ RANK = 4
 def test_names_are_those_of_a_text_decoder(peft: str, exported: str) -> None:
     for half in ("lora_A", "lora_B"):
         name = export.tinker_name(f"base_model.model.{peft}.{half}.weight")
-        assert name == f"base_model.model.model.{exported}.{half}.weight"
+        assert name == (f"base_model.model.model.{exported}.{half}.weight", None)
+
+
+@pytest.mark.parametrize(("peft", "exported"), [("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")])
+def test_matrices_of_experts_have_the_vendors_names_and_a_place_in_their_stack(peft: str, exported: str) -> None:
+    name = export.tinker_name(f"base_model.model.language_model.model.layers.3.mlp.experts.11.{peft}.lora_B.weight")
+    assert name == (f"base_model.model.model.layers.3.mlp.experts.{exported}.lora_B.weight", 11)
+
+
+def test_experts_become_one_stack_in_their_order(tmp_path: Path) -> None:
+    tensors = {
+        f"base_model.model.model.layers.0.mlp.experts.{i}.{matrix}_proj.lora_{half}.weight": np.full(shape, value + i)
+        for i in range(12)  # as text, 10 comes before 2
+        for value, matrix in ((0.0, "gate"), (100.0, "up"), (200.0, "down"))
+        for half, shape in (("A", (2, 3)), ("B", (5, 2)))
+    }
+    tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] = np.arange(6.0).reshape(2, 3)
+    save_file(tensors, tmp_path / "a")
+    export.rename_tensors(tmp_path / "a", tmp_path / "b")
+    stacks = load_file(tmp_path / "b")
+    assert len(stacks) == 7
+    for value, matrix in ((0.0, "w1"), (100.0, "w3"), (200.0, "w2")):
+        for half, shape in (("A", (12, 2, 3)), ("B", (12, 5, 2))):
+            stack = stacks[f"base_model.model.model.layers.0.mlp.experts.{matrix}.lora_{half}.weight"]
+            assert stack.shape == shape and stack[:, 0, 0].tolist() == [value + i for i in range(12)]
+    assert np.array_equal(stacks["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"][1], [3.0, 4.0, 5.0])
+
+
+def test_a_stack_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mlp.experts.{}.gate_proj.lora_A.weight"
+    save_file({name.format(i): np.ones((2, 3)) for i in (0, 2)}, tmp_path / "a")
+    with pytest.raises(ValueError, match="an expert of the layer has no tensor"):
+        export.rename_tensors(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.q_proj.lora_A.weight", "base_model.model.lm_head.weight", ""])
@@ -65,7 +96,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     assert trained.keys() == adapter.tensors.keys()
     for name, parameter in adapter.tensors.items():
         assert np.array_equal(trained[name], parameter.detach().numpy())
-        assert np.array_equal(renamed[export.tinker_name(name)], trained[name])
+        assert np.array_equal(renamed[export.tinker_name(name)[0]], trained[name])
 
     # What the names and shapes must be, from the model's config alone.
     hidden, heads, inner = text.hidden_size, text.num_attention_heads * text.head_dim, text.intermediate_size

@@ -42,8 +42,15 @@ def test_dense_decoders_with_a_head_size_of_their_own_are_covered(kind: str) -> 
     check_coverage(find_family(config(kind), "dir"), config(kind, head_dim=32), "dir")
 
 
-def test_qwen3_vl_is_covered_and_its_vision_tower_frozen(tmp_path) -> None:
-    source = make_tiny_vl(tmp_path / "model")
+def test_qwen3_moe_is_covered_with_layers_that_have_no_experts_and_its_routers_frozen() -> None:
+    found = config("qwen3_moe", **EXPERTS, mlp_only_layers=[0])
+    found.architectures = ["Qwen3MoeForCausalLM"]
+    check_coverage(find_family(found, "dir"), found, "dir")
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_qwen3_vl_is_covered_and_its_vision_tower_frozen(tmp_path, moe: bool) -> None:
+    source = make_tiny_vl(tmp_path / "model", moe=moe)
     found = AutoConfig.from_pretrained(source)
     check_coverage(find_family(found, str(source)), found, str(source))
 
@@ -55,7 +62,6 @@ PARTLY = {
     ),
     "qwen3_5_text": ({}, ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"]),
     "qwen2_moe": ({**EXPERTS, "shared_expert_intermediate_size": 32}, ["mlp.experts.gate_up_proj", "mlp.experts.down"]),
-    "qwen3_moe": ({**EXPERTS, "mlp_only_layers": [0]}, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     "lfm2": (
         {"layer_types": ["conv", "full_attention"] * 2},
         ["self_attn.out_proj", "feed_forward.w1", "conv.in"],

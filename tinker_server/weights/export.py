@@ -3,33 +3,44 @@
 `tinker_cookbook.weights` builds and merges adapters whose tensors are named
 
     base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight   [rank, in]
+    base_model.model.model.layers.{i}.mlp.experts.w1.lora_A.weight     [experts, rank, in]: w1 gate, w3 up, w2 down
     base_model.model.model.unembed_tokens.lora_B.weight                [out, rank], the head
 
 whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and
-vLLM want the model's own names, which is how the trainer writes them. Only names differ, so they are
-changed in the file's header and the tensors are copied as bytes; knows no tensor library.
+vLLM want the model's own names, and every expert's matrices apart, which is how the trainer writes them. Tensors are
+renamed in the file's header and copied as bytes, those of experts one after the other; knows no tensor library.
 """
 
 import json
 import re
-import shutil
 import struct
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 _LAYER = re.compile(r"base_model\.model\.(?:.+?\.)??layers\.(?P<rest>\d+\..+)")
 _HEAD = re.compile(r"base_model\.model\.(?:.+\.)?[^.]+\.(?P<half>lora_[AB])\.weight")
+_EXPERT = re.compile(r"(?P<before>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>gate|up|down)_proj(?P<after>\..+)")
+_OF_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 _MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader has it."""
 
 
-def tinker_name(peft_name: str) -> str:
-    """The exported name of a tensor: what is not in a decoder layer is of the head."""
+def tinker_name(peft_name: str) -> tuple[str, int | None]:
+    """The exported name of a tensor, and of an expert's its place in the stack of that name.
+
+    What is not in a decoder layer is of the head. Raises ValueError for what is no tensor of an adapter.
+    """
     if layer := _LAYER.fullmatch(peft_name):
-        return f"base_model.model.model.layers.{layer['rest']}"
+        name = f"base_model.model.model.layers.{layer['rest']}"
+        if expert := _EXPERT.fullmatch(name):
+            stack = f"{expert['before']}.{_OF_EXPERTS[expert['matrix']]}{expert['after']}"
+            return stack, int(expert["number"])
+        return name, None
     if head := _HEAD.fullmatch(peft_name):
-        return f"base_model.model.model.unembed_tokens.{head['half']}.weight"
+        return f"base_model.model.model.unembed_tokens.{head['half']}.weight", None
     raise ValueError(f"{peft_name!r} is not a tensor of an adapter")
 
 
@@ -49,13 +60,62 @@ def rename_tensors(source: Path, target: Path) -> list[str]:
             raise ValueError(f"{source.name} is no safetensors file")
         header = json.loads(read.read(header_bytes))
         metadata = header.pop("__metadata__", None)
-        renamed = {tinker_name(name): place for name, place in header.items()}
-        if len(renamed) != len(header):
-            raise ValueError("two tensors of the adapter have the same exported name")
-        if metadata is not None:
-            renamed = {"__metadata__": metadata, **renamed}
-        text = json.dumps(renamed, separators=(",", ":")).encode()
+        exported = _collected(header)
+        places: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        end = 0
+        for name, tensor in exported.items():
+            begin, end = end, end + tensor.num_bytes
+            places[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+        text = json.dumps(places, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
         write.write(struct.pack("<Q", len(text)) + text)
-        shutil.copyfileobj(read, write, 1 << 20)
-    return [name for name in renamed if name != "__metadata__"]
+        for tensor in exported.values():
+            tensor.copy(read, write, 8 + header_bytes)
+    return list(exported)
+
+
+@dataclass
+class _Exported:
+    """One tensor of the new file, and where its bytes are in the old one, from the first tensor on."""
+
+    dtype: str
+    part_shape: list[int]
+    parts: dict[int | None, tuple[int, int]] = field(default_factory=dict)
+    """By place in a stack; of a tensor that is no stack, one without a place."""
+
+    @property
+    def shape(self) -> list[int]:
+        return self.part_shape if None in self.parts else [len(self.parts), *self.part_shape]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(end - begin for begin, end in self.parts.values())
+
+    def copy(self, read: BinaryIO, write: BinaryIO, first: int) -> None:
+        """All parts, in the order of their places."""
+        for _, (begin, end) in sorted(self.parts.items(), key=lambda part: part[0] or 0):
+            read.seek(first + begin)
+            for size in _pieces(end - begin):
+                write.write(read.read(size))
+
+
+def _pieces(num_bytes: int) -> list[int]:
+    whole, rest = divmod(num_bytes, 1 << 20)
+    return [1 << 20] * whole + [rest]
+
+
+def _collected(header: dict[str, Any]) -> dict[str, _Exported]:
+    """A file's tensors by exported name. Raises ValueError where two want the same, or an expert has none."""
+    exported: dict[str, _Exported] = {}
+    for peft_name, place in header.items():
+        name, number = tinker_name(peft_name)
+        tensor = exported.setdefault(name, _Exported(place["dtype"], place["shape"]))
+        if number in tensor.parts or (tensor.parts and None in (number, *tensor.parts)):
+            raise ValueError("two tensors of the adapter have the same exported name")
+        if (tensor.dtype, tensor.part_shape) != (place["dtype"], place["shape"]):
+            raise ValueError(f"{peft_name}: experts of a layer differ in shape or type")
+        tensor.parts[number] = tuple(place["data_offsets"])
+    for name, tensor in exported.items():
+        if None not in tensor.parts and set(tensor.parts) != set(range(len(tensor.parts))):
+            raise ValueError(f"{name}: an expert of the layer has no tensor")
+    return exported

@@ -1,0 +1,172 @@
+"""Each kind of model from the trainer to the engine, by its numbers: a tiny one of every family that is served.
+
+pytest tests/contract/test_families.py
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from api_schemas.inputs import Datum
+from api_schemas.training import Trainable
+from backends.protocol import ADAPTER_FILE
+from backends.sampler.client import SamplerClient
+from backends.trainer.lora import ALPHA
+from backends.trainer.rank import TrainerRank
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
+from tests.models import make_tiny_moe, make_tiny_vl
+from tests.sampling import assert_close, request, sample, sampler_config
+from tests.trainers import (
+    LORA,
+    assert_same,
+    forward_backward,
+    gradients,
+    perturb,
+    reference_logprobs,
+    trainer,
+)
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "Qwen3 MoE": make_tiny_moe,
+    "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
+}
+TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
+ADAPTERS = {
+    "a": LORA,
+    "b": Trainable(rank=3, seed=2, train_attn=False),
+    "c": Trainable(rank=5, seed=3, train_mlp=False),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES[request.param](tmp_path_factory.mktemp("family") / "model")
+
+
+@pytest.fixture(scope="module")
+def renderer(source: Path):
+    return make_renderer(source)
+
+
+@pytest.fixture(scope="module")
+def data(renderer) -> list[Datum]:
+    inputs = MIXED if renderer.takes_images else TEXTS
+    return [datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())]
+
+
+@pytest.fixture(scope="module")
+def rank(source: Path) -> TrainerRank:
+    """With trained adapters."""
+    rank = trainer(source)
+    for name, config in ADAPTERS.items():
+        rank.create_model(name, config)
+        perturb(rank, name)
+    return rank
+
+
+def transformers_model(source: Path, renderer):
+    kind = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
+    return kind.from_pretrained(source).eval()
+
+
+def logprobs(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
+    output = forward_backward(rank, name, cross_entropy(data), False)
+    return [one["logprobs"] for one in output.loss_fn_outputs]
+
+
+def test_the_trainer_scores_as_transformers(rank, source, renderer, data) -> None:
+    rank.create_model("fresh", LORA)
+    model = transformers_model(source, renderer)
+    for item, got in zip(data, logprobs(rank, "fresh", data), strict=True):
+        with torch.no_grad():
+            np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
+
+
+def test_saved_weights_merged_into_transformers_score_as_the_trainer(rank, source, renderer, data, tmp_path) -> None:
+    model = transformers_model(source, renderer)
+    rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=True)
+    merge(model, load_file(tmp_path / "a" / ADAPTER_FILE), ALPHA / LORA.rank)
+    for item, got in zip(data, logprobs(rank, "a", data), strict=True):
+        with torch.no_grad():
+            np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
+
+
+def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
+    """Add an adapter file's products to the weights that its names mean."""
+    for name, a in tensors.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        delta = scale * tensors[name.replace("lora_A", "lora_B")] @ a
+        experts, is_expert, rest = module.partition(".experts.")
+        if not is_expert:
+            model.get_submodule(module).weight.data += delta
+            continue
+        number, projection = rest.split(".")
+        stacks, inner = model.get_submodule(f"{experts}.experts"), len(delta)
+        if projection == "down_proj":
+            stacks.down_proj.data[int(number)] += delta
+        else:
+            first = inner if projection == "up_proj" else 0
+            stacks.gate_up_proj.data[int(number), first : first + inner] += delta
+
+
+def test_packed_samples_are_as_one_by_one(source, data) -> None:
+    results = []
+    for max_tokens in (1024, 1):
+        rank = trainer(source, max_tokens)
+        rank.create_model("m", LORA)
+        perturb(rank, "m")
+        output = forward_backward(rank, "m", cross_entropy(data), True)
+        results.append(([one["logprobs"] for one in output.loss_fn_outputs], gradients(rank, "m")))
+    (packed, packed_gradients), (single, single_gradients) = results
+    for one, other in zip(packed, single, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert_same(packed_gradients, single_gradients)
+
+
+async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, renderer, data, tmp_path) -> None:
+    """Base and adapters at once, images too where the family takes them."""
+    weights: dict[str | None, Path | None] = {None: None}
+    for name in ADAPTERS:
+        weights[name] = tmp_path / name
+        rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
+    rank.create_model("fresh", LORA)  # adds nothing
+    running = SamplerClient(sampler_config(source, tmp_path / "scratch"))
+    await running.start()
+    try:
+        works = [(name, item) for item in data for name in weights]
+        responses = await asyncio.gather(
+            *(
+                sample(running, request(item.model_input, {"max_tokens": 3}, prompt_logprobs=True), weights[name])
+                for name, item in works
+            )
+        )
+    finally:
+        await running.stop()
+    for (adapter, item), response in zip(works, responses, strict=True):
+        rendered = renderer.render(item.model_input, "datum")
+        (drawn,) = response.sequences
+        model_input = item.model_input.model_copy(
+            update={"chunks": [*item.model_input.chunks, words(1).model_copy(update={"tokens": drawn.tokens})]}
+        )
+        whole = np.concatenate([rendered.token_ids_T, drawn.tokens])
+        scored = Datum(
+            model_input=model_input,
+            loss_fn_inputs={
+                "target_tokens": np.append(whole[1:], 0),
+                "weights": np.ones(len(whole), np.float32),
+            },
+        )
+        (expected,) = logprobs(rank, adapter or "fresh", [scored])
+        assert_close(drawn.logprobs, expected[len(rendered.token_ids_T) - 1 : -1])
+        of_prompt = np.append(np.float32(np.nan), expected[: len(rendered.token_ids_T) - 1])
+        for span in rendered.spans:
+            of_prompt[max(span.offset, 1) : span.offset + span.num_tokens] = 0
+        assert_close(response.prompt_logprobs, of_prompt)
