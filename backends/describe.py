@@ -8,6 +8,7 @@ from typing import Literal
 from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
 from backends.families.coverage import check_coverage
+from backends.families.family import Family
 from backends.launcher import Device
 from backends.placement import Machine, ModelSize, Placement, place, this_machine
 from backends.protocol import BackendFailed, BaseModelInfo
@@ -105,7 +106,7 @@ def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> 
         raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
     check_tokenizer(directory)
     check_coverage(renderer.family, renderer.config, source)
-    dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
     two_contexts = 2 * context * kv_bytes_per_token(text_config, dtype)
@@ -113,6 +114,19 @@ def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> 
     kv_cache_bytes = config.kv_cache_bytes or least_kv_cache
     size = ModelSize(name, count_parameters(directory) * BYTES_PER_NUMBER[dtype], kv_cache_bytes)
     return FoundModel(name, source, directory, renderer, context, dtype, size)
+
+
+def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Literal["float32", "bfloat16"]:
+    """Raises BackendFailed for a precision that the engine does not have."""
+    if device == "cpu" and family.has_linear_attention:
+        if config.dtype == "float32":
+            raise BackendFailed(
+                f"{source}: on the CPU the engine has linear attention in bfloat16 alone; leave dtype at auto"
+            )
+        return "bfloat16"
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 def _describe(

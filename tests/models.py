@@ -15,6 +15,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -38,6 +42,20 @@ SPECIALS = [
 CONTEXT = 4096
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True}
 
+VISION = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=2,
+    in_channels=3,
+    patch_size=16,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    out_hidden_size=64,
+    num_position_embeddings=256,
+    deepstack_visual_indexes=[0, 1],
+)
+
 
 def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed: int = 0) -> Path:
     """A Qwen3-VL of 0.3 M parameters; `tie`: its head shares the embeddings' weight; `moe`: with experts."""
@@ -52,22 +70,9 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed:
             "mrope_interleaved": True,
         },
     )
-    vision_config = dict(
-        depth=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_heads=2,
-        in_channels=3,
-        patch_size=16,
-        spatial_merge_size=2,
-        temporal_patch_size=2,
-        out_hidden_size=64,
-        num_position_embeddings=256,
-        deepstack_visual_indexes=[0, 1],
-    )
     config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
         text_config=text_config,
-        vision_config=vision_config,
+        vision_config=VISION,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -78,6 +83,45 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed:
     _save(kind, config, directory, ids, seed)
     if moe:
         _transpose_experts(directory / "model.safetensors")
+    _write_processor(directory)
+    return directory
+
+
+def make_tiny_qwen3_5(directory: Path, *, moe: bool = False, seed: int = 0) -> Path:
+    """A Qwen3.5: a layer of linear attention, then one of full attention; `moe`: with experts, one of them shared."""
+    tokenizer, ids = _tokenizer(directory)
+    text_config = dict(
+        _text_sizes(tokenizer, ids, False),
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+        **({**EXPERTS, "shared_expert_intermediate_size": 32} if moe else {}),
+    )
+    vision_config = {name: value for name, value in VISION.items() if name != "deepstack_visual_indexes"}
+    config = (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
+        text_config=text_config,
+        vision_config=vision_config,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    kind = Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration
+    _save(kind, config, directory, ids, seed)
+    _write_processor(directory)
+    return directory
+
+
+def _write_processor(directory: Path) -> None:
     processor = {
         "size": {"longest_edge": 16777216, "shortest_edge": 1024},
         "patch_size": 16,
@@ -95,7 +139,6 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed:
         "video_processor_type": "Qwen3VLVideoProcessor",
     }
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
-    return directory
 
 
 def _transpose_experts(path: Path) -> None:
@@ -173,7 +216,9 @@ def _save(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2:
-                    parameter.normal_(0, 0.5 if "pos_embed" in name else 1.2 / parameter[0].numel() ** 0.5)
+                    # A recurrence blows rounding up: beyond 1e-4 nats in float32, were its inputs as wide.
+                    width = 0.6 if "linear_attn" in name else 1.2
+                    parameter.normal_(0, 0.5 if "pos_embed" in name else width / parameter[0].numel() ** 0.5)
     model.generation_config = GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]
     )

@@ -116,6 +116,10 @@ class Family(Protocol):
         """[1, T] or [R, 1, T] int64: one input's positions, which restart with every input of a packed row."""
 
     @property
+    def has_linear_attention(self) -> bool:
+        """Whether layers carry a state along a row, from one sample to the next: each then has a row of its own."""
+
+    @property
     def frozen(self) -> Sequence[str]:
         """Full names of modules that no flag trains, and nothing inside them; * is the number of any layer."""
 

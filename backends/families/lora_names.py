@@ -7,13 +7,16 @@ from backends.families.family import LoraFlag
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
-ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "lm_head")
+LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "out_proj", "lm_head")
 """The same by the engine's names. The input embeddings are not among them, though a tied head shares their weight."""
 
 
-def decoder_modules(model: PreTrainedModel, *, experts: bool = False) -> dict[LoraFlag, list[str]]:
+def decoder_modules(
+    model: PreTrainedModel, *, experts: bool = False, linear_attention: bool = False
+) -> dict[LoraFlag, list[str]]:
     """Full module names by the flag that trains them; of a vision tower there are none. `experts`: those of a
-    mixture too, where they have the form that LoRA takes."""
+    mixture too, where they have the form that LoRA takes; `linear_attention`: its layers' too, as attention."""
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     head = model.get_output_embeddings()
@@ -23,11 +26,12 @@ def decoder_modules(model: PreTrainedModel, *, experts: bool = False) -> dict[Lo
         if module is head:
             groups["train_unembed"].append(name)
         elif name.startswith(f"{prefix}.layers."):
+            of_linear_attention = name.endswith(tuple(f".linear_attn.{one}" for one in LINEAR_ATTENTION))
             if experts and has_stacked_experts(module):
                 groups["train_mlp"].append(name)
             elif not isinstance(module, nn.Linear):
                 continue
-            elif last in ATTENTION:
+            elif last in ATTENTION or (linear_attention and of_linear_attention):
                 groups["train_attn"].append(name)
             elif last in MLP:
                 groups["train_mlp"].append(name)

@@ -1,4 +1,4 @@
-"""Qwen3-VL: everything that knows it by name.
+"""Qwen3-VL and Qwen3.5, which sees as it does: everything that knows them by name.
 
 T tokens, P patches, D values of a patch, N tokens of an image, H hidden width of the language model
 """
@@ -18,18 +18,23 @@ from backends.families.family import EngineField, ImageFeatures, ImageSpan, Lora
 from backends.families.lora_names import decoder_modules
 from backends.protocol import BackendFailed
 
-ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+"""Their first decoder layers add what layers of the vision tower saw."""
+ARCHITECTURES = (*WITH_TAPS, "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+GATES = ("gate", "shared_expert_gate")
+"""Routers, and the weight of the expert that all tokens share."""
 
 
 class Qwen3VL:
-    """`Family` of the Qwen3-VL models, dense and mixtures of experts: text and images; no video."""
+    """`Family` of the Qwen3-VL and Qwen3.5 models, dense and mixtures of experts: text and images; no video."""
 
     model_class: Any = AutoModelForImageTextToText
-    frozen: Sequence[str] = ("model.visual", "model.language_model.layers.*.mlp.gate")
+    frozen: Sequence[str] = ("model.visual", *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
         """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
-        self.vision = Qwen3VLVision(source, config.image_token_id)
+        self.has_linear_attention = config.architectures[0] not in WITH_TAPS
+        self.vision = Qwen3VLVision(source, config.image_token_id, has_taps=config.architectures[0] in WITH_TAPS)
         self.placeholders: Mapping[int, str] = {
             config.image_token_id: "<|image_pad|>",
             config.video_token_id: "<|video_pad|>",
@@ -52,7 +57,7 @@ class Qwen3VL:
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
         """The decoder's attention, MLP and experts, and the head; vision tower and routers are frozen."""
-        return decoder_modules(model, experts=True)
+        return decoder_modules(model, experts=True, linear_attention=True)
 
 
 class Qwen3VLVision:
@@ -63,13 +68,14 @@ class Qwen3VLVision:
         "image_grid_thw": EngineField(one_row_each=True, stays_on_cpu=True),
     }
 
-    def __init__(self, source: str, image_id: int) -> None:
+    def __init__(self, source: str, image_id: int, *, has_taps: bool) -> None:
         try:
             # Trainer and sampler must see the same pixels: those of the torchvision backend.
             self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
         except (OSError, ValueError) as error:
             raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
         self._image_id = image_id
+        self._has_taps = has_taps
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
         """Pixels come normalised: the engine would do it again."""
@@ -100,18 +106,20 @@ class Qwen3VLVision:
         return {"image_grid_thw": torch.tensor([[1, span.grid[0] * merge, span.grid[1] * merge]])}
 
     def tower(self, model: PreTrainedModel) -> "Qwen3VLTower":
-        """Its tower and merger, with the taps that deepstack adds to the first decoder layers."""
-        return Qwen3VLTower(model)
+        """Its tower and merger, of Qwen3-VL with the taps that deepstack adds to the first decoder layers."""
+        return Qwen3VLTower(model, has_taps=self._has_taps)
 
 
 class Qwen3VLTower:
-    """`VisionTower`; an image's features are its tokens and one tap for each of the first decoder layers."""
+    """`VisionTower`; an image's features are its tokens and, of Qwen3-VL, one tap for each of the first decoder
+    layers."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, has_taps: bool) -> None:
         """`model` is the one whose forward calls its own get_image_features."""
         self._run: Callable[..., Any] = model.get_image_features
         self._embedding = model.visual.patch_embed.proj
         model.visual.patch_embed.forward = self._embed
+        self._has_taps = has_taps
         self._output: type[Any]
         self._splits_taps: bool
 
@@ -122,9 +130,10 @@ class Qwen3VLTower:
             output = self._run(pixels_PD, self._grids(images, device), return_dict=True)
         self._output = type(output)
         # transformers splits the taps by image since 5.18; before, it leaves them in one.
-        self._splits_taps = not any(isinstance(tap, Tensor) for tap in output.deepstack_features)
+        taps = output.deepstack_features if self._has_taps else []
+        self._splits_taps = not any(isinstance(tap, Tensor) for tap in taps)
         counts = [len(tokens) for tokens in output.pooler_output]
-        parts = [tap.split(counts) if isinstance(tap, Tensor) else tap for tap in output.deepstack_features]
+        parts = [tap.split(counts) if isinstance(tap, Tensor) else tap for tap in taps]
         # Clones: slices would keep the whole batch's memory alive.
         of_image = zip(output.pooler_output, *parts, strict=True)
         return [tuple(part.clone() for part in features) for features in of_image]
@@ -143,11 +152,12 @@ class Qwen3VLTower:
 
     def output(self, features: Sequence[ImageFeatures]) -> Any:
         """In the form in which `compute` met them."""
+        tokens = tuple(one[0] for one in features)
+        if not self._has_taps:
+            return self._output(pooler_output=tokens)
         taps = [list(tap) for tap in zip(*(one[1:] for one in features), strict=True)]
-        return self._output(
-            pooler_output=tuple(one[0] for one in features),
-            deepstack_features=taps if self._splits_taps else [torch.cat(tap) for tap in taps],
-        )
+        split = taps if self._splits_taps else [torch.cat(tap) for tap in taps]
+        return self._output(pooler_output=tokens, deepstack_features=split)
 
     def _grids(self, images: Sequence[RenderedImage], device: torch.device) -> Tensor:
         return torch.cat([image.tensors["image_grid_thw"] for image in images]).to(device)

@@ -19,6 +19,7 @@ class Text:
     vision = None
     placeholders: Mapping[int, str] = {}
     model_class: Any = AutoModelForCausalLM
+    has_linear_attention = False
 
     def __init__(self, architecture: str = "") -> None:
         """`architecture` as the model's config names it."""

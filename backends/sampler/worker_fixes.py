@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from backends.sampler import placeholders, prompt_columns
 from backends.sampler.experts_on_cpu import replace_experts
+from backends.sampler.linear_attention_on_cpu import copy_single_rows
 from backends.sampler.lora_fixes import PromptRows, replace_cpu_ops
 
 # vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
@@ -24,6 +25,7 @@ from backends.sampler.lora_fixes import PromptRows, replace_cpu_ops
 KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 if current_platform.is_cpu():
     replace_experts()
+    copy_single_rows()
 
 
 class WorkerExtension:

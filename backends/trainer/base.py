@@ -40,7 +40,8 @@ class FrozenBase:
         own = own_logprobs(model, self.renderer, world.device)
         self.adapters = Adapters(model, family.lora_modules(model), config.max_lora_rank)
         self.scorer = Scorer(model, self.vision, self.adapters).eval()
-        self.packs = packing_is_exact(self.scorer, self.renderer, own, world.device)
+        is_exact = packing_is_exact(self.scorer, self.renderer, own, world.device)
+        self.packs = is_exact and not family.has_linear_attention
         """Whether samples may stand in one row."""
         if not self.packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)

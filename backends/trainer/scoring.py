@@ -90,7 +90,8 @@ def _logits(hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor) -> tuple[Ten
     if hidden_TH.is_cuda and hidden_TH.dtype != torch.float32:
         logits_TV = torch.mm(hidden_TH, head.weight.T, out_dtype=torch.float32)
     else:
-        logits_TV = hidden_TH @ head.weight.T
+        wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+        logits_TV = hidden_TH.to(wide) @ head.weight.T.to(wide)
     add_product(logits_TV, inner_TR.T, head.b_RO)
     return logits_TV if head.bias is None else logits_TV.add_(head.bias), inner_TR
 
