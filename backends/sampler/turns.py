@@ -144,8 +144,10 @@ class Turns:
 
     def _without_slot(self) -> list[_Queue]:
         """One queue for each adapter that waits for a slot: first those whose owner holds the fewest."""
-        held = Counter(slot.owner for slot in self._slots.values())
         queues = [one for one in self._queues.values() if one.adapter is not None and one.adapter not in self._slots]
+        if not queues:  # nearly always
+            return []
+        held = Counter(slot.owner for slot in self._slots.values())
         queues.sort(key=lambda one: (held[one.owner], one.last_slot, one.rows[0].arrival))
         return list({queue.adapter: queue for queue in reversed(queues)}.values())[::-1]
 
@@ -156,10 +158,13 @@ class Turns:
         those that were there when it got the slot, or before the other one asked. None (0) where its owner holds
         so many slots that he has more than the other even without it.
         """
+        waiting = self._without_slot()[max(0, self._max_adapters - len(self._slots)) :]
+        if not waiting:
+            return {}
         held = Counter(slot.owner for slot in self._slots.values())
         candidates = dict(self._slots)
         closing: dict[Path, int] = {}
-        for queue in self._without_slot()[max(0, self._max_adapters - len(self._slots)) :]:
+        for queue in waiting:
             richer = [one for one, slot in candidates.items() if held[slot.owner] > held[queue.owner]]
             own = [one for one, slot in candidates.items() if slot.owner == queue.owner]
             if not richer and not own:

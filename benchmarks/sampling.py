@@ -1,0 +1,227 @@
+"""Our sampler, through its own seam, beside bare vLLM with the same engine arguments and adapters.
+
+    python benchmarks/sampling.py [--model DIRECTORY | --four-b] [--device auto] [--adapters 4] [--profile FILE]
+
+Both engines are up at once, and rounds alternate, so that the machine is the same for both. A round draws groups of
+samples, each group from an adapter, all asked for at once. Bare vLLM is its AsyncLLM in this process, one request a
+sample; ours is a process of its own behind a socket. `--profile` writes what ours spends its time on (cProfile), with
+the engine in a process of its own as always.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from api_schemas.inputs import EncodedTextChunk, ModelInput
+from api_schemas.sampling import SamplingParams
+from api_schemas.training import Trainable
+from backends.config import BackendConfig
+from backends.describe import LocalModel, describe_models
+from backends.protocol import SamplingTask
+from backends.sampler.commands import SamplerConfig
+from backends.trainer.checkpoint import write_adapter, write_directory
+from tests.models import make_tiny_vl
+
+NAME, RANK = "bench/model", 32
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
+    """Random and small, on every linear of the decoder's layers."""
+    config, generator = model.renderer.config.get_text_config(), torch.Generator().manual_seed(seed)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    sizes = {name: (hidden, inner) for name in LINEARS}
+    sizes |= {"q_proj": (hidden, heads), "o_proj": (heads, hidden), "down_proj": (inner, hidden)}
+    sizes |= {name: (hidden, kv) for name in ("k_proj", "v_proj")}
+    tensors = {}
+    for layer in range(config.num_hidden_layers):
+        for name, (inputs, outputs) in sizes.items():
+            room = "self_attn" if name in LINEARS[:4] else "mlp"
+            of = f"base_model.model.model.language_model.layers.{layer}.{room}.{name}"
+            tensors[f"{of}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator) * inputs**-0.5
+            tensors[f"{of}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator) * 0.01
+    write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=RANK, seed=0), NAME), durable=False)
+    return directory
+
+
+class Round:
+    """What is drawn: `groups` prompts, each `size` times."""
+
+    def __init__(self, groups: int, size: int, num_tokens: int, adapters: list[Path]) -> None:
+        random = np.random.default_rng(0)
+        self.size, self.num_tokens, self.adapters = size, num_tokens, adapters
+        self.prompts = [random.integers(1, 250, 64, dtype=np.int32) for _ in range(groups)]
+        self.tokens = groups * size * num_tokens
+
+    def adapter(self, group: int) -> Path:
+        return self.adapters[group % len(self.adapters)]
+
+
+class Bare:
+    """vLLM's AsyncLLM in this process."""
+
+    def __init__(self, config: SamplerConfig, model: LocalModel) -> None:
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from backends.sampler.engine import engine_args
+
+        self._engine = AsyncLLM.from_engine_args(engine_args(config, model.renderer.family.vision))
+        self._needs_fixes = config.device == "cpu"
+        self._request = LoRARequest
+        self._adapters: dict[Path, LoRARequest] = {}
+        self._count = 0
+
+    async def start(self) -> None:
+        """On CPU vLLM's own LoRA kernels are wrong in mixed batches, and slow: there both sides have ours."""
+        if self._needs_fixes:
+            await self._engine.collective_rpc("install_fixes", args=([],))
+
+    async def draw(self, work: Round) -> None:
+        """As the bare engine is used best: one request a sample, outputs at the end, log probabilities flat."""
+        from vllm import SamplingParams as EngineParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = EngineParams(
+            max_tokens=work.num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+        async def one(group: int) -> None:
+            self._count += 1
+            weights = work.adapter(group)
+            number = len(self._adapters) + 1
+            adapter = self._adapters.setdefault(weights, self._request(weights.name, number, str(weights)))
+            prompt = {"prompt_token_ids": work.prompts[group].tolist()}
+            async for _ in self._engine.generate(prompt, params.clone(), f"{self._count}", lora_request=adapter):
+                pass
+
+        await asyncio.gather(*(one(group) for group in range(len(work.prompts)) for _ in range(work.size)))
+
+    async def stop(self) -> None:
+        self._engine.shutdown()
+
+
+class Ours:
+    """`protocol.Sampler`: a child process and its engine."""
+
+    def __init__(self, model: LocalModel) -> None:
+        self._sampler = model.sampler
+
+    async def draw(self, work: Round) -> None:
+        await asyncio.gather(*(self._sampler.sample(task) for task in tasks(work)))
+
+    async def stop(self) -> None:
+        await self._sampler.stop()
+
+
+def tasks(work: Round) -> list[SamplingTask]:
+    return [
+        SamplingTask(
+            prompt=ModelInput(chunks=[EncodedTextChunk(tokens=prompt)]),
+            params=SamplingParams(max_tokens=work.num_tokens, stop=[]),
+            num_samples=work.size,
+            weights=work.adapter(group),
+            owner="bench",
+        )
+        for group, prompt in enumerate(work.prompts)
+    ]
+
+
+async def compare(bare: Bare, ours: Ours, work: Round, rounds: int) -> None:
+    rates: dict[str, list[float]] = {"bare": [], "ours": []}
+    for _ in range(rounds + 1):
+        for name, side in (("bare", bare), ("ours", ours)):
+            began = time.perf_counter()
+            await side.draw(work)
+            rates[name].append(work.tokens / (time.perf_counter() - began))
+    ratios = [mine / theirs for mine, theirs in zip(rates["ours"][1:], rates["bare"][1:], strict=True)]
+    for name, found in rates.items():
+        print(f"{name}: {statistics.median(found[1:]):.0f} tokens/s (best {max(found[1:]):.0f})")
+    print(f"ours over bare, median of {rounds} rounds: {statistics.median(ratios):.3f}")
+
+
+async def profiled(config: SamplerConfig, work: Round, rounds: int, file: Path) -> None:
+    """Our process's part in this process, where it can be watched."""
+    from backends.sampler.process import SamplerProcess
+
+    process = await SamplerProcess.start(config)
+    await asyncio.gather(*(process.sample(task) for task in tasks(work)))
+    with cProfile.Profile() as profile:
+        for _ in range(rounds):
+            await asyncio.gather(*(process.sample(task) for task in tasks(work)))
+    profile.dump_stats(file)
+    process.shutdown()
+
+
+async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
+    config = BackendConfig(
+        models={NAME: str(source)},
+        device=given.device,
+        max_context_length=2048,
+        gpu_memory_fraction=0.35,
+        scratch_dir=scratch / "scratch",
+    )
+    model = describe_models(config)[NAME]
+    adapters = [make_adapter(scratch / f"adapter-{i}", model, i) for i in range(given.adapters)]
+    work = Round(given.groups, given.size, given.tokens, adapters)
+    sampler_config = model.sampler._config
+    if given.profile is not None:
+        await profiled(sampler_config, work, given.rounds, given.profile)
+        return
+    ours = Ours(model)
+    await model.sampler.start()
+    bare = Bare(sampler_config, model)
+    await bare.start()
+    await compare(bare, ours, work, given.rounds)
+    await ours.stop()
+    await bare.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--four-b", action="store_true", help="a random Qwen3-VL of 4.4 billion parameters, on a GPU")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--size", type=int, default=4, help="samples of a group")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", type=Path)
+    given = parser.parse_args()
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
+    if torch.cuda.device_count() and given.device != "cpu":
+        os.environ.update(VLLM_WORKER_MULTIPROC_METHOD="spawn", VLLM_USE_FLASHINFER_SAMPLER="0")
+    else:
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCH_COMPILE_DISABLE="1")
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        source = given.model
+        if given.four_b:
+            from benchmarks.gpu import make_model  # it takes the GPU as it is imported
+
+            source = make_model(scratch / "model", 36)
+            torch.cuda.empty_cache()
+        elif source is None:
+            source = make_tiny_vl(scratch / "model")
+        asyncio.run(run(given, source, scratch))
+
+
+if __name__ == "__main__":
+    main()
