@@ -54,3 +54,18 @@ def test_the_trainer_is_not_held_while_the_sampler_loads(fake: Running, fields: 
     assert fake.post("/retrieve_future", request_id=submitted.json()["request_id"]).status_code == 408
     fake.set_gate(sampler.publish_gate, is_open=True)
     assert "error" not in fake.result(submitted).json()
+
+
+def test_a_session_on_trained_weights_is_warned_once_that_cut_log_probabilities_are_renormalised(fake: Running) -> None:
+    saved = fake.post("/save_weights_for_sampler", model_id=fake.model(), seq_id=1, sampling_session_seq_id=7)
+    trained, base = fake.result(saved).json()["sampling_session_id"], fake.sampler()
+    cut, whole = {"max_tokens": 1, "top_p": 0.9}, {"max_tokens": 1, "top_k": -1, "top_p": 1.0}
+    given = [(base, cut), (trained, whole), (trained, cut), (trained, {"max_tokens": 1, "top_k": 5})]
+    answers = [fake.sample(one, seq_id, sampling_params=params) for seq_id, (one, params) in enumerate(given)]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert ["renormalised" in answer.headers.get("x-deprecation-note", "") for answer in answers] == [
+        False,
+        False,
+        True,
+        False,
+    ]

@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Depends, Path, Response
 
 from api_schemas import ids
 from api_schemas.futures import UntypedFuture
@@ -36,6 +36,11 @@ from tinker_server.web.submission import Submission, body_of
 from tinker_server.weights.lookup import find_weights
 
 router = APIRouter()
+CUT = (
+    "with top_k or top_p the log probabilities of samples are renormalised over the tokens that are kept: a ratio of"
+    " them to a trainer's carries the kept mass"
+)
+"""In a header that the SDK logs as a warning."""
 MAX_CLIENTS = 10**9
 """As the SDK has it, so that the numbers of samples stay below 2^63."""
 
@@ -99,6 +104,7 @@ async def asample(
     models: ServedModels,
     caller: Caller,
     scheduler: SchedulerDep,
+    response: Response,
 ) -> UntypedFuture:
     """Draw samples. What can be told to be wrong at once is answered 400; too many in flight, 429."""
     request = submission.request
@@ -116,6 +122,9 @@ async def asample(
         sampler = await samplers.require(lane, caller)
         await sessions.require_open(sampler.session_id, caller)
         base_model = sampler.base_model
+        params = request.sampling_params
+        if sampler.directory is not None and (params.top_k > 0 or params.top_p < 1) and samplers.warn_once(lane):
+            response.headers["x-deprecation-note"] = CUT
     check = models.base(base_model).check_sample
     if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
         check(request)

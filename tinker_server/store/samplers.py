@@ -76,6 +76,7 @@ class SamplerStore:
         self._running: Counter[str] = Counter()
         self._changes = 0
         """Of many rows at once."""
+        self._warned: LRU[str, str] = LRU(kept)
 
     async def create(self, sampler: SamplingSession) -> str:
         """Store a sampling session and give its id; repeating it changes nothing.
@@ -112,6 +113,12 @@ class SamplerStore:
         self._changes += 1
         self._known.keep(lambda known: known.directory is None or not known.directory.startswith(folder))
         return left
+
+    def warn_once(self, sampling_session_id: str) -> bool:
+        """Whether nobody was warned of something in this sampling session yet; a restarted server warns again."""
+        is_first = self._warned.get(sampling_session_id) is None
+        self._warned.put(sampling_session_id, sampling_session_id)
+        return is_first
 
     async def require(self, sampling_session_id: str, owner: str) -> SamplingSession:
         """Raises UnknownSampler."""
