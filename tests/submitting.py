@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from api_schemas.training import (
     LoraConfig,
     OptimStepRequest,
 )
-from api_schemas.weights import LoadWeightsRequest, SaveWeightsRequest
+from api_schemas.weights import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tests.fakes import FakeBackend
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
@@ -95,6 +96,10 @@ class Client:
         request = SaveWeightsRequest(model_id=self.model_id, seq_id=seq_id, path=path, **fields)
         return await self.submit("save_weights", request, seq_id)
 
+    async def save_unnamed(self, seq_id: int) -> str:
+        request = SaveWeightsForSamplerRequest(model_id=self.model_id, seq_id=seq_id, sampling_session_seq_id=7)
+        return await self.submit("save_weights_for_sampler", request, seq_id)
+
     async def load_as(self, number: int, path: str, **fields: object) -> str:
         request = LoadWeightsRequest(session_id=self.session_id, model_seq_id=number, path=path, **fields)
         return await self.submit("load_weights", request, 0, f"{self.session_id}:train:{number}")
@@ -133,8 +138,11 @@ class Client:
 
 
 @asynccontextmanager
-async def server(data_dir: Path, database_url: str = "", **settings: Any) -> AsyncIterator[Client]:
+async def server(
+    data_dir: Path, database_url: str = "", numerics: dict[str, str] | None = None, **settings: Any
+) -> AsyncIterator[Client]:
     backend = FakeBackend()
+    backend.tiny.info = replace(backend.tiny.info, numerics=numerics or {})
     values = {"gap_grace_s": GRACE_S, "drain_s": 0.1} | settings
     async with serving(Settings(data_dir=data_dir, database_url=database_url, **values), backend) as services:
         yield Client(services, backend, await services.sessions.create(CreateSessionRequest(), None, LOCAL))

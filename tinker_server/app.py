@@ -99,7 +99,7 @@ async def serving(
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(hold(settings.data_dir))
-        db = Database(settings.resolved_database_url())
+        db = Database(settings.resolved_database_url(), synchronous=settings.synchronous)
         stack.push_async_callback(db.close)
         await stack.enter_async_context(db.sole_use())
         await db.migrate()

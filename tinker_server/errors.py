@@ -10,8 +10,7 @@ TinkerServerError
 ├── ResultTooLarge, GradientIncomplete 400: only in futures
 ├── Busy 429: for what an owner may have waiting at once; its clients wait and try again
 ├── Cancelled 410: only in futures of samples
-└── DatabaseUnavailable, ShuttingDown 503
-└── ShuttingDown, DiskFull 503
+└── DatabaseUnavailable (DiskFull), ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
 """
@@ -172,11 +171,11 @@ class Cancelled(TinkerServerError):
 class DatabaseUnavailable(TinkerServerError):
     """The database does not answer; the same request succeeds once it does."""
 
-
-class DiskFull(TinkerServerError):
-    """The data directory has no room left, or cannot be written."""
-
     status = 503
+
+
+class DiskFull(DatabaseUnavailable):
+    """The data directory has no room left, or cannot be written."""
 
 
 class ShuttingDown(TinkerServerError):

@@ -1,6 +1,7 @@
 """Everything an operator can set: environment variables TINKER_SERVER_*, overridden by the command line."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -47,6 +48,8 @@ class Settings(BaseSettings):
     """How often a model in training is copied to disk, by which it is restored after a crash."""
     log_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Requests of one model that are kept to be run again after a crash; beyond, its snapshot is taken."""
+    synchronous: Literal["full", "normal"] = "full"
+    """What answered requests outlive in SQLite: `full` power loss too, for an fsync a commit; `normal` crashes."""
     drain_s: float = Field(default=5, ge=0)
     """How long running work may go on when the server is told to stop; `docker stop` kills after 10 s."""
 

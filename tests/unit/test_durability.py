@@ -6,14 +6,16 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 from sqlalchemy.exc import DataError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from tinker_server.errors import DatabaseUnavailable, UnknownFuture
+from tinker_server.errors import DatabaseUnavailable, DiskFull, UnknownFuture
 from tinker_server.store.database import Database
 from tinker_server.store.future_rows import FutureRows
 from tinker_server.store.futures import FutureStore
@@ -223,3 +225,34 @@ async def test_a_clock_set_back_hides_no_finished_sample(db: Database) -> None:
     early_row, late_row = [await second.wait(one, OWNER, 5) for one in (early, late)]
     assert early_row is not None and late_row is not None and late_row.finished_at > early_row.finished_at
     await second.stop()
+
+
+async def test_a_full_disk_refuses_by_name_and_what_was_not_stored_is_taken_once_there_is_room(tmp_path: Path) -> None:
+    pages = 60
+
+    def limit(connection: Any, _: object) -> None:
+        connection.execute(f"PRAGMA max_page_count={pages}")
+
+    db = Database(f"sqlite+aiosqlite:///{tmp_path / 'test.db'}")
+    event.listen(db._engine.sync_engine, "connect", limit)
+    await db.migrate()
+    futures = FutureStore(db, recent_bytes=0)
+    await futures.start()
+    large = replace(step(1), body=b"x" * 1_000_000)
+    with pytest.raises(DiskFull, match="full"):
+        await futures.enqueue(large)
+    pages = 10_000
+    await db.close()  # so that connections are made anew
+    assert (await futures.enqueue(large)).is_new
+    await futures.stop()
+    await db.close()
+
+
+async def test_commits_are_synchronous_unless_the_operator_says_otherwise(tmp_path: Path) -> None:
+    for synchronous, expected in ((None, 2), ("normal", 1)):
+        db = Database(
+            f"sqlite+aiosqlite:///{tmp_path / 'test.db'}", **({"synchronous": synchronous} if synchronous else {})
+        )
+        async with db.read() as session:
+            assert await session.scalar(text("PRAGMA synchronous")) == expected
+        await db.close()

@@ -1,6 +1,7 @@
 """What a crash leaves, and what the next server makes of it. A crash is a copy of the disk of a running server."""
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from backends.protocol import BackendFailed
 from tests.submitting import Client, server
 from tinker_server.errors import DatabaseUnavailable
+from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.future_rows import FutureRows
 
 
@@ -162,3 +164,70 @@ async def test_creating_a_model_where_one_lives_leaves_it_alone(tmp_path: Path) 
         error = await client.error(await client.create_model())
         assert "is in use" in error["error"] and error["category"] == "user"
         assert client.trainer.steps[client.model_id] == 1
+
+
+async def test_a_save_whose_answer_was_not_stored_is_not_written_twice_and_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise DatabaseUnavailable("the database does not answer")
+
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        with monkeypatch.context() as patch:
+            patch.setattr(FutureRows, "finish", refuse)
+            saved = [await before.save(1, "a"), await before.save_unnamed(2)]
+            assert await before.services.futures.wait(saved[1], before.owner, 0.5) is None
+            left = crash(tmp_path / "data")
+    async with server(left) as after:
+        for request_id in saved:
+            assert not (await after.result(request_id)).failed
+    assert len(list(left.glob("checkpoints/*/*/a~*"))) == 1
+    assert len(list(left.glob("checkpoints/*/*/2~*"))) == 1
+
+
+async def test_no_snapshot_counts_before_the_results_that_it_holds_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise DatabaseUnavailable("the database does not answer")
+
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await before.result(await before.forward_backward(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(FutureRows, "finish", refuse)
+            before.services.snapshots._logs[before.model_id].must_end = True
+            submitted = [await before.forward_backward(2), await before.forward_backward(3)]
+            await asyncio.sleep(0.5)
+            assert list((tmp_path / "data").glob("checkpoints/*/snapshots/*~*")), "no snapshot was taken"
+            left = crash(tmp_path / "data")
+    async with server(left) as after:
+        for request_id in submitted:
+            assert not (await after.result(request_id)).failed
+        assert len(gradients(after, before.model_id)) == 3
+        assert not (await after.result(await after.optim_step(4, before.model_id))).failed
+
+
+async def test_weights_that_were_loaded_outlive_their_checkpoint(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await before.result(await before.optim_step(1))
+        path = json.loads((await before.result(await before.save(2, "a"))).body)["path"]
+        await before.result(await before.load_as(1, path, optimizer=True))
+        directory = await before.services.checkpoints.take(parse_path(path), before.owner)
+        await before.services.storage.delete(directory)
+        left = crash(tmp_path / "data")
+    async with server(left) as after:
+        stepped = await after.result(await after.optim_step(1, f"{before.session_id}:train:1"))
+        assert json.loads(stepped.body)["metrics"]["step"] == 2
+
+
+async def test_another_version_of_what_computes_is_told_when_a_model_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server(tmp_path / "data", numerics={"torch": "1"}) as before:
+        await before.result(await before.create_model())
+    async with server(tmp_path / "data", numerics={"torch": "2"}) as after:
+        assert not (await after.result(await after.optim_step(1, before.model_id))).failed
+    assert "torch was 1, is 2" in caplog.text

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from api_schemas.sampling import SampleRequest
 from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
-from tinker_server.errors import Busy, Cancelled, GradientIncomplete, LostModel, ShuttingDown
+from tinker_server.errors import Busy, Cancelled, DatabaseUnavailable, GradientIncomplete, LostModel, ShuttingDown
 from tinker_server.offload import INLINE_BYTES
 from tinker_server.scheduling.admission import Admission
 from tinker_server.scheduling.lanes import Lane, lane_after
@@ -21,6 +21,8 @@ from tinker_server.store.results import Result
 log = logging.getLogger(__name__)
 UNLOAD_SUFFIX = ":unload"
 """A model's unloading is kept in a lane of its own, as number 0."""
+MAX_OUTAGES = 4
+"""Times that the database gave an operation no answer, each after the half minute for which one is waited."""
 MAX_DEATHS, MAX_RESTORATIONS = 2, 5
 """An operation under which the trainer died so often fails alone; so does one whose model so often was not restored."""
 CLOSE_S = 1.0
@@ -279,7 +281,7 @@ class Scheduler:
         self._futures.complete(operation.request_id, await self._result(operation, ""))
 
     async def _result(self, operation: Operation, missing: str) -> Result:
-        deaths = lost = 0
+        deaths = lost = outages = 0
         while True:
             try:
                 return await self._try(operation, missing)
@@ -291,6 +293,11 @@ class Scheduler:
             except ModelLost as error:  # before the operation began
                 lost += 1
                 if lost == MAX_RESTORATIONS:
+                    return self._failed(operation, error)
+            except DatabaseUnavailable as error:
+                # Only before a model is changed, and in saves, which may be done twice.
+                outages += 1
+                if outages == MAX_OUTAGES or operation.seq_id == 0:
                     return self._failed(operation, error)
             except Exception as error:  # noqa: BLE001 - one operation's failure must not stop the lane
                 if missing and isinstance(error, InvalidInput):

@@ -29,7 +29,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
-from tinker_server.errors import DatabaseUnavailable, StartFailed
+from tinker_server.errors import DatabaseUnavailable, DiskFull, StartFailed
 from tinker_server.store.lease import sole_use
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,13 @@ SHRUNK_PAGES = 20_000
 class Database:
     """Sessions to read and to write. Writers take turns: SQLite has one, and waiting here is fair and cheap."""
 
-    def __init__(self, url: str, retry_s: float = RETRY_S, busy_timeout_ms: int = BUSY_TIMEOUT_MS) -> None:
-        """`retry_s`: for how long `look` and `change` go on without an answer; SQLite has none while it is locked."""
+    def __init__(
+        self, url: str, retry_s: float = RETRY_S, busy_timeout_ms: int = BUSY_TIMEOUT_MS, synchronous: str = "full"
+    ) -> None:
+        """`retry_s`: for how long `look` and `change` go on without an answer; SQLite has none while it is locked.
+
+        `synchronous`: SQLite's; `full` makes a commit outlive a power loss, `normal` the end of this process alone.
+        """
         self._retry_s = retry_s
         self._busy_timeout_ms = busy_timeout_ms
         try:
@@ -61,7 +66,7 @@ class Database:
         self.insert = sqlite.insert
         """The dialect's insert, which has on_conflict_do_nothing."""
         if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine.sync_engine, "connect", partial(_set_up_sqlite, busy_timeout_ms))
+            event.listen(self._engine.sync_engine, "connect", partial(_set_up_sqlite, busy_timeout_ms, synchronous))
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
             self._unavailable += (sqlite3.OperationalError,)  # of beginning, which SQLAlchemy leaves as it is
         else:
@@ -122,8 +127,13 @@ class Database:
         except (IntegrityError, ProgrammingError, DataError, NotSupportedError):
             raise
         except self._unavailable as error:
-            reason = str(error.orig if isinstance(error, DBAPIError) else error) or type(error).__name__
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            reason = str(cause) or type(error).__name__
             log.warning("the database does not answer: %s", reason.splitlines()[0])
+            if _is_full(cause):
+                raise DiskFull(
+                    "the server's disk is full or cannot be written: nothing was stored; try again once there is room"
+                ) from error
             raise DatabaseUnavailable("the database does not answer; try again a little later") from error
 
     async def migrate(self, revision: str = "head") -> None:
@@ -169,14 +179,14 @@ class Database:
         await self._engine.dispose()
 
 
-def _set_up_sqlite(busy_timeout_ms: int, connection: Any, _: object) -> None:
+def _set_up_sqlite(busy_timeout_ms: int, synchronous: str, connection: Any, _: object) -> None:
     connection.isolation_level = None  # the driver begins no transactions by itself; _begin_sqlite does
     cursor = connection.cursor()
     # auto_vacuum first: it is for databases that do not exist yet.
     for pragma in (
         "auto_vacuum=INCREMENTAL",
         "journal_mode=WAL",
-        "synchronous=NORMAL",
+        f"synchronous={synchronous}",
         "foreign_keys=ON",
         f"busy_timeout={busy_timeout_ms}",
     ):
@@ -184,6 +194,14 @@ def _set_up_sqlite(busy_timeout_ms: int, connection: Any, _: object) -> None:
     cursor.close()
     # SQLite's own changes ASCII alone, so that searching would depend on the database.
     connection.create_function("lower", 1, lambda text: None if text is None else text.lower(), deterministic=True)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether the disk takes nothing more: of SQLite's errors, and of PostgreSQL's by their class."""
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # absent where the driver made the error itself
+        return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
+    return str(getattr(error, "sqlstate", "")).startswith("53100")
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -13,6 +13,9 @@ from api_schemas.wire import MalformedBody
 from backends.protocol import InvalidInput
 from tinker_server.errors import BadRequest, BodyTooLarge, TinkerServerError
 
+RETRY_AFTER_S = "1"
+"""What is said to clients that may have more luck later."""
+
 
 def answer(status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """What every refusal looks like. The text may quote a client, also halves of surrogate pairs."""
@@ -32,7 +35,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(TinkerServerError)
     async def refused(_: Request, error: TinkerServerError) -> JSONResponse:
-        return answer(error.status, error, str(error))
+        headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
+        return answer(error.status, error, str(error), headers)
 
     @app.exception_handler(MalformedBody)
     @app.exception_handler(InvalidInput)

@@ -106,6 +106,7 @@ class Copying:
                 created_at=now,
                 expires_at=expires_at,
                 public=False,
+                saved_as=None,
                 copied_from=source.tinker_path,
             )
             await self._runs.add(run, copy)

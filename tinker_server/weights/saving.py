@@ -1,6 +1,7 @@
 """Saving a model's weights: for training, for sampling (also straight into a sampling session), or for elsewhere."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from api_schemas.weights import (
     check_name,
 )
 from backends.protocol import Trainer
-from tinker_server.errors import BadRequest, Unsupported
+from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
 from tinker_server.models import Models
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
@@ -75,6 +76,8 @@ class Saving:
             return SaveWeightsForSamplerResponse(path=saved.tinker_path)
         if request.ttl_seconds is not None or request.user_metadata is not None:
             raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
+        if (made := await self._made_before(request)) is not None:
+            return SaveWeightsForSamplerResponse(sampling_session_id=made)
         async with self._storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
             async with self._models.training(request.model_id) as (run, trainer):
                 await _for_the_sampler(trainer, run.model_id, self._storage.path(directory))
@@ -84,6 +87,16 @@ class Saving:
         if request.kind == "inflight":
             await self._supersede(directory)
         return SaveWeightsForSamplerResponse(sampling_session_id=name)
+
+    async def _made_before(self, request: SaveWeightsForSamplerRequest) -> str | None:
+        """The sampling session that this very operation made, whose answer an earlier server had no time to store."""
+        session_id = request.model_id.partition(":train:")[0]
+        name = ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)
+        with contextlib.suppress(UnknownSampler):
+            known = await self._samplers.get(name)
+            if (known.directory or "").startswith(f"checkpoints/{request.model_id}/{request.kind}/{request.seq_id}~"):
+                return name
+        return None
 
     async def _publish(self, run: TrainingRun, directory: str) -> None:
         """Weights that the sampler does not score as the trainer does are nobody's: the save fails."""
@@ -135,6 +148,8 @@ class Saving:
         now = time.time()
         check_ttl(request.ttl_seconds)
         first = await self._checkpoints.find(path)
+        if first is not None and first.saved_as == request.seq_id:
+            return first  # by this very operation, whose answer an earlier server had no time to store
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
@@ -157,6 +172,7 @@ class Saving:
                 size_bytes=await self._storage.size_bytes(directory),
                 created_at=now,
                 expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+                saved_as=request.seq_id,
             )
             await self._checkpoints.put(checkpoint)
         self._usage.count("checkpoint", run.owner, run.session_id, run.base_model, 1)
