@@ -5,17 +5,19 @@
 export OMP_WAIT_POLICY := PASSIVE
 
 EXTRA := cpu
+ROUNDS := 200
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-slow test-all conformance sdk-matrix check proto serve clean
+.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix check proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
 	@echo "make test    lint, types, then all tests that need no GPU and are not slow"
 	@echo "make test-all   the same, then the slow tests"
+	@echo "make chaos   ROUNDS=200 processes are killed while clients work; nothing may be lost, doubled or wrong"
 	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
 	@echo "make sdk-matrix   nine versions of the SDK, 0.8 to 0.38, must see the same numbers"
 	@echo "make check   lint and types only"
@@ -43,6 +45,9 @@ test-slow: $(STAMP)
 	$(BIN)/pytest -m "slow and not gpu" $(TWO_WORKERS)
 
 test-all: test test-slow
+
+chaos: $(STAMP)
+	$(BIN)/pytest tests/chaos -s -m slow -k rounds --rounds $(ROUNDS)
 
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance

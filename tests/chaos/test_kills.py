@@ -23,7 +23,7 @@ SEED = 20
 ORPHAN_S = 10
 """How long a child may outlive its server."""
 TOLERANCE = 2e-3
-"""Nats; trainer and sampler are 1e-4 apart."""
+"""Nats; trainer and sampler are 1e-4 apart. What the trainer gives is the same to the bit."""
 
 
 class Place:
@@ -34,6 +34,8 @@ class Place:
         self._num_operations = num_operations
         self._random = random.Random(seed)
         self.starts_s: list[float] = []
+        self.kills: list[tuple[str, float]] = []
+        """Who, and when."""
         self.saved: dict[str, State] = {}
         self.sampled: dict[str, State] = {}
         self.start()
@@ -71,6 +73,7 @@ class Place:
     def _kill(self, victim: str) -> None:
         api = psutil.Process(self.server.process.pid)
         children = api.children(recursive=True)
+        self.kills.append((victim, time.monotonic()))
         if victim != "server":
             return next(child for child in children if _runs(child, f"backends.{victim}.process")).kill()
         self.server.kill()
@@ -103,17 +106,15 @@ def assert_made_by_its_steps(seen: list[Seen], client: Client) -> None:
         if end in wanted:
             continue
         model = Model(client, client.session(), number)
-        assert model.create()
+        model.create()
         for length in range(len(end) + 1):
             if length:
-                assert model.train(end[length - 1])
+                model.train(end[length - 1])
             if (state := end[:length]) in states and state not in wanted:
-                logprobs = model.probe()
-                assert logprobs is not None
-                wanted[state] = logprobs
+                wanted[state] = model.probe()
     for one in seen:
         difference = np.abs(np.subtract(one.logprobs, wanted[one.state])).max()
-        assert difference < TOLERANCE, (one, wanted[one.state])
+        assert difference <= (TOLERANCE if one.by == "the sampler" else 0), (one, wanted[one.state])
     probes = list(wanted.values())
     assert np.abs(np.subtract(probes[0], probes[-1])).max() > 10 * TOLERANCE, "the states do not tell themselves apart"
 
@@ -126,7 +127,7 @@ def assert_no_strays(data_dir: Path, client: Client) -> None:
         listed.add((run_id, kind, name))
     paths = [path.relative_to(data_dir / "checkpoints") for path in (data_dir / "checkpoints").glob("*/*/*")]
     found = {(path.parts[0], path.parts[1], path.parts[2].partition("~")[0]) for path in paths}
-    assert {one for one in found if one[1] != "suspended"} == listed
+    assert {one for one in found if one[1] != "snapshots"} == listed
     assert len(paths) == len({str(path).partition("~")[0] for path in paths}), "weights lie there twice"
 
 
@@ -136,6 +137,15 @@ def assert_sampler_was_back_in_time(place: Place) -> None:
     starts_s = place.starts_s + [float(found) for found in re.findall(r"sampler is ready after (\d+) s", log)]
     samples = [told for worker in place.workers for told in worker.client.told if told.path == "/asample"]
     assert max(told.seconds for told in samples) < 2 * max(starts_s) + 10
+
+
+def say_pauses(place: Place) -> None:
+    """How long clients waited: from a kill to the next result of what was asked after it, of what was killed."""
+    told = [one for worker in place.workers for one in worker.client.told]
+    for victim, at_s in place.kills:
+        after = [one for one in told if one.at_s - one.seconds > at_s]
+        waits = [one.at_s - at_s for one in after if (one.path == "/asample") == (victim == "sampler")]
+        print(f"{victim}: {min(waits, default=0):.1f} s to the next result")
 
 
 @pytest.fixture
@@ -161,6 +171,30 @@ def server(tiny_vl: Path, tmp_path: Path) -> Iterator[Server]:
 def test_work_survives_kills(server: Server, tmp_path: Path, num_operations: int, kills: list[str]) -> None:
     place = Place(server, num_operations, SEED)
     place.work_through(kills)
+    assert_all_is_well(place, tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_rounds(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """`make chaos ROUNDS=200`"""
+    rounds, seed = request.config.getoption("--rounds", 10), request.config.getoption("--seed", SEED)
+    kills = random.Random(seed).choices(["trainer", "sampler", "server"], k=rounds)
+    place = Place(server, 15 * rounds, seed)
+    place.work_through(kills)
+    assert_all_is_well(place, tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_may_be_killed(tiny_vl: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path / "data", {MODEL: tiny_vl}, "--ranks", "2")
+    place = Place(server, 30, SEED)
+    place.work_through(["trainer", "server", "trainer"])
+    assert_all_is_well(place, tmp_path / "data")
+
+
+def assert_all_is_well(place: Place, data_dir: Path) -> None:
+    server = place.server
+    say_pauses(place)
     clients = [worker.client for worker in place.workers]
     assert_sampler_was_back_in_time(place)
     assert_told_once(clients)
@@ -168,10 +202,9 @@ def test_work_survives_kills(server: Server, tmp_path: Path, num_operations: int
     seen = [one for worker in place.workers for one in worker.seen]
     for number, (path, state) in enumerate(place.saved.items()):
         model = Model(fresh, fresh.session(), number)
-        assert model.create() and "error" not in model.do("/load_weights", path=path, optimizer=True)
-        logprobs = model.probe()
-        assert logprobs is not None
-        seen.append(Seen(state, logprobs, "a checkpoint"))
+        model.create()
+        model.load(path, state)
+        seen.append(Seen(state, model.probe(), "a checkpoint"))
     assert_made_by_its_steps(seen, fresh)
-    assert_no_strays(tmp_path / "data", fresh)
+    assert_no_strays(data_dir, fresh)
     assert server.stop() == 0

@@ -1,16 +1,14 @@
-"""One client's mixed work on one model at a time, and what it saw of the model's weights on the way."""
+"""One client's mixed work on one model, and what it saw of the model's weights on the way."""
 
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.chaos.client import Client, Model, State, is_lost, tokens
+from tests.chaos.client import Client, Model, State, tokens, well
 
 ACTIONS = {"train": 8, "probe": 3, "save": 3, "load": 2, "sample": 5}
 """With their weights."""
-ATTEMPTS = 12
-"""At making a model again while processes go down."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Worker:
     may_go_on: Callable[[], bool]
     seen: list[Seen] = field(default_factory=list)
     error: BaseException | None = None
-    num_models: int = 0
     num_samples: int = 0
 
     def start(self) -> None:
@@ -43,55 +40,30 @@ class Worker:
     def _run(self) -> None:
         try:
             self.session_id = self.client.session()
-            self.model = self._made()
+            self.model = Model(self.client, self.session_id, 0)
+            self.model.create()
             while self.may_go_on():
                 (action,) = self.random.choices(list(ACTIONS), list(ACTIONS.values()))
-                if not getattr(self, f"_{action}")():
-                    self.model = self._made()
+                getattr(self, f"_{action}")()
         except BaseException as error:  # noqa: BLE001 - raised again by the test
             self.error = error
 
-    def _made(self) -> Model:
-        """A model from the newest checkpoint, or a fresh one."""
-        for _ in range(ATTEMPTS):
-            model = Model(self.client, self.session_id, self.num_models)
-            self.num_models += 1
-            if model.create() and (not self.saved or self._loaded(model, list(self.saved)[-1])):
-                return model
-        raise AssertionError(f"no model could be made in {ATTEMPTS} attempts")
+    def _train(self) -> None:
+        self.model.train(tuple(self.random.randrange(1, 9) for _ in range(self.random.choice((1, 2)))))
 
-    def _loaded(self, model: Model, path: str) -> bool:
-        result = model.do("/load_weights", path=path, optimizer=True)
-        if is_lost(result):
-            return False
-        assert "error" not in result, result
-        model.state = self.saved[path]
-        return True
+    def _probe(self) -> None:
+        self.seen.append(Seen(self.model.state, self.model.probe(), "the model"))
 
-    # ---- actions: whether the model is still there
-
-    def _train(self) -> bool:
-        return self.model.train(tuple(self.random.randrange(1, 9) for _ in range(self.random.choice((1, 2)))))
-
-    def _probe(self) -> bool:
-        logprobs = self.model.probe()
-        if logprobs is not None:
-            self.seen.append(Seen(self.model.state, logprobs, "the model"))
-        return logprobs is not None
-
-    def _save(self) -> bool:
+    def _save(self) -> None:
         path, found = self.random.choice([("/save_weights", self.saved), ("/save_weights_for_sampler", self.sampled)])
-        result = self.model.do(path, path=f"at-{self.model.seq_id}")
-        if is_lost(result):
-            return False
-        assert "error" not in result, result
-        found[result["path"]] = self.model.state
-        return True
+        found[self.model.do(path, path=f"at-{self.model.seq_id}")["path"]] = self.model.state
 
-    def _load(self) -> bool:
-        return not self.saved or self._loaded(self.model, self.random.choice(list(self.saved)))
+    def _load(self) -> None:
+        if self.saved:
+            path = self.random.choice(list(self.saved))
+            self.model.load(path, self.saved[path])
 
-    def _sample(self) -> bool:
+    def _sample(self) -> None:
         """Scores the probe, on the base model's weights or on saved ones; no crash may be seen here."""
         path = self.random.choice([None, *self.sampled])
         weights = {"base_model": "tests/tiny-vl"} if path is None else {"model_path": path}
@@ -109,7 +81,6 @@ class Worker:
                 "prompt_logprobs": True,
             },
         )
-        assert "error" not in result, result
+        well(result)
         state = () if path is None else self.sampled[path]
         self.seen.append(Seen(state, result["prompt_logprobs"][1:], "the sampler"))
-        return True

@@ -1,0 +1,8 @@
+"""Options of `make chaos`."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounds", type=int, default=10, help="processes that are killed")
+    parser.addoption("--seed", type=int, default=20, help="of what is done and who is killed")
