@@ -21,7 +21,7 @@ from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
 
 log = logging.getLogger(__name__)
-LOGGED = ("forward_backward", "optim_step", "load_weights")
+LOGGED: tuple[str, ...] = ("forward_backward", "optim_step", "load_weights")
 """What changes a model, apart from making it."""
 RETRY_S = 30.0
 """After a snapshot that failed."""

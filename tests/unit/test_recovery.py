@@ -13,6 +13,8 @@ from tests.submitting import Client, server
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.future_rows import FutureRows
+from tinker_server.store.records import TrainingRun
+from tinker_server.store.runs import RunStore
 
 
 def crash(data_dir: Path) -> Path:
@@ -231,3 +233,22 @@ async def test_another_version_of_what_computes_is_told_when_a_model_is_restored
     async with server(tmp_path / "data", numerics={"torch": "2"}) as after:
         assert not (await after.result(await after.optim_step(1, before.model_id))).failed
     assert "torch was 1, is 2" in caplog.text
+
+
+async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, refusals = RunStore.get, 3
+
+    async def refuse(self: RunStore, model_id: str) -> TrainingRun:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise DatabaseUnavailable("the database does not answer")
+        return await get(self, model_id)
+
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        monkeypatch.setattr(RunStore, "get", refuse)
+        assert not (await client.result(await client.forward_backward(1))).failed
+        assert refusals == 0 and gradients(client, client.model_id) == [1]
