@@ -21,8 +21,10 @@ class BackendConfig(BaseModel):
     """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters are float32."""
     max_context_length: int | None = Field(default=None, ge=16)
     """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA."""
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] = 64
-    """Largest rank a client may ask for; the sampler reserves memory for it."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
+    """Largest rank a client may ask for; the sampler has memory for it; absent: 128, or less where memory is small."""
+    stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None
+    """Published loss that answers stable_reinforce, whose own formula is not published; absent: it is refused."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 16384 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)

@@ -29,6 +29,9 @@ from backends.trainer.commands import TrainerConfig
 
 LARGEST_DEFAULT_CONTEXT = {"cpu": 8192, "cuda": 32768}
 DEFAULT_MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+DEFAULT_LORA_RANKS = (128, 64, 32, 16, 8)
+ADAPTERS_PART = 0.1
+"""Of the sampler's memory, what its adapters may take by default."""
 SMALLEST_DEFAULT_KV_CACHE = 512 << 20
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or meets kernels on CUDA that are built first."""
@@ -48,9 +51,12 @@ class LocalModel:
     renderer: Renderer
     max_images: int
     placement: Placement
+    answers_stable_reinforce: bool
 
     def check_sample(self, request: SampleRequest) -> int:
         """As the protocol says."""
+        if self.answers_stable_reinforce:  # by a loss that needs no records: the answer's own logprobs are all it takes
+            request = request.model_copy(update={"record_stability_info": False})
         return check_sample(self.renderer, request, self.info.max_context_length, self.max_images)
 
 
@@ -65,6 +71,7 @@ class FoundModel:
     context: int
     dtype: Literal["float32", "bfloat16"]
     size: ModelSize
+    max_lora_rank: int
 
 
 def describe_models(config: BackendConfig, machine: Machine | None = None) -> dict[str, LocalModel]:
@@ -77,7 +84,7 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     found: dict[Path, FoundModel] = {}
     for name, directory in directories.items():
         if directory not in found:
-            found[directory] = _find(name, directory, device, config)
+            found[directory] = _find(name, directory, device, config, machine)
     places = place(
         [model.size for model in found.values()],
         machine,
@@ -95,7 +102,7 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     }
 
 
-def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> FoundModel:
+def _find(name: str, directory: Path, device: Device, config: BackendConfig, machine: Machine) -> FoundModel:
     """Raises BackendFailed where the files are no model that can be served."""
     source = config.models[name]
     try:
@@ -105,7 +112,7 @@ def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> 
     except (OSError, ValueError) as error:
         raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
     check_tokenizer(directory)
-    check_coverage(renderer.family, renderer.config, source)
+    numbers_per_rank = check_coverage(renderer.family, renderer.config, source)
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
@@ -113,7 +120,16 @@ def _find(name: str, directory: Path, device: Device, config: BackendConfig) -> 
     least_kv_cache = max(SMALLEST_DEFAULT_KV_CACHE, two_contexts) if device == "cpu" else LEAST_KV_CACHE_ON_CUDA
     kv_cache_bytes = config.kv_cache_bytes or least_kv_cache
     size = ModelSize(name, count_parameters(directory) * BYTES_PER_NUMBER[dtype], kv_cache_bytes)
-    return FoundModel(name, source, directory, renderer, context, dtype, size)
+    room = machine.main_bytes if device == "cpu" else min(machine.gpu_bytes, default=0) * config.gpu_memory_fraction
+    rank_bytes = config.adapter_slots * numbers_per_rank * BYTES_PER_NUMBER[dtype]
+    max_lora_rank = config.max_lora_rank or default_lora_rank(rank_bytes, room)
+    return FoundModel(name, source, directory, renderer, context, dtype, size, max_lora_rank)
+
+
+def default_lora_rank(rank_bytes: float, room_bytes: float) -> int:
+    """The largest LoRA rank whose adapters, `rank_bytes` for each rank, leave the sampler nearly all of its memory."""
+    fitting = [rank for rank in DEFAULT_LORA_RANKS if rank * rank_bytes <= ADAPTERS_PART * room_bytes]
+    return max(fitting, default=DEFAULT_LORA_RANKS[-1])
 
 
 def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Literal["float32", "bfloat16"]:
@@ -143,10 +159,13 @@ def _describe(
         vocab_size=model.renderer.vocab_size,
         max_context_length=model.context,
         takes_images=model.renderer.takes_images,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=model.max_lora_rank,
         numerics=_numerics(trainer_config, config.ranks),
     )
-    return LocalModel(info, trainer, sampler, model.renderer, config.max_images_per_prompt, placement)
+    answers_stable_reinforce = config.stable_reinforce is not None
+    return LocalModel(
+        info, trainer, sampler, model.renderer, config.max_images_per_prompt, placement, answers_stable_reinforce
+    )
 
 
 def _numerics(config: TrainerConfig, num_ranks: int) -> dict[str, str]:
@@ -168,7 +187,7 @@ def _trainer_config(model: FoundModel, placement: Placement, device: Device, con
         device=device,
         dtype=model.dtype,
         max_context_length=model.context,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=model.max_lora_rank,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or DEFAULT_MICROBATCH_TOKENS[device],
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
@@ -177,6 +196,7 @@ def _trainer_config(model: FoundModel, placement: Placement, device: Device, con
         # On a CPU a full row is no faster than two, and a model's numbers then do not depend on others' at all.
         shares_rows=device == "cuda",
         gpu_memory_bytes=placement.trainer_bytes,
+        stable_reinforce=config.stable_reinforce,
     )
 
 
@@ -189,7 +209,7 @@ def _sampler_config(
         device=device,
         dtype=model.dtype,
         max_context_length=model.context,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=model.max_lora_rank,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots,
         max_images_per_prompt=config.max_images_per_prompt,

@@ -1,5 +1,6 @@
 """Whether LoRA reaches every weight it could: a model of which it would train a part in silence is refused."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 
@@ -11,10 +12,11 @@ from backends.families.family import Family
 from backends.protocol import BackendFailed
 
 
-def check_coverage(family: Family, config: PretrainedConfig, source: str) -> None:
+def check_coverage(family: Family, config: PretrainedConfig, source: str) -> int:
     """Refuse a model unless every weight matrix is trained by exactly one flag, or frozen by its family.
 
-    Builds the model of `config` without memory for its weights. Raises BackendFailed naming the weights.
+    Builds the model of `config` without memory for its weights. Returns how many numbers each rank of an adapter
+    adds where all is trained. Raises BackendFailed naming the weights.
     """
     model = _without_memory(family, config, source)
     modules = [name for names in family.lora_modules(model).values() for name in names]
@@ -25,6 +27,8 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str) -> Non
             f"{source}: {type(model).__name__} is not supported: LoRA would leave out"
             f" {', '.join(dict.fromkeys(_without_numbers([*missing, *twice])))}"
         )
+    shapes = [parameter.shape for name in modules for parameter in model.get_submodule(name).parameters()]
+    return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
 
 
 def _without_memory(family: Family, config: PretrainedConfig, source: str) -> PreTrainedModel:

@@ -42,7 +42,8 @@ def check_support(request: SampleRequest) -> None:
     if request.record_stability_info:
         raise InvalidInput(
             "record_stability_info is not supported: what it records, and stable_reinforce, which uses it, are not"
-            " published; train with importance_sampling, ppo, cispo or gspo on the samples' own logprobs"
+            " published; train with importance_sampling, ppo, cispo or gspo on the samples' own logprobs, or have the"
+            " operator choose one of them by the setting backend.stable_reinforce"
         )
     for field, k in (
         ("topk_prompt_logprobs", request.topk_prompt_logprobs),

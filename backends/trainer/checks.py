@@ -20,6 +20,8 @@ from backends.protocol import EncodedBatch, InvalidInput
 from backends.rendering import Renderer
 from backends.trainer.losses import CLIP_HIGH, CLIP_LOW, LOSSES, Loss
 
+STABLE_REINFORCE = "stable_reinforce"
+
 
 def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:
     """Raises InvalidInput for a body that is not what its content type says."""
@@ -36,11 +38,25 @@ def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:
         raise InvalidInput(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
+def published(loss_input: ForwardBackwardInput, stable_reinforce: str | None) -> ForwardBackwardInput:
+    """The same datums with the operator's choice of a published loss in place of `stable_reinforce`.
+
+    Its config is kept: keys that the published loss does not have are refused like any other.
+    """
+    if loss_input.loss_fn != STABLE_REINFORCE or stable_reinforce is None:
+        return loss_input
+    return loss_input.model_copy(update={"loss_fn": stable_reinforce})
+
+
 def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput, max_context_length: int) -> None:
     """Raises InvalidInput naming the datum, the field and what is allowed."""
     loss = LOSSES.get(loss_input.loss_fn)
     if loss is None:
-        raise InvalidInput(f"loss_fn {loss_input.loss_fn!r} is not supported; supported: {', '.join(LOSSES)}")
+        hint = "; its formula is not published: the operator may choose one by the setting backend.stable_reinforce"
+        raise InvalidInput(
+            f"loss_fn {loss_input.loss_fn!r} is not supported; supported: {', '.join(LOSSES)}"
+            + (hint if loss_input.loss_fn == STABLE_REINFORCE else "")
+        )
     config = loss_config(loss, loss_input)
     if not loss_input.data:
         raise InvalidInput("data holds no datum")

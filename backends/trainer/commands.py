@@ -36,6 +36,7 @@ class TrainerConfig:
     """The same in bytes, into which rows are made to fit; absent: they are not."""
     shares_rows: bool = False
     """Whether datums of several models are computed in one row, where a row of one model's leaves room."""
+    stable_reinforce: str | None = None
 
 
 @dataclass(frozen=True)

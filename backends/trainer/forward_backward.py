@@ -55,6 +55,8 @@ class BatchPass:
         self.apart = any(targets(datum).ndim > 1 for datum in self.data)
         """Its rows are its own: several targets of a token would have all tokens of the row computed for as many."""
         self.share = Share()
+        self.note: str | None = None
+        """A metric of the value 1 that the answer carries besides the loss's own."""
         self._plan = plan
         self._left = {index for step in plan for row in step for index in row}
 
@@ -103,7 +105,8 @@ class BatchPass:
         logprobs = {index: values for share in shares for index, values in share.logprobs.items()}
         return ForwardBackwardOutput(
             loss_fn_outputs=[{"logprobs": logprobs[index]} for index in range(len(self.data))],
-            metrics=metrics((row for share in shares for row in share.observed), self.loss),
+            metrics=metrics((row for share in shares for row in share.observed), self.loss)
+            | ({self.note: 1.0} if self.note else {}),
         )
 
 

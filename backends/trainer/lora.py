@@ -122,7 +122,10 @@ class Adapters:
         The same seed gives the same tensors on every device and rank. Raises InvalidInput.
         """
         if not 1 <= config.rank <= self._max_rank:
-            raise InvalidInput(f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}")
+            raise InvalidInput(
+                f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}"
+                " (setting backend.max_lora_rank)"
+            )
         flags = [flag for flag in get_args(LoraFlag) if getattr(config, flag)]
         if not flags:
             raise InvalidInput("lora_config: at least one of train_attn, train_mlp, train_unembed must be true")

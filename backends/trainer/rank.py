@@ -16,7 +16,7 @@ from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResp
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base import FrozenBase
 from backends.trainer.canary import score_canary
-from backends.trainer.checks import check_forward_backward, decode_batch
+from backends.trainer.checks import check_forward_backward, decode_batch, published
 from backends.trainer.commands import FinishedPass, NewPass, TrainerConfig
 from backends.trainer.forward_backward import BatchPass, choose_rows, plan_pass
 from backends.trainer.packed_row import RowComputer
@@ -117,10 +117,11 @@ class TrainerRank:
                 if one.number in errors:
                     raise errors[one.number]
                 longest = self._longest_row if one.backward else _MAX_ROW
-                plan = plan_pass(inputs[one.number], self._world.size, self._max_tokens, longest)
-                self._passes[one.number] = BatchPass(
-                    one.number, tenant, inputs[one.number], plan, backward=one.backward
-                )
+                asked, loss_input = inputs[one.number]
+                plan = plan_pass(loss_input, self._world.size, self._max_tokens, longest)
+                self._passes[one.number] = BatchPass(one.number, tenant, loss_input, plan, backward=one.backward)
+                if asked != loss_input.loss_fn:
+                    self._passes[one.number].note = f"{asked}_as_{loss_input.loss_fn}:max"
             except (InvalidInput, BackendFailed) as error:
                 failures[one.number] = error
                 if one.backward:
@@ -134,10 +135,12 @@ class TrainerRank:
             if one is not None and one.backward:
                 one.tenant.gradient = "incomplete"
 
-    def _checked(self, batch: EncodedBatch) -> ForwardBackwardInput:
-        loss_input = decode_batch(batch)
+    def _checked(self, batch: EncodedBatch) -> tuple[str, ForwardBackwardInput]:
+        """The loss that was asked for, and what to compute."""
+        sent = decode_batch(batch)
+        loss_input = published(sent, self._config.stable_reinforce)
         check_forward_backward(self.base.renderer, loss_input, self._config.max_context_length)
-        return loss_input
+        return sent.loss_fn, loss_input
 
     def mark_incomplete(self, model_id: str) -> None:
         """A forward_backward of this model will never run."""
