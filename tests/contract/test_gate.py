@@ -205,10 +205,32 @@ def test_health_says_when_there_is_no_room(server: Running, monkeypatch: pytest.
 
 
 def test_a_telemetry_request_writes_a_few_bounded_lines(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    events = [{"event": "a\nERROR forged", "text": "x" * 1000}] * 900
+    events = [{"event": f"{number}\nERROR forged", "text": "x" * 1000} for number in range(900)]
     with caplog.at_level(logging.INFO):
         answer = server.post("/telemetry", session_id="s\nERROR forged", sdk_version="1" * 500, events=events)
     assert answer.json() == {"status": "accepted"}
     lines = [record.getMessage() for record in caplog.records if "client of session" in record.getMessage()]
-    assert 1 < len(lines) < 40 and sum(map(len, lines)) < 50_000 and "880 more events" in lines[-1]
+    assert 1 < len(lines) < 40 and sum(map(len, lines)) < 50_000 and "880 more kinds of events" in lines[-1]
     assert not any("\n" in line for line in lines)
+
+
+def test_events_that_differ_only_in_their_request_share_a_line(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    polls = [
+        {
+            "event": "GENERIC_EVENT",
+            "event_name": "APIFuture.result_async.api_status_error",
+            "event_id": str(number),
+            "severity": "WARNING",
+            "event_data": {"request_id": str(number)},
+        }
+        for number in range(99)
+    ]
+    fatal = {"event": "UNHANDLED_EXCEPTION", "severity": "CRITICAL", "exception_type": "KeyError"}
+    with caplog.at_level(logging.INFO):
+        server.post("/telemetry", session_id="s", sdk_version="0.38.0", events=[*polls, fatal])
+    lines = [record.getMessage() for record in caplog.records if "client of session" in record.getMessage()]
+    assert len(lines) == 2
+    assert "99 of a kind, the first" in lines[0] and '"request_id": "0"' in lines[0]
+    assert "KeyError" in lines[1] and "of a kind" not in lines[1]

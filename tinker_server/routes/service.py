@@ -2,6 +2,7 @@
 
 import json
 import logging
+from typing import Any
 
 from fastapi import APIRouter
 
@@ -19,8 +20,8 @@ from tinker_server.web.deps import ServedModels
 
 log = logging.getLogger(__name__)
 router = APIRouter()
-MAX_EVENTS, MAX_EVENT_CHARS = 20, 2000
-"""What is logged of one request at most."""
+MAX_KINDS, MAX_EVENT_CHARS = 20, 2000
+"""What is logged of one request at most: a line for each kind of event."""
 
 
 @router.post("/client/config")
@@ -37,13 +38,25 @@ async def dynamic_config(_: ClientConfigRequest) -> DynamicConfigResponse:
 
 @router.post("/telemetry")
 async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
-    """A client's own view of its session, logged without its keys."""
+    """A client's own view of its session, logged without its keys, one line for all events of a kind.
+
+    A client reports every poll and every repetition that did not go well: a hundred of one kind are nothing unusual.
+    """
     client = harmless(f"client of session {batch.session_id[:100]} (SDK {batch.sdk_version[:20]})")
-    for event in batch.events[:MAX_EVENTS]:
-        log.info("%s: %s", client, harmless(json.dumps(event))[:MAX_EVENT_CHARS])
-    if len(batch.events) > MAX_EVENTS:
-        log.info("%s: %d more events, which are not logged", client, len(batch.events) - MAX_EVENTS)
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for event in batch.events:
+        kinds.setdefault(_kind(event), []).append(event)
+    for events in list(kinds.values())[:MAX_KINDS]:
+        count = f"{len(events)} of a kind, the first " if len(events) > 1 else ""
+        log.info("%s: %s%s", client, count, harmless(json.dumps(events[0]))[:MAX_EVENT_CHARS])
+    if len(kinds) > MAX_KINDS:
+        log.info("%s: %d more kinds of events, which are not logged", client, len(kinds) - MAX_KINDS)
     return TelemetryResponse()
+
+
+def _kind(event: dict[str, Any]) -> str:
+    """What events have in common that differ only in which request they are about."""
+    return str([event.get(name) for name in ("event", "event_name", "severity", "exception_type")])[:MAX_EVENT_CHARS]
 
 
 @router.get("/get_server_capabilities")
