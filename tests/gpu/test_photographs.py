@@ -13,6 +13,7 @@ from tests.factories import make_renderer
 from tests.gpu.agreement import LARGEST, MEAN, differences
 from tests.photographs import SEEING, conversation, our_input, photographs
 from tests.servers import Server
+from tests.squares import check_that_a_red_square_is_called_red
 from tinker_server.embedded import TINY_VL
 
 pytestmark = pytest.mark.gpu
@@ -43,3 +44,7 @@ def test_photographs_are_scored_alike_before_and_after_training(seeing):
         print(f"{name}: mean {errors.mean():.4f}, max {errors.max():.4f} nats over {len(errors)} tokens")
         assert errors.mean() < MEAN
         assert errors.max() < LARGEST
+
+
+def test_a_red_square_is_called_red(seeing):
+    check_that_a_red_square_is_called_red(seeing.client(), TINY_VL)
