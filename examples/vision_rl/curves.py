@@ -1,0 +1,56 @@
+"""Curves of one task over its runs: python curves.py OUT NAME=RUN_DIR [NAME=RUN_DIR ...]
+
+Writes OUT.csv (run, step, reward, validation reward, KL from sampler to trainer, seconds) and OUT.png.
+"""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+COLUMNS = {
+    "reward": "env/all/reward/total",
+    "validation": "test/env/all/reward/total",
+    "kl_sample_train": "optim/kl_sample_train_v1",
+    "step_s": "time/total",
+}
+
+
+def read(run: str, directory: Path) -> list[dict[str, object]]:
+    """A row for each step that says anything."""
+    rows = []
+    for line in (directory / "rl" / "metrics.jsonl").read_text().splitlines():
+        found = json.loads(line)
+        values = {name: found[key] for name, key in COLUMNS.items() if key in found}
+        if values:
+            rows.append({"run": run, "step": found["step"], **values})
+    return rows
+
+
+def main(out: str, runs: dict[str, Path]) -> None:
+    """The table and the picture."""
+    rows = [row for run, directory in runs.items() for row in read(run, directory)]
+    with Path(f"{out}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["run", "step", *COLUMNS])
+        writer.writeheader()
+        writer.writerows(rows)
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for number, run in enumerate(runs):
+        for name, style in (("reward", "-"), ("validation", "o")):
+            points = [(row["step"], row[name]) for row in rows if row["run"] == run and name in row]
+            label = f"{run}, training" if name == "reward" else f"{run}, validation"
+            axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label, alpha=0.8)
+    axes.set(xlabel="step", ylabel="mean reward of an episode", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(f"{out}.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], {name: Path(directory) for name, _, directory in (one.partition("=") for one in sys.argv[2:])})

@@ -1,0 +1,130 @@
+r"""Questions about a picture, with a tool that says how good an answer is: text feedback, at most three turns.
+
+    user: [picture] How many squares does the rectangle have? ...
+    assistant: <tool_call>{"name": "calc_score", "arguments": {"answer": "10"}}</tool_call>
+    tool: score 0.0: the answer 10 is wrong; try again
+    assistant: \boxed{12}
+
+The reward is 1 where the answer in the box is right, else 0.
+"""
+
+import json
+import random
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+from records import Record, read_records
+from tinker_cookbook.renderers import Message, get_text_content
+from tinker_cookbook.renderers.base import ToolCall
+from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
+
+ENV_CLASS = "geometry3k"
+MAX_TURNS = 3
+TOOL = "calc_score"
+SIDE = 160
+LARGEST = 4
+"""Columns and rows of a figure."""
+INSTRUCTIONS = f"Ask {TOOL} how good an answer is, or give your answer as \\boxed{{...}}. You have {MAX_TURNS} turns."
+_BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+@dataclass
+class GeometryEnv(MessageEnv):
+    """One question."""
+
+    record: Record
+    messages: list[Message] = field(default_factory=list)
+    turns: int = 0
+
+    async def initial_observation(self) -> list[Message]:
+        """The record's own messages."""
+        self.messages = list(self.record.messages)
+        return self.messages
+
+    async def step(self, message: Message) -> MessageStepResult:
+        """Judge a boxed answer, or answer a call of the tool."""
+        self.turns += 1
+        self.messages = [*self.messages, message]
+        boxed = _BOX.findall(get_text_content(message))
+        right = bool(boxed) and same(boxed[-1], self.record.ground_truth)
+        calls = message.get("tool_calls") or []
+        if boxed or not calls or self.turns == MAX_TURNS:
+            return MessageStepResult(
+                reward=float(right),
+                episode_done=True,
+                next_messages=self.messages,
+                metrics={"right": float(right), "turns": float(self.turns)},
+            )
+        self.messages = [*self.messages, *(self._feedback(call) for call in calls)]
+        return MessageStepResult(reward=0.0, episode_done=False, next_messages=self.messages)
+
+    def _feedback(self, call: ToolCall) -> Message:
+        text = self._score(call)
+        return {"role": "tool", "name": call.function.name, "tool_call_id": call.id or "", "content": text}
+
+    def _score(self, call: ToolCall) -> str:
+        if call.function.name != TOOL:
+            return f"there is no tool {call.function.name}; use {TOOL}"
+        try:
+            answer = str(json.loads(call.function.arguments)["answer"])
+        except (ValueError, KeyError, TypeError):
+            return f'{TOOL} takes {{"answer": "..."}}'
+        if same(answer, self.record.ground_truth):
+            return "score 1.0: give this answer in the box"
+        return f"score 0.0: the answer {answer} is wrong; try again"
+
+
+def same(answer: str, truth: str) -> bool:
+    """Equal as numbers, or else as texts."""
+    try:
+        return abs(float(answer) - float(truth)) < 1e-6
+    except ValueError:
+        return answer.strip().lower() == truth.strip().lower()
+
+
+def figure(seed: int) -> tuple[Image.Image, str, str]:
+    """A rectangle of unit squares, the question, and how many squares it has."""
+    draw = random.Random(seed)
+    columns, rows = draw.randint(1, LARGEST), draw.randint(1, LARGEST)
+    image = Image.new("RGB", (SIDE, SIDE), "white")
+    canvas = ImageDraw.Draw(image)
+    cell = 32
+    left, top = draw.randint(0, SIDE - columns * cell - 1), draw.randint(0, SIDE - rows * cell - 1)
+    for column in range(columns):
+        for row in range(rows):
+            corner = (left + column * cell, top + row * cell)
+            canvas.rectangle(
+                (*corner, corner[0] + cell, corner[1] + cell), outline="black", fill=(170, 200, 240), width=2
+            )
+    return image, f"How many squares does the rectangle have? {INSTRUCTIONS}", str(columns * rows)
+
+
+def geometry_task(path: Path) -> partial[GeometryEnv]:
+    """The task of a file of records. Raises BadRecord."""
+    records = read_records(path)
+    return partial(_of_seed, records)
+
+
+def _of_seed(records: list[Record], seed: int) -> GeometryEnv:
+    return GeometryEnv(records[random.Random(seed).randrange(len(records))])
+
+
+def warm_start(seed: int) -> list[Message]:
+    """A conversation of the right form: a call with a wrong answer or none, then the box."""
+    image, text, truth = figure(seed)
+    draw = random.Random(f"warm-{seed}")
+    guess = str(draw.randint(1, LARGEST) * draw.randint(1, LARGEST))
+    messages: list[Message] = [
+        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
+    ]
+    if draw.random() < 0.5:
+        arguments = json.dumps({"answer": guess})
+        call = ToolCall(function=ToolCall.FunctionBody(name=TOOL, arguments=arguments), id="1")
+        env = GeometryEnv(Record([], ENV_CLASS, "rule", truth))
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append(env._feedback(call))
+    messages.append({"role": "assistant", "content": f"\\boxed{{{truth}}}"})
+    return messages

@@ -1,0 +1,187 @@
+"""Teach a vision-language model by reinforcement, on the cookbook's own training loop.
+
+    python teach.py squares log_path=runs/squares base_url=http://127.0.0.1:8000
+    python teach.py maze log_path=runs/maze base_url=http://127.0.0.1:8000 seed=1
+    python teach.py geometry records=figures/train.parquet log_path=runs/geometry base_url=http://127.0.0.1:8000
+
+Two phases: some steps of supervised fine-tuning, then RL from what they saved. The log_path gets what the cookbook
+writes (metrics.jsonl, checkpoints.jsonl) in the folders `warm` and `rl`, and what the warm start alone achieves.
+"""
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+import geometry
+import maze
+import squares
+import tinker
+from base import VALIDATION_SEED, Episodes, Served, renderer_of
+from tinker_cookbook import cli_utils
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
+from tinker_cookbook.rl import train
+from tinker_cookbook.rl.message_env import MessageEnv
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.supervised.data import conversation_to_datum
+from tinker_cookbook.utils import ml_log
+
+TINY_VL = Path(__file__).resolve().parents[2] / "tinker_server" / "tiny_vl"
+WARM_CHECKPOINT = "warm"
+
+
+@dataclass(frozen=True)
+class Task:
+    """An environment and what it takes to learn it."""
+
+    env: Callable[[int], MessageEnv]
+    warm_start: Callable[[int], list[Message]]
+    """A conversation of a seed, to begin with."""
+    max_tokens: int
+    """Of one answer."""
+    warm_steps: int
+    rl_steps: int
+    warm_rate: float
+    rl_rate: float
+
+
+def no_env(seed: int) -> MessageEnv:
+    """Of the task whose episodes come from a file."""
+    raise AssertionError("records=FILE names the file of questions")
+
+
+TASKS = {
+    "squares": Task(squares.squares, squares.warm_start, 4, warm_steps=32, rl_steps=50, warm_rate=3e-3, rl_rate=5e-4),
+    "maze": Task(maze.maze_env, maze.warm_start, 12, warm_steps=60, rl_steps=60, warm_rate=3e-3, rl_rate=5e-4),
+    "geometry": Task(no_env, geometry.warm_start, 48, warm_steps=40, rl_steps=20, warm_rate=3e-3, rl_rate=5e-4),
+}
+
+
+@chz.chz
+class Options:
+    """The command line."""
+
+    log_path: str
+    base_url: str | None = None
+    model_name: str = "tinker-server/tiny-vl"
+    model_dir: str = str(TINY_VL)
+    """Files of the model, for its tokenizer and image processor."""
+    renderer_name: str = "qwen3_vl_instruct"
+    records: str | None = None
+    """File of questions, for geometry; validation rows are in validation.* beside it."""
+    lora_rank: int = 32
+    seed: int = 0
+    batch_size: int = 8
+    """Groups of a step, and conversations of a step of the warm start divided by four."""
+    group_size: int = 8
+    validation_groups: int = 64
+    eval_every: int = 20
+    warm_steps: int | None = None
+    rl_steps: int | None = None
+    warm_rate: float | None = None
+    rl_rate: float | None = None
+    loss_fn: str = "importance_sampling"
+    behavior_if_log_dir_exists: cli_utils.LogdirBehavior = "raise"
+
+
+@chz.chz
+class Data(RLDatasetBuilder):
+    """Training episodes of the run's seed, and validation episodes that are always the same."""
+
+    options: Options
+    task_name: str
+    served: Any
+
+    async def __call__(self) -> tuple[Episodes, Episodes]:
+        """Both."""
+        task, options = TASKS[self.task_name], self.options
+        training_env = held_out_env = task.env
+        if options.records is not None:
+            path = Path(options.records)
+            training_env = geometry.geometry_task(path)
+            held_out_env = geometry.geometry_task(path.with_name(f"validation{path.suffix}"))
+        common = {"served": self.served, "max_tokens": task.max_tokens}
+        num_batches = options.rl_steps or task.rl_steps
+        training = Episodes(
+            task=training_env,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            group_size=options.group_size,
+            num_batches=num_batches,
+            **common,
+        )
+        held_out = Episodes(
+            task=held_out_env,
+            seed=VALIDATION_SEED,
+            batch_size=options.validation_groups,
+            group_size=1,
+            num_batches=1,
+            **common,
+        )
+        return training, held_out
+
+
+def one_turn(messages: list[Message], renderer: Renderer, draw: random.Random) -> tinker.Datum:
+    """A conversation up to one of its answers, which alone has weight: what is sampled, whatever a renderer does to
+    the answers before it."""
+    turn = draw.randrange(len(messages) // 2)
+    shown = messages[: 2 * turn + 2]
+    datum: tinker.Datum = conversation_to_datum(shown, renderer, None, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+    return datum
+
+
+def warm_up(task: Task, options: Options, served: Served) -> str:
+    """Supervised steps on conversations of fresh seeds; the path of the state that they end in."""
+    renderer = renderer_of(served)
+    logger = ml_log.setup_logging(log_dir=f"{options.log_path}/warm", config=options)
+    service = tinker.ServiceClient(base_url=options.base_url)
+    client = service.create_lora_training_client(options.model_name, rank=options.lora_rank, seed=options.seed).result()
+    draw = random.Random(f"warm-{options.seed}")
+    steps = task.warm_steps if options.warm_steps is None else options.warm_steps
+    for step in range(steps):
+        seeds = [draw.randrange(2**31) for _ in range(4 * options.batch_size)]
+        batch = [one_turn(task.warm_start(seed), renderer, draw) for seed in seeds]
+        rate = (options.warm_rate or task.warm_rate) * (1 - step / steps)
+        forward_backward = client.forward_backward(batch, "cross_entropy")
+        client.optim_step(tinker.AdamParams(learning_rate=rate)).result()
+        weights = sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in batch)
+        logger.log_metrics({"train_nll": forward_backward.result().metrics["loss:sum"] / weights}, step=step)
+    path: str = client.save_state(WARM_CHECKPOINT, ttl_seconds=7 * 24 * 3600).result().path
+    logger.close()
+    return path
+
+
+def main(task_name: str, options: Options) -> None:
+    """Warm up, then train."""
+    cli_utils.check_log_dir(options.log_path, options.behavior_if_log_dir_exists)
+    task = TASKS[task_name]
+    served = Served(options.model_name, Path(options.model_dir), options.renderer_name)
+    config = train.Config(
+        log_path=f"{options.log_path}/rl",
+        model_name=options.model_name,
+        renderer_name=options.renderer_name,
+        recipe_name=f"vision_rl_{task_name}",
+        load_checkpoint_path=warm_up(task, options, served),
+        dataset_builder=Data(options=options, task_name=task_name, served=served),
+        learning_rate=options.rl_rate or task.rl_rate,
+        lora_rank=options.lora_rank,
+        max_tokens=task.max_tokens,
+        loss_fn=options.loss_fn,
+        eval_every=options.eval_every,
+        save_every=0,
+        base_url=options.base_url,
+        num_groups_to_log=0,
+    )
+    asyncio.run(train.main(config))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TINKER_API_KEY", "tml-local")
+    if len(sys.argv) < 2 or sys.argv[1] not in TASKS:
+        sys.exit(f"usage: python teach.py {'|'.join(TASKS)} log_path=DIR [base_url=URL] [NAME=VALUE ...]")
+    main(sys.argv[1], chz.entrypoint(Options, argv=sys.argv[2:]))
