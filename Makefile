@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix check proto serve clean
+.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
@@ -20,6 +20,7 @@ help:
 	@echo "make chaos   ROUNDS=200 processes are killed while clients work; nothing may be lost, doubled or wrong"
 	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
 	@echo "make sdk-matrix   nine versions of the SDK, 0.8 to 0.38, must see the same numbers"
+	@echo "make acceptance   recipes of the cookbook, unmodified, each by what it wrote"
 	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
 	@echo "make proto   compile the protobuf schema again"
@@ -36,7 +37,7 @@ demo: $(STAMP)
 
 # Two workers, and what each starts, on two cores: more threads only wait for one another.
 test test-slow: export OMP_NUM_THREADS := 1
-TWO_WORKERS := -n 2 --dist loadscope --ignore tests/gpu tests
+TWO_WORKERS := -n 2 --dist loadscope --ignore tests/gpu --ignore tests/acceptance tests
 
 test: check
 	$(BIN)/pytest -m "not gpu and not slow" $(TWO_WORKERS)
@@ -55,6 +56,15 @@ conformance: $(STAMP)
 sdk-matrix: $(STAMP)
 	$(BIN)/python -m tests.sdk_matrix.run $(ARGS)
 
+# --caltech101 FOLDER (in ARGS) takes all its classes in place of the demo's ten.
+acceptance: $(STAMP) .cookbook/.installed
+	.cookbook/bin/python -m pytest -q -c examples/vision_rl/pytest.ini examples/vision_rl
+	$(BIN)/python -m pytest tests/acceptance $(ARGS)
+
+.cookbook/.installed: tests/acceptance/install.sh tests/acceptance/requirements.txt
+	tests/acceptance/install.sh .cookbook
+	@touch $@
+
 check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -67,4 +77,4 @@ serve: $(STAMP)
 	$(BIN)/tinker-server serve $(ARGS)
 
 clean:
-	rm -rf $(VENV) .sdk-matrix .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf $(VENV) .sdk-matrix .cookbook .mypy_cache .ruff_cache .pytest_cache build *.egg-info

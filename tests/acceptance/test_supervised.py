@@ -1,0 +1,59 @@
+"""Supervised recipes: chat, loops, resuming after a killed client, prompt distillation."""
+
+import time
+
+from tests.acceptance.recipes import Cookbook, Run
+
+DELETE = "behavior_if_log_dir_exists=delete"
+
+
+def assert_saved(run: Run) -> None:
+    """Its last checkpoint holds the state and what to sample from."""
+    last = run.checkpoints[-1]
+    assert last["name"] == "final"
+    assert last["state_path"].startswith("tinker://") and last["sampler_path"].startswith("tinker://")
+
+
+def test_sl_loop(cookbook: Cookbook, shows) -> None:
+    run = cookbook.train("sl_loop", "batch_size=16", "max_steps=4", "learning_rate=3e-3", "save_every=2")
+    nll = run.column("train_mean_nll")
+    assert len(nll) == 4 and nll[-1] < 0.9 * nll[0]
+    assert [row["name"] for row in run.checkpoints] == ["000002", "final"]
+    shows("sl_loop", f"train NLL {nll[0]:.2f} -> {nll[-1]:.2f}")
+
+
+def test_sl_basic(cookbook: Cookbook, shows) -> None:
+    size = "dataset_builder.common_config.batch_size=16"
+    run = cookbook.train("sl_basic", size, "max_steps=3", "learning_rate=3e-3", "eval_every=2")
+    nll, test_nll = run.column("train_mean_nll"), run.column("test/nll")
+    assert nll[-1] < nll[0] and test_nll[-1] < test_nll[0]
+    assert_saved(run)
+    shows("sl_basic", f"test NLL {test_nll[0]:.2f} -> {test_nll[-1]:.2f}")
+
+
+def test_chat_sl_goes_on_after_its_client_was_killed(cookbook: Cookbook, shows) -> None:
+    common = ("batch_size=16", "save_every=2", "rolling_save_every=1", "rolling_ttl_seconds=3600", "eval_every=0")
+    log_dir = cookbook.folder / "runs" / "chat_sl" / str(time.time_ns())
+    cookbook.killed("chat_sl.train", DELETE, *common, "max_steps=5", log_dir=log_dir, after_step=2)
+    resume = ("behavior_if_log_dir_exists=resume", f"log_path={log_dir}", *common, "max_steps=5")
+    run = cookbook.run("chat_sl.train", *resume, log_dir=log_dir)
+    assert "Resuming" in run.output or "resum" in run.output.lower()
+    assert [row["step"] for row in run.metrics] == list(range(5))
+    assert_saved(run)
+    nll = run.column("train_mean_nll")
+    shows("chat_sl.train, killed and resumed, rolling checkpoints", f"train NLL {nll[0]:.2f} -> {nll[-1]:.2f}")
+
+
+def test_prompt_distillation(cookbook: Cookbook, shows) -> None:
+    data = cookbook.folder / "languages.jsonl"
+    made = cookbook.run("prompt_distillation.create_data", f"output_file={data}")
+    assert data.exists() and "24/24" in made.output, made.output[-2000:]
+    # The small model follows no instructions, so that the distilled answers are put in its place.
+    rows = (cookbook.folder / "HuggingFaceH4" / "no_robots" / "data" / "train.jsonl").read_text()
+    data.write_text(rows)
+    arguments = (f"file_path={data}", "batch_size=16", "max_steps=2", "eval_every=0", "learning_rate=3e-3")
+    run = cookbook.train("prompt_distillation.train", DELETE, *arguments)
+    nll = run.column("train_mean_nll")
+    assert nll[-1] < nll[0]
+    assert_saved(run)
+    shows("prompt_distillation.create_data and .train", f"24 prompts sampled; train NLL {nll[0]:.2f} -> {nll[-1]:.2f}")
