@@ -16,7 +16,7 @@ class BackendConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where torch sees it."""
     ranks: int = Field(default=1, ge=1)
-    """Trainer processes per base model; above 1 the frozen base is sharded over them with FSDP2."""
+    """Trainer processes per base model; they shard the base (FSDP2) where half of a GPU could not hold it whole."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters are float32."""
     max_context_length: int | None = Field(default=None, ge=16)

@@ -4,7 +4,7 @@ vLLM mixes `WorkerExtension` into its worker class; the sampler process calls it
 `collective_rpc`. Both model runners are covered: V1 (CPU) and V2 (CUDA).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.sample import prompt_logprob
+from vllm.v1.worker.gpu.sample import sampler as second_sampler
 
 from backends.sampler import placeholders, prompt_columns
 from backends.sampler.experts_on_cpu import replace_experts
@@ -26,6 +27,20 @@ KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 if current_platform.is_cpu():
     replace_experts()
     copy_single_rows()
+
+
+def _keep_draws_in_vocabulary() -> None:
+    """Changes the function by which the V2 runner (CUDA) draws.
+
+    Of scores that are NaN, as a diverged adapter's are, it draws tokens beyond the vocabulary, and their embedding ends
+    the engine for everybody. The log probability of what is drawn instead stays NaN, and is told by name.
+    """
+    draw: Callable[..., torch.Tensor] = second_sampler.gumbel_sample
+
+    def gumbel_sample(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return draw(logits, *args, **kwargs).clamp_(0, logits.shape[1] - 1)
+
+    second_sampler.gumbel_sample = gumbel_sample
 
 
 class WorkerExtension:
@@ -49,6 +64,7 @@ class WorkerExtension:
         self._count_steps(runner)
         columns = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
         if self.use_v2_model_runner:
+            _keep_draws_in_vocabulary()
             worker = runner.prompt_logprobs_worker
             scores = prompt_columns.on_second_runner(worker)
             worker.compute_prompt_logprobs = prompt_rows.during(scores, argument=1)

@@ -76,6 +76,10 @@ class Memory:
         self, layers: Sequence[nn.Module], run_row: Callable[[int], None], device: torch.device, limit_bytes: int
     ) -> None:
         """`run_row` runs forward and backward of made-up text of so many tokens; what it compiles is compiled."""
+        self.set_aside_bytes = 0
+        """Reserved for other rows than those that are planned."""
+        self.recomputes = False
+        """Whether layers of the next row compute again."""
         self._device = device
         self._limit_bytes = limit_bytes
         self._recomputation = Recomputation(layers)
@@ -103,7 +107,7 @@ class Memory:
 
     @property
     def _free_bytes(self) -> float:
-        return self._limit_bytes * (1 - MARGIN) - torch.cuda.memory_allocated(self._device)
+        return self._limit_bytes * (1 - MARGIN) - self.set_aside_bytes - torch.cuda.memory_allocated(self._device)
 
     @property
     def longest_row(self) -> int:
@@ -112,12 +116,16 @@ class Memory:
 
     def prepare(self, num_tokens: int) -> None:
         """Have as many layers compute again as a row of so many tokens needs."""
-        self._recomputation.use(self._costs.layers_for(num_tokens, self._free_bytes))
+        self._recompute(self._costs.layers_for(num_tokens, self._free_bytes))
 
     def prepare_least(self) -> None:
         """Have all layers compute again, and give back what is kept for later."""
-        self._recomputation.use(self._costs.num_layers)
+        self._recompute(self._costs.num_layers)
         torch.cuda.empty_cache()
+
+    def _recompute(self, num_layers: int) -> None:
+        self.recomputes = num_layers > 0
+        self._recomputation.use(num_layers)
 
     def describe(self) -> str:
         """For the operator, in one line."""

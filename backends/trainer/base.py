@@ -1,16 +1,21 @@
 """The frozen base model of one rank: loaded, tested, sharded when there are several ranks."""
 
 import logging
+from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from backends.families.family import Family
+from backends.protocol import BackendFailed
 from backends.rendering import Renderer
 from backends.trainer import attention
 from backends.trainer.activations import Memory
+from backends.trainer.batching import Microbatch
 from backends.trainer.commands import TrainerConfig
-from backends.trainer.compiling import compile_layers, run_text, warm_up
+from backends.trainer.compiling import compile_layers, run_text, text_row, warm_up
+from backends.trainer.graphs import Graphs
 from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World, shard
 from backends.trainer.scoring import Scorer
@@ -45,15 +50,47 @@ class FrozenBase:
         """Whether samples may stand in one row."""
         if not self.packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
-        if world.size > 1:
+        self.is_sharded = world.size > 1 and not _fits_whole(model, config)
+        """Whether ranks wait for each other within a row. Where each has the whole base, none does."""
+        if self.is_sharded:
             shard(self.scorer, model.get_decoder().layers, world)
         self.memory: Memory | None = None
         """Of the GPU, where rows are made to fit into it."""
+        self._graphs: Graphs | None = None
         if world.device.type == "cuda" and config.dtype == "bfloat16":
             compile_layers(model.get_decoder().layers)
             warm_up(self.scorer, self.renderer, world)
             if config.gpu_memory_bytes is not None:
                 self.memory = self._measured(model, world, config.gpu_memory_bytes)
+            if self.packs and not self.is_sharded:  # a graph would hold collectives
+                self._graphs = self._tested_graphs(config, world)
+
+    def score(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+        """[T, K] float32, nats, as `Scorer` gives them; small rows with a gradient by a graph, on a GPU."""
+        # What a graph does is fixed: layers that compute again are none of it.
+        recomputes = self.memory is not None and self.memory.recomputes
+        if self._graphs is not None and torch.is_grad_enabled() and not recomputes and self._graphs.takes(batch):
+            try:
+                return self._graphs(batch, scales_TR)
+            except BackendFailed as error:
+                log.warning("small rows launch each kernel from now on: %s", error)
+                self._graphs = None
+            finally:
+                if self.memory is not None and self._graphs is not None:
+                    self.memory.set_aside_bytes = self._graphs.memory_bytes
+        return cast(Tensor, self.scorer(batch, scales_TR))
+
+    def _tested_graphs(self, config: TrainerConfig, world: World) -> Graphs | None:
+        graphs = Graphs(self.scorer, world.device)
+        if self.memory is not None:
+            self.memory.prepare(1)
+        try:
+            self.adapters.load([])
+            graphs.test(text_row(self.renderer, world, [41, 26]))
+        except BackendFailed as error:
+            log.warning("%s: small rows launch each kernel: %s", config.name, error)
+            return None
+        return graphs
 
     def _measured(self, model: PreTrainedModel, world: World, limit_bytes: int) -> Memory:
         def run_row(num_tokens: int) -> None:
@@ -62,6 +99,12 @@ class FrozenBase:
         memory = Memory(model.get_decoder().layers, run_row, world.device, limit_bytes)
         log.info("%s: %s", model.config.model_type, memory.describe())
         return memory
+
+
+def _fits_whole(model: PreTrainedModel, config: TrainerConfig) -> bool:
+    """Whether each rank may hold the whole base, with as much memory left for rows."""
+    weights = sum(tensor.nbytes for tensor in model.parameters())
+    return config.gpu_memory_bytes is not None and 2 * weights <= config.gpu_memory_bytes
 
 
 def load(config: TrainerConfig, family: Family, world: World) -> PreTrainedModel:

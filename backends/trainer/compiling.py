@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from backends.rendering import Rendered, Renderer
-from backends.trainer.batching import pack
+from backends.trainer.batching import Microbatch, pack
 from backends.trainer.parallel import World
 from backends.trainer.scoring import Scorer
 
@@ -40,8 +40,13 @@ def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
 def run_text(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int]) -> None:
     """A row of made-up texts through the base alone, and back where gradients are enabled."""
     scorer.adapters.load([])
-    texts = [np.zeros(length, np.int64) for length in lengths]
-    batch = pack([(Rendered(text, [], []), text) for text in texts], renderer.family, world.device)
+    batch = text_row(renderer, world, lengths)
     logprobs_TK = scorer(batch, scorer.adapters.blank(sum(lengths)))
     if torch.is_grad_enabled():
         logprobs_TK.sum().backward()
+
+
+def text_row(renderer: Renderer, world: World, lengths: Sequence[int]) -> Microbatch:
+    """A row of made-up texts."""
+    texts = [np.zeros(length, np.int64) for length in lengths]
+    return pack([(Rendered(text, [], []), text) for text in texts], renderer.family, world.device)

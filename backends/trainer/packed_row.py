@@ -1,7 +1,7 @@
 """Forward and backward of a packed row, which may hold datums of several models.
 
-Ranks compute their rows side by side. Before each forward they agree that what it needs is there: past that point
-one rank's error would leave the others waiting.
+Ranks compute their rows side by side. Before each forward they agree that what it needs is there: where the base is
+sharded, one rank's error past that point would leave the others waiting.
 
 T positions of a row, K alternatives of a position, P passes of a row, R rank columns of their models
 """
@@ -86,9 +86,12 @@ class RowComputer:
         """Raises _Feared where several passes may have harmed one another."""
         try:
             batch, scales_TR = agreed(lambda: self._packed(row, rendered), self._world)
-            observed = self._in_memory(row, batch, scales_TR)
-        except Exception as error:
-            if self._world.size > 1 and not isinstance(error, (InvalidInput, BackendFailed)):
+            if self._base.is_sharded:
+                observed = self._forward_backward(row, batch, scales_TR)
+            else:
+                observed = agreed(lambda: self._in_memory(row, batch, scales_TR), self._world)
+        except Exception as error:  # one row's failure must not stop the others
+            if self._base.is_sharded and not isinstance(error, (InvalidInput, BackendFailed)):
                 raise  # the others wait in a collective
             return _blame(passes, told(error))
         return self._collected(row, observed, passes)
@@ -112,7 +115,7 @@ class RowComputer:
         try:
             return self._forward_backward(row, batch, scales_TR)
         except torch.OutOfMemoryError:
-            if self._base.memory is None or self._world.size > 1:
+            if self._base.memory is None:
                 raise
         # Outside of the handler, whose traceback holds the failed pass's tensors.
         self._base.adapters.discard()
@@ -121,8 +124,8 @@ class RowComputer:
 
     def _forward_backward(self, row: Row, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         """[P, 8]: what `observe` gives for each pass."""
-        logprobs_TK = self._base.scorer(batch, scales_TR)
-        if not row:  # the others have one more row: take part in their collectives, with no gradient
+        logprobs_TK = self._base.score(batch, scales_TR)
+        if not row:  # the others have one more row: take part in what collectives they have, with no gradient
             if logprobs_TK.requires_grad:
                 (logprobs_TK.sum() * 0).backward()
             return torch.zeros(0, 0)

@@ -3,6 +3,7 @@
 pytest tests/gpu/test_trainer.py
 """
 
+import asyncio
 import dataclasses
 
 import numpy as np
@@ -10,11 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from api_schemas.training import Trainable
 from backends.trainer.client import TrainerClient
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, prompt, words
-from tests.trainers import LORA, SMOOTH, assert_same, config, forward_backward, gradients, perturb
+from tests.trainers import (
+    LORA,
+    SMOOTH,
+    assert_same,
+    config,
+    forward_backward,
+    gradients,
+    perturb,
+    relative_distance,
+    together,
+)
 
 pytestmark = pytest.mark.gpu
 CUDA = {"device": "cuda"}
@@ -55,7 +67,12 @@ def test_packed_in_bfloat16_is_near_one_by_one_and_near_float32(tiny_vl, rendere
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "memory", "close"), [("float32", None, 1e-4), ("bfloat16", None, 0.06), ("bfloat16", 20 << 30, 0.06)]
+)
+async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, close):
+    """Sharded, and where memory is planned each with the whole base. In bfloat16 layers are compiled, and rows of
+    other lengths round otherwise."""
     batches = [
         [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())],
         [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
@@ -63,19 +80,25 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path):
     ]
     weights = []
     for num_ranks in (1, 2):
-        settings = dataclasses.replace(config(tiny_vl, max_tokens=60), dtype="float32", **CUDA)
+        settings = dataclasses.replace(
+            config(tiny_vl, max_tokens=60), dtype=dtype, shares_rows=True, gpu_memory_bytes=memory, **CUDA
+        )
         ranked = TrainerClient(settings, num_ranks=num_ranks)
         await ranked.start()
         try:
-            await ranked.create_model("m", LORA, "owner")
+            for name in ("m", "other"):
+                await ranked.create_model(name, LORA, "owner")
             for data in batches:
-                await ranked.forward_backward("m", cross_entropy(data), backward=True)
+                await asyncio.gather(
+                    *(ranked.forward_backward(name, cross_entropy(data), backward=True) for name in ("m", "other"))
+                )
                 await ranked.optim_step("m", SMOOTH)
             await ranked.save_state("m", tmp_path / str(num_ranks))
         finally:
             await ranked.stop()
         weights.append(load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors"))
-    assert_same(weights[1], weights[0], rtol=1e-4)
+    assert weights[1].keys() == weights[0].keys()
+    assert relative_distance(weights[1].values(), weights[0].values()) < close
 
 
 def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
@@ -89,3 +112,30 @@ def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
             forward_backward(rank, "m", data, True)
             forward_backward(rank, "m", data, False)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+def test_a_graph_of_a_small_row_gives_what_its_kernels_give_one_by_one(tiny_vl, renderer):
+    rank = on_cuda(tiny_vl, "bfloat16", max_tokens=4096)
+    graphs = rank.base._graphs
+    assert graphs is not None
+    for place, lora_rank in enumerate((4, 16)):
+        rank.create_model(f"m{place}", Trainable(rank=lora_rank, seed=place))
+        perturb(rank, f"m{place}")
+    for lengths in ([64] * 4, [100, 3, 77], [1, 2], [30] * 30, [512]):
+        batches = [
+            (f"m{place}", cross_entropy([datum(prompt(words(n, n)), renderer, n) for n in lengths]))
+            for place in range(2)
+        ]
+        outputs = together(rank, batches)
+        got = [gradients(rank, name) for name, _ in batches]
+        rank.base._graphs = None
+        for (name, alone), output, gradient in zip(batches, outputs, got, strict=True):
+            rank.tenants[name].clear_gradient()
+            expected = forward_backward(rank, name, alone)
+            for one, other in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+                assert np.abs(one["logprobs"] - other["logprobs"]).max() < 0.1
+            # 0.025 was seen between rows of different lengths; a wrong sample or scale is off by more than 0.3.
+            assert relative_distance(gradient.values(), gradients(rank, name).values()) < 0.06
+            rank.tenants[name].clear_gradient()
+        rank.base._graphs = graphs
+    assert {num_tokens for num_tokens, _ in graphs._graphs} == {256, 512, 1024, 2048}

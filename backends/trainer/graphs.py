@@ -1,0 +1,149 @@
+"""Small rows of text as CUDA graphs: what their kernels take is then all that they cost, not the launching of each.
+
+A graph is recorded for a number of tokens and samples and a width of the adapters; a smaller row is filled up with
+samples that are nobody's and have no gradient. Recorded at first use, which takes about a second.
+
+T tokens of a row, K = 1 target of a token, R rank columns of its models
+"""
+
+import logging
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from backends.protocol import BackendFailed
+from backends.trainer.batching import Microbatch
+from backends.trainer.scoring import Scorer
+
+log = logging.getLogger(__name__)
+TOKENS = (256, 512, 768, 1024, 1536, 2048)
+"""Of a graph. Above, launching takes less time than computing, on an H200 and a model of 4 billion parameters."""
+TOKENS_PER_SAMPLE = 8
+"""A graph of 512 tokens takes up to 64 samples, with the one that fills it up."""
+_WARM_UPS = 2
+
+
+class Graphs:
+    """Rows through the scorer, with a gradient. What its graphs compute with is kept: a few GiB."""
+
+    def __init__(self, scorer: Scorer, device: torch.device) -> None:
+        self._scorer = scorer
+        self._device = device
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._pool = torch.cuda.graph_pool_handle()
+        """One for all graphs: no two are ever in use at once."""
+        self.memory_bytes = 0
+        """Taken by what was recorded."""
+
+    def test(self, batch: Microbatch) -> None:
+        """Record a graph, and see that it gives what the scorer gives for the row that it computes. Raises
+        BackendFailed."""
+        scales_TR = self._scorer.adapters.blank(len(batch.targets_TK))
+        self(batch, scales_TR)
+        graph = next(iter(self._graphs.values()))
+        replayed_TK = graph.forward(batch, scales_TR).clone()
+        # With a gradient, too: without one other kernels are compiled, which round otherwise.
+        computed_TK = self._scorer(graph.row, graph.scales_TR).detach()[: len(replayed_TK)]
+        if not torch.equal(replayed_TK, computed_TK):
+            raise BackendFailed("recorded kernels give other log probabilities than launched ones")
+
+    def takes(self, batch: Microbatch) -> bool:
+        """Whether a row is of those that have a graph."""
+        size = self._size(batch)
+        return (
+            size is not None
+            and not batch.images
+            and batch.targets_TK.shape[1] == 1
+            and len(batch.cu_seqlens) <= size // TOKENS_PER_SAMPLE + 1
+        )
+
+    def __call__(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+        """[T, 1], as the scorer gives it for the same row filled up to the graph's tokens. Raises BackendFailed where
+        there is no recording the model's kernels, OutOfMemoryError."""
+        size = self._size(batch)
+        assert size is not None
+        key = (size, scales_TR.shape[1])
+        if key not in self._graphs:
+            torch.cuda.empty_cache()  # as recording does
+            before = torch.cuda.memory_reserved(self._device)
+            try:
+                self._graphs[key] = _Graph(self._scorer, batch, size, scales_TR.shape[1], self._pool)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise BackendFailed(f"its kernels cannot be recorded ({error})") from error
+            self.memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+            log.info("recorded a graph of %d tokens, %d rank columns", *key)
+        return cast(Tensor, _Replay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
+
+    def _size(self, batch: Microbatch) -> int | None:
+        return next((size for size in TOKENS if len(batch.targets_TK) <= size), None)
+
+
+class _Graph:
+    """Forward and backward of rows of one size, each at fixed places in memory."""
+
+    def __init__(self, scorer: Scorer, like: Microbatch, num_tokens: int, width: int, pool: Any) -> None:
+        device = like.targets_TK.device
+        zeros = partial(torch.zeros, device=device)
+        inputs = {
+            name: zeros(*value.shape[:-1], num_tokens, dtype=value.dtype) for name, value in like.model_inputs.items()
+        }
+        bounds = torch.full((num_tokens // TOKENS_PER_SAMPLE + 1,), num_tokens, dtype=torch.int32, device=device)
+        bounds[0] = 0
+        self.row = Microbatch(inputs, [], bounds, num_tokens, zeros(num_tokens, 1, dtype=torch.int64), [num_tokens])
+        self.scales_TR = zeros(num_tokens, width, dtype=torch.float32)
+        self.grad_TK = zeros(num_tokens, 1, dtype=torch.float32)
+        gathered = [gradient.clone() for gradient in scorer.adapters.gathered]
+        try:
+            self._record(scorer, pool)
+        finally:
+            for gradient, before in zip(scorer.adapters.gathered, gathered, strict=True):
+                gradient.copy_(before)  # recording added to it
+
+    def _record(self, scorer: Scorer, pool: Any) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                scorer(self.row, self.scales_TR).backward(self.grad_TK)
+        torch.cuda.current_stream().wait_stream(side)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._forward, pool=pool):
+            output = scorer(self.row, self.scales_TR)
+        with torch.cuda.graph(self._backward, pool=pool):
+            output.backward(self.grad_TK)
+        self._logprobs_TK = output.detach()
+
+    def forward(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+        """[T, 1], of the row's own tokens; valid until the next."""
+        count, ends = len(batch.targets_TK), len(batch.cu_seqlens)
+        for name, value in batch.model_inputs.items():
+            self.row.model_inputs[name].zero_()[..., :count] = value
+        self.row.targets_TK.zero_()[:count] = batch.targets_TK
+        self.scales_TR.zero_()[:count] = scales_TR
+        # The rest is one sample, and others of no token: the kernel writes nothing where no sample is.
+        self.row.cu_seqlens.fill_(len(self.row.targets_TK))[:ends] = batch.cu_seqlens
+        self._forward.replay()
+        logprobs_TK: Tensor = self._logprobs_TK[:count]
+        return logprobs_TK
+
+    def backward(self, grad_TK: Tensor) -> None:
+        """Of the latest forward; adds to the loaded adapters' gradients."""
+        self.grad_TK.zero_()[: len(grad_TK)] = grad_TK
+        self._backward.replay()
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, graph: _Graph, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+        ctx.graph = graph
+        return graph.forward(batch, scales_TR).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.graph.backward(grad_TK)
+        return torch.zeros((), device=grad_TK.device), None, None, None
