@@ -16,7 +16,7 @@ _KEY = "canary"
 _NUM_TOKENS, _PERIOD = 15, 5
 """With the token that an engine draws after them they fit into the smallest context window. They repeat, so that the
 later ones are likely and the first are not."""
-_TOLERANCE = {"float32": (1e-3, 1e-4), "bfloat16": (0.05, 0.02)}
+_TOLERANCE = {"float32": (1e-3, 1e-4), "bfloat16": (0.05, 0.01)}
 """Nats, and of the mean magnitude of the scores: what the mean difference may be. Trainer and engine were seen to
 differ by 8e-6 at most in float32, in bfloat16 by 0.016 on average; what is loaded wrongly, by 0.3 and more."""
 

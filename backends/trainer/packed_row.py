@@ -80,7 +80,10 @@ class RowComputer:
         def render(one: BatchPass, indices: list[int]) -> list[Rendered]:
             return [self._base.renderer.render(one.data[i].model_input, f"datum {i}", known) for i in indices]
 
-        return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
+        try:
+            return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
+        finally:
+            self._base.renderer.forget_expected()  # what a refused pass did not come to
 
     def _computed(self, row: Row, rendered: dict[int, list[Rendered]], passes: Sequence[BatchPass]) -> Failures:
         """Raises _Feared where several passes may have harmed one another."""

@@ -193,3 +193,14 @@ async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, t
         await one.stop()
     weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
     assert_same(weights[1], weights[0], rtol=1e-5)
+
+
+def test_nothing_is_left_of_images_that_were_decoded_for_a_refused_request(keeping, renderer, data):
+    broken, whole = image(96, 64, 77), image(64, 64, 78)
+    good = datum(prompt(words(3), broken, words(3), whole), renderer)
+    cut = broken.model_copy(update={"data": broken.data[: len(broken.data) // 2]})
+    bad = good.model_copy(update={"model_input": prompt(words(3), cut, words(3), whole)})
+    with pytest.raises(InvalidInput, match="datum 0, chunk 1: the image does not decode"):
+        forward_backward(keeping, "m", cross_entropy([bad]), True)
+    assert not keeping.base.renderer._ahead._results
+    run(keeping, data)
