@@ -43,7 +43,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 @pytest.fixture
 async def db(database_url: str) -> AsyncIterator[Database]:
     """The database of a test, with its tables."""
-    db = Database(database_url)
+    db = Database(database_url, synchronous="normal")  # on a disk that others keep busy, an fsync takes a second
     await db.migrate()
     yield db
     await db.close()

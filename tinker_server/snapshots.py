@@ -4,6 +4,7 @@ A snapshot is copied between two operations, when every result of the model has 
 is recorded once it is on disk and those results are stored: what it holds is never run again on it.
 """
 
+import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -11,7 +12,6 @@ from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models import Models
 from tinker_server.store.directories import Storage
@@ -72,7 +72,7 @@ class Snapshots:
     async def logs(self, operation: Operation, failure_category: str | None) -> bool:
         """Whether an operation that has ended is to have a place in its model's log. The model is undisturbed."""
         seconds = self._models.spent_s.pop(operation.lane, 0)
-        if operation.operation_kind not in LOGGED:
+        if operation.operation_kind not in LOGGED or await self._is_gone(operation.lane):
             return False
         if operation.operation_kind == "load_weights":
             # The weights it read may be deleted at any time, so they are kept in place of it.
@@ -83,6 +83,13 @@ class Snapshots:
         found.is_empty = False
         found.must_end |= failure_category == "server"
         return True
+
+    async def _is_gone(self, model_id: str) -> bool:
+        try:
+            run = await self._runs.find(model_id)
+        except DatabaseUnavailable:
+            return False
+        return run is None or run.status == "lost"
 
     async def look_after(self, operation: Operation) -> None:
         """Take a snapshot where the log has become long with an operation; it is written aside. The model is
@@ -122,7 +129,7 @@ class Snapshots:
             run, position = await self._runs.get(model_id), self._futures.last_position
             directory = await self._storage.reserve(model_id, "snapshots", "model")
             written = await self._models.snapshot(run, directory)
-        except (BackendFailed, ModelLost, InvalidInput, DatabaseUnavailable) as error:
+        except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
             self._put_back(model_id, before, error)
             return
         self._models.writing(model_id, self._record(run, directory, position, before, written))
@@ -138,11 +145,12 @@ class Snapshots:
             numerics = dict(self._models.base(run.base_model).info.numerics)
             left = (await self._runs.get(run.model_id)).snapshot
             await self._runs.set_snapshot(run.model_id, directory, position, numerics)
-        except (BackendFailed, DatabaseUnavailable) as error:
+        except Exception as error:  # noqa: BLE001 - likewise
             self._put_back(run.model_id, before, error)
             return False
         if left is not None:
-            await self._storage.delete(left)
+            with contextlib.suppress(OSError):  # it is loose, and is looked for again
+                await self._storage.delete(left)
         return True
 
     def _put_back(self, model_id: str, before: _Log, error: Exception) -> None:

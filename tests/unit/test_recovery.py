@@ -252,3 +252,26 @@ async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
         monkeypatch.setattr(RunStore, "get", refuse)
         assert not (await client.result(await client.forward_backward(1))).failed
         assert refusals == 0 and gradients(client, client.model_id) == [1]
+
+
+async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError("nobody foresaw it")
+
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        monkeypatch.setattr(client.trainer, "snapshot", broken)
+        client.services.snapshots._logs[client.model_id].must_end = True
+        for number in range(1, 4):
+            assert not (await client.result(await client.forward_backward(number))).failed
+        client.trainer.steps.clear()
+        assert not (await client.result(await client.optim_step(4))).failed
+        assert client.trainer.applied == [(client.model_id, [1, 1, 1])]
+
+
+async def test_what_is_sent_to_an_unloaded_model_is_not_logged(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        await client.services.models.drop(client.model_id)
+        assert "create it again" in (await client.error(await client.forward_backward(1)))["error"]
+        assert [entry async for entry in client.services.futures.logged(client.model_id)] == []

@@ -61,6 +61,7 @@ class Storing:
             failed = Result.of_error(ResultTooLarge(f"the result of {len(result.body)} bytes could not be stored"))
             kind, lane, seq_id, owner = result.operation_kind, result.lane, result.seq_id, result.owner
             failed = replace(failed, operation_kind=kind, lane=lane, seq_id=seq_id, owner=owner)
+            failed = replace(failed, position=result.position)  # it changed its model all the same
             try:
                 await self._store([(request_id, failed)])
             except Exception:  # then it is the database, not the result
