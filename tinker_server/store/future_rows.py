@@ -90,8 +90,8 @@ class FutureRows:
     async def finish(self, results: list[tuple[str, Result]]) -> None:
         """Store results by request_id, of those that have none yet."""
         change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
-        kept = [_finished_columns(*one) for one in results if one[1].position is not None]
-        done = [_finished_columns(*one) | {"request": b""} for one in results if one[1].position is None]
+        kept = [_finished_columns(*one) for one in results if _may_run_again(one[1])]
+        done = [_finished_columns(*one) | {"request": b""} for one in results if not _may_run_again(one[1])]
         async with self._db.write() as session:
             connection = await session.connection()
             for rows in filter(None, (kept, done)):
@@ -175,6 +175,11 @@ def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
         "status": "queued",
         "created_at": now,
     }
+
+
+def _may_run_again(result: Result) -> bool:
+    """Whether the operation's body is needed in the log of its model."""
+    return result.position is not None and result.failure_category is None
 
 
 def _finished_columns(request_id: str, result: Result) -> dict[str, Any]:
