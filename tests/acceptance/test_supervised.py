@@ -23,8 +23,7 @@ def test_sl_loop(cookbook: Cookbook, shows) -> None:
 
 
 def test_sl_basic(cookbook: Cookbook, shows) -> None:
-    size = "dataset_builder.common_config.batch_size=16"
-    run = cookbook.train("sl_basic", size, "max_steps=3", "learning_rate=3e-3", "eval_every=2")
+    run = cookbook.train("sl_basic", "max_steps=2", "learning_rate=3e-3", "eval_every=1")
     nll, test_nll = run.column("train_mean_nll"), run.column("test/nll")
     assert nll[-1] < nll[0] and test_nll[-1] < test_nll[0]
     assert_saved(run)
