@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check proto serve clean
+.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check models proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
@@ -23,6 +23,7 @@ help:
 	@echo "make acceptance   recipes of the cookbook, unmodified, each by what it wrote"
 	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
+	@echo "make models   write docs/models.md from what the server says of each kind"
 	@echo "make proto   compile the protobuf schema again"
 	@echo "make setup   only install; make clean removes $(VENV) and all caches"
 
@@ -69,6 +70,9 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+models: $(STAMP)
+	$(BIN)/python -m tests.models_page
 
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTOS)

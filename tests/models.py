@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -154,6 +156,14 @@ def make_tiny_text(directory: Path, *, seed: int = 0) -> Path:
     """A text-only Qwen3 of the same size."""
     tokenizer, ids = _tokenizer(directory)
     _save(Qwen3ForCausalLM, Qwen3Config(**_text_sizes(tokenizer, ids, False)), directory, ids, seed)
+    return directory
+
+
+def make_tiny_of(kind: str, directory: Path, *, seed: int = 0, **sizes: object) -> Path:
+    """A text-only decoder of another kind, as transformers names its config."""
+    tokenizer, ids = _tokenizer(directory)
+    config = AutoConfig.for_model(kind, **{**_text_sizes(tokenizer, ids, False), **sizes})
+    _save(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, directory, ids, seed)
     return directory
 
 

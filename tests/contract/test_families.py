@@ -6,6 +6,7 @@ pytest tests/contract/test_families.py
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from backends.trainer.lora import ALPHA
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
-from tests.models import make_tiny_moe, make_tiny_qwen3_5, make_tiny_vl
+from tests.models import make_tiny_moe, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
     LORA,
@@ -37,6 +38,9 @@ from tests.trainers import (
 )
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "Llama": partial(make_tiny_of, "llama"),
+    "Mistral": partial(make_tiny_of, "mistral"),
+    "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
     "Qwen3.5": make_tiny_qwen3_5,

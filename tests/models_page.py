@@ -1,0 +1,135 @@
+"""Writes docs/models.md from the families themselves: `make models`. A test holds the page to what this gives.
+
+Every line is of a tiny model of the kind, the one that tests/contract/test_families.py trains and samples.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from backends.families.coverage import check_coverage
+from backends.families.registry import find_family
+from backends.protocol import BackendFailed
+from tests.models import make_tiny_moe, make_tiny_of, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+
+PAGE = Path(__file__).parents[1] / "docs/models.md"
+SERVED: dict[str, Callable[[Path], Path]] = {
+    "Qwen3-VL": make_tiny_vl,
+    "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
+    "Qwen3.5": make_tiny_qwen3_5,
+    "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
+    "Qwen3": make_tiny_text,
+    "Qwen3 MoE": make_tiny_moe,
+    "Llama": partial(make_tiny_of, "llama"),
+    "Mistral": partial(make_tiny_of, "mistral"),
+    "Gemma 3 (text)": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
+}
+"""Those whose sampler is compared with their trainer."""
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+REFUSED = {
+    "Qwen2.5-VL": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    "Gemma 3 with images": ("gemma3", "Gemma3ForConditionalGeneration"),
+    "SmolVLM2": ("smolvlm", "SmolVLMForConditionalGeneration"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
+    "Qwen3-Next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen2 MoE": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "Mixtral": ("mixtral", "MixtralForCausalLM"),
+    "LFM2": ("lfm2", "Lfm2ForCausalLM"),
+    "Falcon-H1": ("falcon_h1", "FalconH1ForCausalLM"),
+}
+HEAD = """# Models
+
+Made by `make models`; a test holds this page to what the server says. What is not below is refused at start by name,
+or is a dense text decoder of transformers whose every weight LoRA reaches, which is checked at start, as is that the
+trainer's way of scoring is the model's own.
+
+Each kind below is trained and sampled in the tests as a random model of about 0.3 M parameters: trainer = transformers,
+packed = alone, saved weights merged into transformers = trainer, sampler = trainer with adapters and images, to 1e-4
+nats in float32 (Qwen3.5's sampler: bfloat16, 0.03 in the mean and 0.2 at most). Of larger sizes, docs/performance.md
+tells what was measured.
+
+| kind | architecture | images | experts | rows | `train_attn` | `train_mlp` | `train_unembed` | frozen |
+|---|---|---|---|---|---|---|---|---|
+"""
+NOTES = """
+- Video and audio are refused for every kind.
+- An expert's three matrices have adapters of their own, each of the full rank: a model of rank r has r x experts x
+  layers x 3 pairs. Routers and the gates of shared experts are frozen.
+- Rows "one sample": layers with linear attention carry a state along a row, so samples do not share one.
+- Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
+  model's own names, expert by expert. Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts.
+- On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
+  bfloat16 alone there. On CUDA neither has been run yet.
+
+## Refused
+
+| kind | what the server says |
+|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    with tempfile.TemporaryDirectory() as directory:
+        served = [
+            _line(name, make(Path(directory) / str(number))) for number, (name, make) in enumerate(SERVED.items())
+        ]
+    refused = [f"| {name} | {_refusal(*kind)} |\n" for name, kind in REFUSED.items()]
+    return HEAD + "".join(served) + NOTES + "".join(refused)
+
+
+def _line(name: str, source: Path) -> str:
+    config = AutoConfig.from_pretrained(source)
+    family = find_family(config, str(source))
+    check_coverage(family, config, str(source))
+    with torch.device("meta"):
+        model = family.model_class.from_config(config)
+    groups = family.lora_modules(model)
+    flags = [_short(groups[flag]) for flag in ("train_attn", "train_mlp", "train_unembed")]
+    names = {re.sub(r"\.\d+\.", ".*.", one) for one, _ in model.named_modules()}
+    frozen = ", ".join(f"`{one.rpartition('*.')[2]}`" for one in family.frozen if one in names) or "-"
+    has_experts = any(one.endswith(".experts") for one in groups["train_mlp"])
+    rows = "one sample" if family.has_linear_attention else "packed"
+    cells = [name, f"`{config.architectures[0]}`", _yes(family.vision is not None), _yes(has_experts), rows]
+    return f"| {' | '.join([*cells, *flags, frozen])} |\n"
+
+
+def _yes(given: bool) -> str:
+    return "yes" if given else "no"
+
+
+def _short(names: list[str]) -> str:
+    return ", ".join(dict.fromkeys(f"`{one}`" for one in _endings(names)))
+
+
+def _endings(names: list[str]) -> Iterator[str]:
+    for name in names:
+        layer = re.fullmatch(r".*layers\.\d+\.(?:self_attn|mlp)?\.?(.+)", name)
+        yield layer[1] if layer else name
+
+
+def _refusal(kind: str, architecture: str) -> str:
+    config = AutoConfig.for_model(kind) if "vl" in kind or kind == "gemma3" else AutoConfig.for_model(kind, **SIZES)
+    config.architectures = [architecture]
+    try:
+        check_coverage(find_family(config, kind), config, kind)
+    except BackendFailed as error:
+        return str(error).removeprefix(f"{kind}: ")
+    raise AssertionError(f"{kind} is served")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
