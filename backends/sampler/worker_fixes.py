@@ -60,6 +60,9 @@ class WorkerExtension:
         heads = [module for module in runner.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
         if len(heads) != 1:
             raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
+        # Of some models (Mistral, Gemma) vLLM wraps the head, and then refuses files that have an adapter for it.
+        loadable = runner.lora_manager._adapter_manager.supported_lora_modules
+        loadable += ["lm_head"] if "lm_head" not in loadable else []
         prompt_rows = PromptRows(heads[0].punica_wrapper)
         self._count_steps(runner)
         columns = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)

@@ -141,6 +141,7 @@ def test_packed_samples_are_as_one_by_one(source, data) -> None:
     assert_same(packed_gradients, single_gradients)
 
 
+@pytest.mark.slow
 async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, renderer, data, tmp_path) -> None:
     """Base and adapters at once, images too where the family takes them."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.has_linear_attention else "float32"
