@@ -123,10 +123,16 @@ def agreed_each(
 
 
 def told(error: Exception) -> InvalidInput | BackendFailed:
-    """An error as every rank may raise it; where it is not the request's, the log gets it as it was."""
+    """An error as every rank may raise it; where it is not the request's, the log gets it as it was.
+
+    After an error of the device itself, such as a failed assertion in a kernel, nothing in this process can use the
+    device any more: the process ends, and what ran is restored in the next one.
+    """
     if isinstance(error, (InvalidInput, BackendFailed)):
         return error
     log.error("a rank failed", exc_info=error)
+    if isinstance(error, torch.AcceleratorError):
+        raise SystemExit("the device cannot be used any more by this process") from error
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return BackendFailed(f"out of GPU memory; send shorter or fewer datums at once ({error})")
