@@ -83,6 +83,23 @@ def make_model(directory: Path, num_layers: int) -> Path:
     return directory
 
 
+def make_config(source: Path, gpu_memory_bytes: int) -> TrainerConfig:
+    """As the server would have it on such a GPU."""
+    return TrainerConfig(
+        name="bench",
+        source=str(source),
+        device="cuda",
+        dtype="bfloat16",
+        max_context_length=CONTEXT,
+        max_lora_rank=64,
+        max_tokens_per_microbatch=16384,
+        image_cache_bytes=1 << 30,
+        max_image_pixels=10**7,
+        gpu_memory_bytes=gpu_memory_bytes,
+        shares_rows=True,
+    )
+
+
 def seconds(work: Callable[[], object], times: int = 3) -> float:
     """The best of some, after one more."""
     taken = []
@@ -164,18 +181,7 @@ def bare(directory: Path, report: Report) -> None:
 def trainer(directory: Path, report: Report) -> None:
     """Rows of text, a long datum, small batches, photographs, a step."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
-    config = TrainerConfig(
-        name="bench",
-        source=str(directory),
-        device="cuda",
-        dtype="bfloat16",
-        max_context_length=CONTEXT,
-        max_lora_rank=64,
-        max_tokens_per_microbatch=16384,
-        image_cache_bytes=1 << 30,
-        max_image_pixels=10**7,
-        gpu_memory_bytes=int(0.95 * total),
-    )
+    config = make_config(directory, int(0.95 * total))
     began = time.perf_counter()
     rank = TrainerRank(config, World(0, 1, DEVICE))
     assert rank.base.memory is not None

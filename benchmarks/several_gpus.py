@@ -16,8 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.training import Trainable
 from backends.trainer.client import TrainerClient
-from backends.trainer.commands import TrainerConfig
-from benchmarks.gpu import CONTEXT, RANK, make_model, text
+from benchmarks.gpu import RANK, make_config, make_model, text
 from tests.factories import cross_entropy
 
 GIB = 2**30
@@ -26,20 +25,7 @@ GIB = 2**30
 async def seconds(source: Path, num_ranks: int) -> dict[str, float]:
     """The best of two, after one more."""
     random = np.random.default_rng(0)
-    config = TrainerConfig(
-        name="bench",
-        source=str(source),
-        device="cuda",
-        dtype="bfloat16",
-        max_context_length=CONTEXT,
-        max_lora_rank=64,
-        max_tokens_per_microbatch=16384,
-        image_cache_bytes=1 << 30,
-        max_image_pixels=10**7,
-        gpu_memory_bytes=120 * GIB,
-        shares_rows=True,
-    )
-    client = TrainerClient(config, num_ranks=num_ranks)
+    client = TrainerClient(make_config(source, 120 * GIB), num_ranks=num_ranks)
     began = time.perf_counter()
     await client.start()
     print(f"{num_ranks} ranks started in {time.perf_counter() - began:.0f} s", flush=True)

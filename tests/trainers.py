@@ -75,7 +75,7 @@ def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.
         return {"input_ids": ids}
     return {
         "input_ids": ids,
-        "pixel_values": torch.cat([one.tensors["pixel_values"] for one in rendered.images]),
+        "pixel_values": torch.cat([one.tensors["pixel_values"] for one in rendered.images]).to(model.dtype),
         "image_grid_thw": torch.cat([one.tensors["image_grid_thw"] for one in rendered.images]),
         "mm_token_type_ids": (ids == model.config.image_token_id).int(),
     }

@@ -48,7 +48,6 @@ class Reference:
     def distribution_TV(self, model_input: ModelInput) -> Tensor:
         """[T, V] log probabilities; row t is of what follows token t."""
         inputs = reference_inputs(self._renderer, model_input, self.model)
-        inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
         return self.model(**inputs, use_cache=False).logits[0].log_softmax(-1)
 
     def logprobs(self, item: Datum) -> Tensor:

@@ -198,7 +198,9 @@ def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, 
             lora_alpha=32,
             target_modules=r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)",
         ),
-    ).eval()
+    )
+    # In float64: PEFT's own rounding in float32, blown up by Adam, is as large as the tolerance.
+    model = model.eval().double()
     own = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if "lora_" in name}
     theirs = rank.tenants["m"].adapter.tensors
     assert own.keys() == theirs.keys()
