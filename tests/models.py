@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
@@ -123,16 +125,49 @@ def make_tiny_qwen3_5(directory: Path, *, moe: bool = False, seed: int = 0) -> P
     return directory
 
 
-def _write_processor(directory: Path) -> None:
+def make_tiny_qwen2_5_vl(directory: Path, *, seed: int = 0) -> Path:
+    """A Qwen2.5-VL: the first layer of its tower looks at windows of 56 x 56 pixels, the second at the whole image."""
+    tokenizer, ids = _tokenizer(directory)
+    config = Qwen2_5_VLConfig(
+        text_config=dict(
+            _text_sizes(tokenizer, ids, False),
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]},
+        ),
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            in_channels=3,
+            patch_size=14,
+            spatial_merge_size=2,
+            temporal_patch_size=2,
+            tokens_per_second=2,
+            window_size=56,
+            fullatt_block_indexes=[1],
+            out_hidden_size=64,
+        ),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    _save(Qwen2_5_VLForConditionalGeneration, config, directory, ids, seed)
+    _write_processor(directory, patch_size=14, processor_class="Qwen2_5_VLProcessor")
+    return directory
+
+
+def _write_processor(directory: Path, patch_size: int = 16, processor_class: str = "Qwen3VLProcessor") -> None:
     processor = {
-        "size": {"longest_edge": 16777216, "shortest_edge": 1024},
-        "patch_size": 16,
+        "size": {"longest_edge": 16777216, "shortest_edge": 4 * patch_size**2},
+        "patch_size": patch_size,
         "temporal_patch_size": 2,
         "merge_size": 2,
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
         "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": "Qwen3VLProcessor",
+        "processor_class": processor_class,
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     video = {key: value for key, value in processor.items() if key != "image_processor_type"}

@@ -15,12 +15,20 @@ from transformers import AutoConfig
 from backends.families.coverage import check_coverage
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed
-from tests.models import make_tiny_moe, make_tiny_of, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+from tests.models import (
+    make_tiny_moe,
+    make_tiny_of,
+    make_tiny_qwen2_5_vl,
+    make_tiny_qwen3_5,
+    make_tiny_text,
+    make_tiny_vl,
+)
 
 PAGE = Path(__file__).parents[1] / "docs/models.md"
 SERVED: dict[str, Callable[[Path], Path]] = {
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
+    "Qwen2.5-VL": make_tiny_qwen2_5_vl,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
     "Qwen3": make_tiny_text,
@@ -40,7 +48,6 @@ SIZES = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 REFUSED = {
-    "Qwen2.5-VL": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     "Gemma 3 with images": ("gemma3", "Gemma3ForConditionalGeneration"),
     "SmolVLM2": ("smolvlm", "SmolVLMForConditionalGeneration"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),

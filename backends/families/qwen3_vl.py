@@ -1,4 +1,4 @@
-"""Qwen3-VL and Qwen3.5, which sees as it does: everything that knows them by name.
+"""Qwen3-VL, Qwen3.5 and Qwen2.5-VL, which see alike: everything that knows them by name.
 
 T tokens, P patches, D values of a patch, N tokens of an image, H hidden width of the language model
 """
@@ -20,20 +20,22 @@ from backends.protocol import BackendFailed
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 """Their first decoder layers add what layers of the vision tower saw."""
-ARCHITECTURES = (*WITH_TAPS, "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+WITH_LINEAR_ATTENTION = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+ARCHITECTURES = (*WITH_TAPS, *WITH_LINEAR_ATTENTION, "Qwen2_5_VLForConditionalGeneration")
 GATES = ("gate", "shared_expert_gate")
 """Routers, and the weight of the expert that all tokens share."""
 
 
 class Qwen3VL:
-    """`Family` of the Qwen3-VL and Qwen3.5 models, dense and mixtures of experts: text and images; no video."""
+    """`Family` of Qwen2.5-VL and of the Qwen3-VL and Qwen3.5 models, dense and mixtures of experts: text and images;
+    no video."""
 
     model_class: Any = AutoModelForImageTextToText
     frozen: Sequence[str] = ("model.visual", *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
         """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
-        self.has_linear_attention = config.architectures[0] not in WITH_TAPS
+        self.has_linear_attention = config.architectures[0] in WITH_LINEAR_ATTENTION
         self.vision = Qwen3VLVision(source, config.image_token_id, has_taps=config.architectures[0] in WITH_TAPS)
         self.placeholders: Mapping[int, str] = {
             config.image_token_id: "<|image_pad|>",

@@ -24,7 +24,7 @@ from backends.trainer.lora import ALPHA
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
-from tests.models import make_tiny_moe, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl
+from tests.models import make_tiny_moe, make_tiny_of, make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
     LORA,
@@ -43,6 +43,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
+    "Qwen2.5-VL": make_tiny_qwen2_5_vl,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
 }
