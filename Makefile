@@ -44,12 +44,12 @@ test: check
 	$(BIN)/pytest -m "not gpu and not slow" $(TWO_WORKERS)
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -m "slow and not gpu" $(TWO_WORKERS)
+	$(BIN)/pytest --timeout 900 -m "slow and not gpu" $(TWO_WORKERS)
 
 test-all: test test-slow
 
 chaos: $(STAMP)
-	$(BIN)/pytest tests/chaos -s -m slow -k rounds --rounds $(ROUNDS)
+	$(BIN)/pytest tests/chaos --timeout 0 -s -m slow -k rounds --rounds $(ROUNDS)
 
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance
@@ -60,7 +60,7 @@ sdk-matrix: $(STAMP)
 # --caltech101 FOLDER (in ARGS) takes all its classes in place of the demo's ten.
 acceptance: $(STAMP) .cookbook/.installed
 	.cookbook/bin/python -m pytest -q -c examples/vision_rl/pytest.ini examples/vision_rl
-	$(BIN)/python -m pytest tests/acceptance $(ARGS)
+	$(BIN)/python -m pytest --timeout 1800 tests/acceptance $(ARGS)
 
 .cookbook/.installed: tests/acceptance/install.sh tests/acceptance/requirements.txt
 	tests/acceptance/install.sh .cookbook

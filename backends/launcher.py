@@ -59,7 +59,8 @@ async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
 
     async def end(grace_s: float) -> None:
         try:
-            await asyncio.wait_for(process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await process.wait()
         except TimeoutError:
             log.warning("the %s process did not end within %s s and is killed", name, grace_s)
         with contextlib.suppress(ProcessLookupError):

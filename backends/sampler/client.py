@@ -126,7 +126,8 @@ class SamplerClient:
         seen, since = -1, time.monotonic()
         while not child.died.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(child.died.wait(), min(_PROGRESS_S, patience_s / 4))
+                async with asyncio.timeout(min(_PROGRESS_S, patience_s / 4)):
+                    await child.died.wait()
             now = time.monotonic()
             if not self._trials.is_busy:
                 since = now
@@ -135,7 +136,8 @@ class SamplerClient:
                 log.error("%s: the sampler has not got on for %.0f s and is ended", self._config.name, now - since)
                 break
             with contextlib.suppress(TimeoutError, ChildDied):
-                progress = await asyncio.wait_for(child.call(CountProgress()), patience_s - (now - since))
+                async with asyncio.timeout(patience_s - (now - since)):
+                    progress = await child.call(CountProgress())
                 if progress != seen:
                     seen, since = progress, time.monotonic()
         await child.stop(grace_s=0)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -91,6 +92,29 @@ async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more
     psutil.Process(child.process.pid).suspend()
     assert await asyncio.wait_for(ask(sampler, 1), 30) == 1
     assert not psutil.pid_exists(child.process.pid)
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_stop_that_meets_a_sign_of_progress_ends(tmp_path: Path, turns: int) -> None:
+    """So many turns of the event loop after it: the watch must not take the one for the other."""
+    asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def ask_progress(_: Any) -> int:
+        asked.set()
+        return await answer
+
+    child = Mock(died=asyncio.Event(), call=ask_progress, stop=AsyncMock())
+    running = SamplerClient(replace(sampler_config(tmp_path, tmp_path), silence_s=0.4))
+    running._watching[child] = asyncio.create_task(running._watch(child))
+    working: asyncio.Task[None] = asyncio.create_task(running._trials.run("owner", lambda _: asyncio.sleep(60)))
+    running._child = child
+    await asked.wait()
+    working.cancel()
+    answer.set_result(1)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        await running.stop()
 
 
 async def test_a_request_that_hangs_the_engine_fails_like_one_that_kills_it(sampler: SamplerClient) -> None:
