@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple, cast
 
 from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from tinker_server.errors import SequenceConflict
-from tinker_server.store import log
+from tinker_server.store import images, log
 from tinker_server.store.completions import CLIENT_SPAN, Completion, Target
 from tinker_server.store.database import Database
 from tinker_server.store.operations import Operation, PastOperation
@@ -33,7 +33,7 @@ class FutureRows:
 
     async def queued(self) -> list[Operation]:
         """The operations without a result, in order of arrival, their bodies left where they are."""
-        size = func.length(Future.request).label("size_bytes")
+        size = images.stored_bytes().label("size_bytes")
         columns = (
             Future.kind,
             Future.lane,
@@ -56,7 +56,11 @@ class FutureRows:
     async def body(self, request_id: str) -> bytes:
         """As the operation was received; empty once nobody needs it."""
         query = select(Future.request).where(Future.request_id == request_id)
-        return await self._db.look(lambda session: session.scalar(query)) or b""
+
+        async def whole(session: AsyncSession) -> bytes:
+            return await images.whole(session, request_id, await session.scalar(query) or b"")
+
+        return await self._db.look(whole)
 
     async def past(self, lane: str, before: int | None) -> list[PastOperation]:
         """The operations of a lane that have ended, the largest number first: some, those below `before`."""
@@ -83,9 +87,14 @@ class FutureRows:
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
             rows = [_new_columns(operation, now) for operation in operations]
             outcome: CursorResult[Any] = await connection.execute(insert, rows)
+            firsts: list[First | SequenceConflict]
             if outcome.rowcount == len(operations):
-                return [First(operation.request_id, is_queued=True) for operation in operations]
-            return [await _first(connection, operation) for operation in operations]
+                firsts = [First(operation.request_id, is_queued=True) for operation in operations]
+            else:
+                firsts = [await _first(connection, operation) for operation in operations]
+            stored = {first.request_id for first in firsts if isinstance(first, First)}
+            await images.add(session, self._db, [one for one in operations if one.request_id in stored])
+            return firsts
 
     async def finish(self, results: list[tuple[str, Result]]) -> None:
         """Store results by request_id, of those that have none yet."""
@@ -96,6 +105,9 @@ class FutureRows:
             connection = await session.connection()
             for rows in filter(None, (kept, done)):
                 await connection.execute(change, rows)
+            ended = [id_ for id_, one in results if one.operation_kind in images.KINDS and not _may_run_again(one)]
+            if ended:
+                await images.release(session, ended)
 
     async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
         """Of the finished ones among these of each lane; one lane's client cannot delete another's results."""
@@ -168,7 +180,7 @@ def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
         "kind": operation.operation_kind,
         "lane": operation.lane,
         "seq_id": operation.seq_id,
-        "request": operation.body,
+        "request": images.rest_of(operation),
         "digest": operation.digest,
         "request_type": operation.content_type,
         "owner": operation.owner,

@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import CursorResult, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from tinker_server.store import images
 from tinker_server.store.tables import Future
 
 AT_ONCE = 100
@@ -51,6 +52,7 @@ async def cover(session: AsyncSession, model_id: str, position: int | None) -> i
     mine = (Future.lane == model_id) & Future.position.is_not(None)
     if position is not None:
         mine &= Future.position <= position
+    await images.release(session, select(Future.request_id).where(mine))
     change = update(Future).where(mine).values(position=None, request=b"")
     outcome: CursorResult[Any] = await session.execute(change, execution_options={"synchronize_session": False})  # type: ignore[assignment]
     return outcome.rowcount

@@ -2,8 +2,18 @@
 
 import uuid
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from api_schemas.base import Request
+
+
+class ImagePlace(NamedTuple):
+    """Where a body has an image."""
+
+    start: int
+    size_bytes: int
+    digest: str
+    """SHA-256 of the image as it lies in the body, in hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,8 @@ class Operation:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     request: Request | None = field(default=None, compare=False, repr=False)
     """The decoded body, where it is at hand and will be needed soon. It is not stored."""
+    images: tuple[ImagePlace, ...] = ()
+    """In the body, in order: what is stored once, though other bodies have it too."""
 
 
 @dataclass(frozen=True, slots=True)

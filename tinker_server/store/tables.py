@@ -150,7 +150,8 @@ class Future(Table):
     """model_id for training work, sampling_session_id for samples."""
     seq_id: Mapped[int]
     request: Mapped[bytes]
-    """The body as received; emptied once nobody needs it: it is finished, and not in the log of its model."""
+    """The body as received, without its images (`image_places`); emptied once nobody needs it: it is finished, and not
+    in the log of its model."""
     request_type: Mapped[str]
     digest: Mapped[str | None]
     """Hash of the body; none: accepted before they were noted."""
@@ -165,6 +166,28 @@ class Future(Table):
     finished_at: Mapped[float | None]
     position: Mapped[int | None]
     """Its place in the log of its model (`log.py`); none: it changed nothing, or the model's snapshot holds it."""
+
+
+class Image(Table):
+    """An image of bodies that may be needed, as it lies in them (in JSON, base64). It goes with the last of them."""
+
+    __tablename__ = "images"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    """SHA-256, in hexadecimal digits."""
+    data: Mapped[bytes]
+
+
+class ImagePlaceRow(Table):
+    """Where a body has an image that is stored apart."""
+
+    __tablename__ = "image_places"
+
+    request_id: Mapped[str] = mapped_column(primary_key=True)
+    start: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """In the whole body."""
+    size_bytes: Mapped[int]
+    digest: Mapped[str] = mapped_column(index=True)
 
 
 class LooseDirectory(Table):

@@ -20,9 +20,10 @@ from tinker_server.errors import BadRequest
 from tinker_server.offload import off_loop
 from tinker_server.scheduling.operations import OPERATIONS, OperationKind
 from tinker_server.scheduling.scheduler import Scheduler
-from tinker_server.store.operations import Operation
+from tinker_server.store.operations import ImagePlace, Operation
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Server, Services
+from tinker_server.web.image_places import image_places
 from tinker_server.web.limits import largest_body, require_few_values
 
 R = TypeVar("R", bound=Request)
@@ -38,10 +39,11 @@ class Submission(Generic[R]):
     body: bytes
     content_type: str
     digest: str
+    images: tuple[ImagePlace, ...] = ()
 
     def with_request(self, request: R) -> "Submission[R]":
         """Another request in the place of what came; a repeat of what came is a repeat still."""
-        return replace(self, request=request, body=request.model_dump_json(exclude_none=True).encode())
+        return replace(self, request=request, body=request.model_dump_json(exclude_none=True).encode(), images=())
 
     async def accept(self, scheduler: Scheduler, owner: str, lane: str, seq_id: int) -> UntypedFuture:
         """Queue it; answered as soon as that is durable."""
@@ -55,6 +57,7 @@ class Submission(Generic[R]):
             self.digest,
             len(self.body),
             request=None if OPERATIONS[self.operation_kind].decoded_elsewhere else self.request,
+            images=self.images,
         )
         return UntypedFuture(request_id=await scheduler.submit(operation))
 
@@ -116,7 +119,7 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
         elif encoding != "identity":
             raise BadRequest(f"Content-Encoding {encoding!r} is not supported; zstd is, or none")
         try:
-            request, digest = await off_loop(len(body), _decode, kind, body, content_type)
+            request, digest, images = await off_loop(len(body), _decode, kind, body, content_type)
         except (ValidationError, wire.MalformedBody) as error:
             numbered = await off_loop(len(body), _number_of, body, content_type)
             if numbered is not None:
@@ -127,15 +130,19 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
             raise
         # What leaves the gradient alone is of a kind of its own, however it is asked for.
         name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
-        return Submission(name, request, body, content_type, digest)
+        return Submission(name, request, body, content_type, digest, images)
 
     return read
 
 
-def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Request, str]:
+def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Request, str, tuple[ImagePlace, ...]]:
     if content_type == wire.JSON:
         require_few_values(body)
-    return kind.decode(body, content_type), kind.digest(body, content_type)
+    request = kind.decode(body, content_type)
+    images: tuple[ImagePlace, ...] = ()
+    if isinstance(request, ForwardBackwardRequest) and not request.forward_only:  # the only ones that logs keep
+        images = image_places(body, content_type, request)
+    return request, kind.digest(body, content_type), images
 
 
 def _content_type(http: HttpRequest, kind: OperationKind) -> str:
