@@ -114,6 +114,13 @@ class Trainer(Protocol):
     def last_turn(self, model_id: str) -> int:
         """A number that changes when the trainer begins to work for this model: before, nothing has changed."""
 
+    def holds(self, model_id: str) -> bool:
+        """Whether the model was made here, and has not ended with the process that held it."""
+
+    async def restarted(self, seen: int) -> int:
+        """How often the trainer has ended and is there again by itself, once that is more than `seen`. What it held
+        until then is lost."""
+
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter in PEFT's form into `directory`, which appears whole or not at all, but is not durable yet:
         in float32 where it is `for_elsewhere`, else in the base's precision, which is the sampler's. InvalidInput

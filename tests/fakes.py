@@ -47,6 +47,8 @@ class FakeTrainer:
         self.begun: Counter[str] = Counter()
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
         """Per loss: a forward_backward waits here."""
+        self.num_restarts = 0
+        self.restart = asyncio.Condition()
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
         async with self.turns.turn(owner, model_id):
@@ -122,6 +124,21 @@ class FakeTrainer:
 
     def last_turn(self, model_id: str) -> int:
         return self.begun[model_id]
+
+    def holds(self, model_id: str) -> bool:
+        return model_id in self.steps
+
+    async def restarted(self, seen: int) -> int:
+        async with self.restart:
+            await self.restart.wait_for(lambda: self.num_restarts > seen)
+            return self.num_restarts
+
+    async def die(self) -> None:
+        """And be there again."""
+        self.steps.clear()
+        async with self.restart:
+            self.num_restarts += 1
+            self.restart.notify_all()
 
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         await self.create_model(model_id, lora, owner)

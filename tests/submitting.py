@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from api_schemas import wire
 from api_schemas.base import Request
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from api_schemas.old_clients.forward import ForwardRequest
@@ -31,6 +32,7 @@ from tinker_server.store.operations import Operation
 from tinker_server.store.records import SamplingSession
 from tinker_server.store.results import Result
 from tinker_server.web.deps import Services
+from tinker_server.web.image_places import image_places
 
 GRACE_S = 0.3
 
@@ -58,6 +60,7 @@ class Client:
         self, kind: str, request: Request, seq_id: int, lane: str | None = None, owner: str | None = None
     ) -> str:
         body = request.model_dump_json().encode()
+        has_images = isinstance(request, ForwardBackwardRequest)
         operation = Operation(
             kind,
             lane or self.model_id,
@@ -68,6 +71,7 @@ class Client:
             hashlib.sha256(body).hexdigest(),
             len(body),
             request=request,
+            images=image_places(body, wire.JSON, request) if has_images else (),
         )
         return await self.services.scheduler.submit(operation)
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
+from tinker_server.bringing_back import bring_back_lost
 from tinker_server.models import Models
 from tinker_server.recovery import Recovery
 from tinker_server.routes import (
@@ -191,4 +192,6 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.scheduler.resume(unfinished)
         housekeeping = asyncio.create_task(services.housekeeper.run(), name="housekeeping")
         stack.callback(housekeeping.cancel)
+        bringing_back = asyncio.create_task(bring_back_lost(services.models), name="bringing back")
+        stack.callback(bringing_back.cancel)
         yield

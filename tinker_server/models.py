@@ -22,8 +22,8 @@ class Models:
         self._runs = runs
         self._storage = storage
         self._recovery = recovery
-        self._held: set[str] = set()
-        """What the trainers have in memory, unless they have died since."""
+        self._held: dict[str, str] = {}
+        """What the trainers have in memory, unless they have died since; with its base model."""
         self.spent_s: dict[str, float] = {}
         """By model, seconds of the trainer's work for its last operation, which nobody has counted yet."""
         self.replayed_s: dict[str, float] = {}
@@ -59,8 +59,7 @@ class Models:
 
     def last_turn(self, model_id: str) -> int:
         """A number that changes when a trainer begins to work for a model."""
-        trainers = {id(base.trainer): base.trainer for base in self.served.values()}
-        return max((trainer.last_turn(model_id) for trainer in trainers.values()), default=0)
+        return max((trainer.last_turn(model_id) for trainer in self.trainers()), default=0)
 
     @asynccontextmanager
     async def undisturbed(self, model_id: str) -> AsyncIterator[None]:
@@ -84,7 +83,7 @@ class Models:
         """Free a model's memory, undisturbed."""
         async with self.alone(run.base_model, run.model_id) as trainer:
             await trainer.delete_model(run.model_id)
-            self._held.discard(run.model_id)
+            self._held.pop(run.model_id, None)
 
     async def drop(self, model_id: str) -> None:
         """Forget a model, in memory and on disk. Its checkpoints stay."""
@@ -113,9 +112,9 @@ class Models:
         task = self._writing.pop(model_id, None)
         return task is not None and await asyncio.shield(task)
 
-    def added(self, model_id: str) -> None:
+    def added(self, run: TrainingRun) -> None:
         """A model was made in the trainer, and is recorded."""
-        self._held.add(model_id)
+        self._held[run.model_id] = run.base_model
 
     @asynccontextmanager
     async def _watching(self, model_id: str) -> AsyncIterator[None]:
@@ -123,7 +122,7 @@ class Models:
         try:
             yield
         except (ModelLost, ProcessDied):
-            self._held.discard(model_id)
+            self._held.pop(model_id, None)
             raise
 
     async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
@@ -136,9 +135,32 @@ class Models:
             raise ModelLost(f"the trainer ended while it restored {run.model_id}") from error
         if run.status != "active":
             await self._runs.mark_active(run.model_id)
-        self._held.add(run.model_id)
+        self.added(run)
         self.replayed_s[run.model_id] = seconds
         return await self._runs.get(run.model_id)
+
+    def trainers(self) -> list[Trainer]:
+        """Each once: names that share a directory share one."""
+        return list({id(base.trainer): base.trainer for base in self.served.values()}.values())
+
+    def lost_with(self, trainer: Trainer) -> list[str]:
+        """The models that are gone because their trainer has ended."""
+        held = [model_id for model_id, name in self._held.items() if self.served[name].trainer is trainer]
+        return [model_id for model_id in held if not trainer.holds(model_id)]
+
+    async def bring_back(self, model_id: str) -> None:
+        """Restore a model that was lost with its trainer, unless somebody has by now, or it is not needed.
+
+        Raises LostModel, BackendFailed, DatabaseUnavailable; ModelLost where the trainer has ended again.
+        """
+        async with self.undisturbed(model_id):
+            run = await self._runs.get(model_id)
+            async with self.alone(run.base_model, model_id) as trainer:
+                run = await self._runs.get(model_id)
+                if run.status != "active" or (model_id in self._held and trainer.holds(model_id)):
+                    return
+                self._held.pop(model_id, None)  # if it fails half-way, it is there and not whole
+                await self._restore(run, trainer)
 
     @asynccontextmanager
     async def training(self, model_id: str) -> AsyncIterator[tuple[TrainingRun, Trainer]]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.children import Child, ChildBroke, ChildDied, Command
 from backends.launcher import launch_trainer
-from backends.protocol import EncodedBatch, ModelLost
+from backends.protocol import BackendFailed, EncodedBatch, ModelLost
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
 from backends.turns import FairTurns
@@ -32,6 +32,8 @@ _LAST_GRACE_S = 1
 """For ranks that have failed, to end by themselves."""
 _APART_S = 300.0
 """After ranks have ended at work."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""Before ranks that did not start, or soon ended, are started again: each twice the one before."""
 
 
 @dataclass(eq=False)
@@ -75,6 +77,11 @@ class TrainerClient:
         self._numbers = itertools.count(1)
         self._passes: dict[int, _Pass] = {}
         """By number, the forward_backwards that are not finished."""
+        self._watching: asyncio.Task[None] | None = None
+        self._pause_s = 0.0
+        """Before the next start that nobody waits for."""
+        self._num_restarts = 0
+        self._restart = asyncio.Condition()
 
     async def start(self) -> None:
         """Load the base on every rank. Raises BackendFailed."""
@@ -86,10 +93,20 @@ class TrainerClient:
         except BaseException:
             await self._end(_LAST_GRACE_S)
             raise
+        self._watching = asyncio.create_task(self._watch(self._ranks), name=f"watch over trainer {self._config.name}")
 
     async def stop(self) -> None:
         """End every rank."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await self._end(10)
+
+    async def restarted(self, seen: int) -> int:
+        """As the protocol says."""
+        async with self._restart:
+            await self._restart.wait_for(lambda: self._num_restarts > seen)
+            return self._num_restarts
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
         """Starts the ranks where they have died."""
@@ -98,6 +115,10 @@ class TrainerClient:
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         """Starts the ranks where they have died."""
         await self._add(commands.Resume(model_id, lora, directory), owner)
+
+    def holds(self, model_id: str) -> bool:
+        """As the protocol says."""
+        return model_id in self._owners
 
     def last_turn(self, model_id: str) -> int:
         """As the protocol says."""
@@ -184,12 +205,41 @@ class TrainerClient:
 
     async def _add(self, command: commands.CreateModel | commands.Resume, owner: str) -> None:
         async with self._turns.turn(owner, command.model_id):
-            if not await self._alive():
-                log.warning("starting the trainer of %s again", self._config.name)
-                await self.start()
+            await self._revive()
             await self._command(command)
             self._owners[command.model_id] = owner
             self._begin(command.model_id)
+
+    async def _watch(self, ranks: list[Child]) -> None:
+        """Start the ranks again once one of them has died, whether anybody needs them or not."""
+        loop = asyncio.get_running_loop()
+        began, deaths = loop.time(), [asyncio.create_task(rank.died.wait()) for rank in ranks]
+        try:
+            await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for death in deaths:
+                death.cancel()
+        lived_long = loop.time() - began > _LONGEST_PAUSE_S
+        self._pause_s = 0 if lived_long else min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+        await asyncio.sleep(self._pause_s)
+        async with self._turns.turn("", ""):
+            await self._revive()
+
+    async def _revive(self) -> None:
+        """Have the ranks run, however often they must be started for it. Whoever needs them waits."""
+        pause_s = _FIRST_PAUSE_S
+        while not await self._alive():
+            log.warning("starting the trainer of %s again", self._config.name)
+            try:
+                await self.start()
+            except (BackendFailed, OSError) as error:
+                log.error("%s: %s; training waits, the next try is in %s s", self._config.name, error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            async with self._restart:
+                self._num_restarts += 1
+                self._restart.notify_all()
 
     def _begin(self, model_id: str) -> None:
         self._begun[model_id] = next(self._numbers)

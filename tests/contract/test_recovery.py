@@ -18,7 +18,10 @@ import pytest
 
 from api_schemas.old_clients import results
 from api_schemas.sessions import CreateSessionRequest
-from api_schemas.training import ForwardBackwardRequest, LoraConfig
+from api_schemas.training import ForwardBackwardRequest, LoraConfig, Trainable
+from backends.launcher import launch_trainer
+from backends.protocol import BackendFailed
+from backends.trainer import client as trainer_client
 from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, datum, make_renderer
 from tests.fakes import FakeBackend
@@ -124,6 +127,22 @@ async def test_killed_between_and_in_operations_a_trainer_gives_what_it_would_ha
             assert result == wanted
 
 
+async def test_a_trainer_that_dies_is_there_again_with_its_models_before_anybody_asks(tiny_vl, tmp_path, undisturbed):
+    backend = RealTrainer(tiny_vl)
+    async with server(tmp_path, backend) as client:
+        await create(client)
+        await create(client, 1)
+        found = [await train(client, 1)]
+        backend.kill()
+        names = [f"{client.session_id}:train:{number}" for number in range(2)]
+        async with asyncio.timeout(120):
+            await backend.trainer.restarted(0)
+            while not all(map(backend.trainer.holds, names)):  # noqa: ASYNC110 - nobody is told of it
+                await asyncio.sleep(0.05)
+        found.append(await train(client, 4))
+    assert found == undisturbed[:2]
+
+
 async def test_a_snapshot_and_the_log_after_it_give_the_same(tiny_vl, tmp_path, undisturbed):
     backend = RealTrainer(tiny_vl)
     async with server(tmp_path, backend) as client:
@@ -177,6 +196,29 @@ async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_
         assert (await client.error(await client.optim_step(2)))["category"] == "user"
         await finished(client, await forward_backward(client, 3))
         assert not (await finished(client, await client.optim_step(4))).failed
+
+
+async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_vl, monkeypatch):
+    failures = 2
+
+    async def fail_at_first(*arguments, **options):
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise BackendFailed("there is no memory left")
+        return await launch_trainer(*arguments, **options)
+
+    monkeypatch.setattr(trainer_client, "_FIRST_PAUSE_S", 0.05)
+    trainer = TrainerClient(config(tiny_vl), num_ranks=1)
+    await trainer.start()
+    try:
+        monkeypatch.setattr(trainer_client, "launch_trainer", fail_at_first)
+        await trainer._ranks[0].stop(0)
+        async with asyncio.timeout(120):
+            await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")
+        assert failures == 0 and trainer.holds("m") and await trainer.restarted(0) == 1
+    finally:
+        await trainer.stop()
 
 
 async def test_one_of_two_ranks_killed_costs_a_pause(tiny_vl, tmp_path):

@@ -98,7 +98,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     await house.backend.tiny.trainer.create_model(house.model_id, run.trainable, run.owner)
     house.backend.tiny.trainer.steps[house.model_id] = 7
     await house.runs.add(run)
-    house.models.added(house.model_id)
+    house.models.added(run)
     yield house
     await house.db.close()
 

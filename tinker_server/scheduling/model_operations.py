@@ -146,7 +146,7 @@ class ModelOperations:
             except BaseException:
                 await trainer.delete_model(run.model_id)
                 raise
-            self._models.added(run.model_id)
+            self._models.added(run)
 
 
 def _trainable(lora: LoraConfig) -> Trainable:

@@ -1,0 +1,70 @@
+"""What the server does when a trainer has ended, while nobody asks for its models."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from api_schemas.training import Trainable
+from backends.protocol import ModelLost
+from tests.submitting import Client, server
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - fakes tell of nothing
+            await asyncio.sleep(0.01)
+
+
+async def two_models(client: Client) -> list[str]:
+    """Each with a step."""
+    for number in range(2):
+        await client.result(await client.create_model(number))
+        await client.result(await client.optim_step(1, f"{client.session_id}:train:{number}"))
+    return [f"{client.session_id}:train:{number}" for number in range(2)]
+
+
+async def test_models_come_back_without_an_operation_and_are_what_they_were(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        names = await two_models(client)
+        await client.trainer.die()
+        await until(lambda: client.trainer.steps == dict.fromkeys(names, 1))
+        calls = list(client.trainer.calls)
+        assert not (await client.result(await client.optim_step(2))).failed
+        assert client.trainer.calls == [*calls, ("optim_step", names[0])], "it was restored twice"
+
+
+async def test_models_on_disk_and_unloaded_ones_stay_where_they_are(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        first, second = await two_models(client)
+        await client.result(await client.create_model(2))
+        await client.services.snapshots.suspend(first)
+        await client.services.models.drop(second)
+        await client.trainer.die()
+        await until(lambda: client.trainer.steps == {f"{client.session_id}:train:2": 0})
+        assert (await client.services.runs.get(first)).status == "suspended"
+
+
+async def test_a_model_under_whose_restoration_the_trainer_ends_twice_waits_for_its_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with server(tmp_path) as client:
+        first, second = await two_models(client)
+        create, tries = client.trainer.create_model, 0
+
+        async def deadly(model_id: str, lora: Trainable, owner: str) -> None:
+            nonlocal tries
+            if model_id == first:
+                tries += 1
+                await client.trainer.die()
+                raise ModelLost("the trainer ended")
+            await create(model_id, lora, owner)
+
+        monkeypatch.setattr(client.trainer, "create_model", deadly)
+        await client.trainer.die()
+        await until(lambda: client.trainer.steps == {second: 1} and tries == 2)
+        await asyncio.sleep(0.1)
+        assert tries == 2
+        monkeypatch.setattr(client.trainer, "create_model", create)
+        assert not (await client.result(await client.optim_step(2, first))).failed
