@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from backends.config import BackendConfig
 from backends.describe import LocalModel, describe_models
-from backends.protocol import Backend
+from backends.gpus import read_gpus
+from backends.protocol import Backend, GpuState
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ class LocalBackend:
     async def stop(self) -> None:
         """End every child process."""
         await asyncio.gather(*(part.stop() for model in self._loaded() for part in (model.trainer, model.sampler)))
+
+    def gpus(self) -> list[GpuState]:
+        """As the protocol says."""
+        return read_gpus({gpu for model in self._loaded() for gpu in model.placement.gpus})
 
     def _loaded(self) -> list[LocalModel]:
         """Each loaded model once, under the first of its names."""

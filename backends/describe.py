@@ -1,5 +1,6 @@
 """Finds the configured base models, checks that they can be served here, and says how. Loads no weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,7 @@ from backends.families.coverage import check_coverage
 from backends.families.family import Family
 from backends.launcher import Device
 from backends.placement import Machine, ModelSize, Placement, place, this_machine
-from backends.protocol import BackendFailed, BaseModelInfo
+from backends.protocol import BackendFailed, BaseModelInfo, EngineUse, ProcessState
 from backends.rendering import Renderer
 from backends.sampler.checks import check_sample
 from backends.sampler.client import SamplerClient
@@ -24,6 +25,7 @@ from backends.sources import (
     kv_bytes_per_token,
     local_directory,
 )
+from backends.token_texts import TokenTexts
 from backends.trainer.client import TrainerClient
 from backends.trainer.commands import TrainerConfig
 
@@ -51,6 +53,7 @@ class LocalModel:
     renderer: Renderer
     max_images: int
     placement: Placement
+    texts: TokenTexts
     answers_stable_reinforce: bool
 
     def check_sample(self, request: SampleRequest) -> int:
@@ -58,6 +61,18 @@ class LocalModel:
         if self.answers_stable_reinforce:  # by a loss that needs no records: the answer's own logprobs are all it takes
             request = request.model_copy(update={"record_stability_info": False})
         return check_sample(self.renderer, request, self.info.max_context_length, self.max_images)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """As the protocol says."""
+        return self.texts.of(token_ids)
+
+    def processes(self) -> list[ProcessState]:
+        """As the protocol says."""
+        return [*self.trainer.processes(), *self.sampler.processes()]
+
+    async def engine_use(self) -> EngineUse | None:
+        """As the protocol says."""
+        return await self.sampler.engine_use()
 
 
 @dataclass(frozen=True)
@@ -164,7 +179,14 @@ def _describe(
     )
     answers_stable_reinforce = config.stable_reinforce is not None
     return LocalModel(
-        info, trainer, sampler, model.renderer, config.max_images_per_prompt, placement, answers_stable_reinforce
+        info,
+        trainer,
+        sampler,
+        model.renderer,
+        config.max_images_per_prompt,
+        placement,
+        TokenTexts(model.directory),
+        answers_stable_reinforce,
     )
 
 

@@ -116,10 +116,14 @@ def _for_device(device: Device, gpus: Sequence[int]) -> dict[str, str]:
         return _SHARING_CORES
     if not gpus:
         return {}
-    # The server may see only some of the machine's GPUs itself, by numbers of its own.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_names(gpus))}
+
+
+def gpu_names(gpus: Sequence[int]) -> list[str]:
+    """What the machine calls the GPUs with these numbers of the server's own, who may see only some of them."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(max(gpus) + 1)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
+    return [names[gpu].strip() for gpu in gpus]
 
 
 def _free_port() -> int:

@@ -5,7 +5,7 @@ server serialises a model's training operations by seq_id. Of several models the
 turns on the trainer, and then their models.
 """
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleBuffer
@@ -73,6 +73,42 @@ class EncodedBatch:
         return EncodedBatch, (PickleBuffer(self.body), self.content_type)
 
 
+@dataclass(frozen=True)
+class ProcessState:
+    """One child process, as far as the server knows it."""
+
+    name: str
+    pid: int
+    is_alive: bool
+    restarts: int
+    """How often it was started again since the server started."""
+
+
+@dataclass(frozen=True)
+class EngineUse:
+    """What a sampler's engine has to do now."""
+
+    rows_running: int
+    """Sequences that are decoded."""
+    rows_waiting: int
+    max_rows: int
+    adapters: int
+    """Those that have a slot."""
+    max_adapters: int
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU of this machine, whoever fills it."""
+
+    index: int
+    name: str
+    used_bytes: int
+    total_bytes: int
+    utilization: float
+    """Part of the last moments in which a kernel ran, from 0 to 1."""
+
+
 class Trainer(Protocol):
     """LoRA models on one frozen base. Every method raises InvalidInput, ModelLost or BackendFailed."""
 
@@ -120,6 +156,9 @@ class Trainer(Protocol):
     async def restarted(self, seen: int) -> int:
         """How often the trainer has ended and is there again by itself, once that is more than `seen`. What it held
         until then is lost."""
+
+    def worked_s(self, model_id: str) -> float:
+        """Seconds that the trainer has worked for this model since it was loaded: what is beyond, it has waited."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter in PEFT's form into `directory`, which appears whole or not at all, but is not durable yet:
@@ -209,6 +248,15 @@ class BaseModel(Protocol):
         Raises InvalidInput for what can be told without computing: ids, images, lengths, parameters.
         """
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text. A character of several tokens is told with its last one."""
+
+    def processes(self) -> list[ProcessState]:
+        """The trainer's ranks and the sampler."""
+
+    async def engine_use(self) -> EngineUse | None:
+        """None where the sampler is being started, or does not answer at once."""
+
 
 class Backend(Protocol):
     """All served base models, by name."""
@@ -222,3 +270,6 @@ class Backend(Protocol):
 
     async def stop(self) -> None:
         """End every child process."""
+
+    def gpus(self) -> list[GpuState]:
+        """Those that are computed with; none on the CPU. It takes some milliseconds."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import os
 from collections import Counter, defaultdict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,17 @@ from api_schemas.training import (
     Trainable,
 )
 from backends.files import written_aside
-from backends.protocol import BackendFailed, BaseModelInfo, EncodedBatch, InvalidInput, ModelLost, SamplingTask
+from backends.protocol import (
+    BackendFailed,
+    BaseModelInfo,
+    EncodedBatch,
+    EngineUse,
+    GpuState,
+    InvalidInput,
+    ModelLost,
+    ProcessState,
+    SamplingTask,
+)
 from backends.sampler.checks import check_support
 from backends.trainer.checks import decode_batch
 from backends.turns import FairTurns
@@ -140,6 +151,9 @@ class FakeTrainer:
             self.num_restarts += 1
             self.restart.notify_all()
 
+    def worked_s(self, model_id: str) -> float:
+        return 0.0
+
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         await self.create_model(model_id, lora, owner)
         await self.load_state(model_id, directory, with_optimizer=True)
@@ -209,6 +223,15 @@ class FakeBaseModel:
         check_support(request)
         return sum(len(chunk.tokens) if isinstance(chunk, EncodedTextChunk) else 4 for chunk in request.prompt.chunks)
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [f" word{token_id}" for token_id in token_ids]
+
+    def processes(self) -> list[ProcessState]:
+        return [ProcessState("trainer", os.getpid(), True, 0), ProcessState("sampler", os.getpid(), True, 1)]
+
+    async def engine_use(self) -> EngineUse | None:
+        return EngineUse(self.sampler.running, 0, 256, 0, 8)
+
 
 class FakeBackend:
     """One base model, named `tiny`."""
@@ -217,6 +240,9 @@ class FakeBackend:
         self.tiny = FakeBaseModel("tiny")
         self.models = {"tiny": self.tiny}
         self.running = False
+
+    def gpus(self) -> list[GpuState]:
+        return []
 
     async def start(self) -> None:
         self.running = True

@@ -11,7 +11,9 @@ from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.bringing_back import bring_back_lost
+from tinker_server.metrics import Metrics
 from tinker_server.models import Models
+from tinker_server.recording import Recording
 from tinker_server.recovery import Recovery
 from tinker_server.routes import (
     admin,
@@ -19,6 +21,7 @@ from tinker_server.routes import (
     files,
     futures,
     health,
+    metrics,
     runs,
     sampling,
     service,
@@ -43,6 +46,7 @@ from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
+from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi
 from tinker_server.web.callers import caller
@@ -50,6 +54,7 @@ from tinker_server.web.deps import Services
 from tinker_server.web.gate import Gate
 from tinker_server.web.handlers import install, storable_parameters
 from tinker_server.web.limits import BodyLimit
+from tinker_server.web.measured import Measured
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.saving import Saving
@@ -78,7 +83,8 @@ def create_app(settings: Settings, backend: Backend | None = None, clock: Callab
 
     app = FastAPI(title="tinker-server", lifespan=lifespan)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Gate, host=settings.host)  # the last one added is the first one asked
+    app.add_middleware(Gate, host=settings.host)
+    app.add_middleware(Measured)  # the last one added is the first one asked
     install(app)
     api = APIRouter(prefix="/api/v1", dependencies=[Depends(storable_parameters)])
     for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
@@ -86,6 +92,7 @@ def create_app(settings: Settings, backend: Backend | None = None, clock: Callab
     for open_to_all in (health, files):
         api.include_router(open_to_all.router)
     app.include_router(api)
+    app.include_router(metrics.router)
     openapi.install(app)
     return app
 
@@ -128,21 +135,22 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
     models = Models(backend.models, runs, storage, Recovery(futures, checkpoints, storage))
     limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
     snapshots = Snapshots(models, runs, futures, storage, limits)
-    usage, audit = UsageStore(db), AuditStore(db)
+    usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
     keys = Keys(settings.resolved_keys_file())
     executors = Executors(
         ModelOperations(keys, models, runs, checkpoints, storage, usage),
         Saving(models, checkpoints, samplers, storage, usage, audit),
         Sampling(models, checkpoints, samplers, storage, usage),
         snapshots,
+        Recording(steps, models, measured),
     )
     admission = Admission(
         SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
         BODIES_IN_FLIGHT * settings.max_body_bytes,
         QUEUED_BODIES * settings.max_body_bytes,
     )
-    scheduler = Scheduler(futures, OperationRunner(executors), admission, settings.gap_grace_s)
-    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, storage)
+    scheduler = Scheduler(futures, OperationRunner(executors), admission, measured, settings.gap_grace_s)
+    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, storage)
     return Services(
         settings=settings,
         keys=keys,
@@ -157,6 +165,10 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
         catalog=Catalog(db),
         usage=usage,
         audit=audit,
+        steps=steps,
+        metrics=measured,
+        backend=backend,
+        admission=admission,
         storage=storage,
         snapshots=snapshots,
         copying=Copying(sessions, runs, checkpoints, storage),
@@ -173,7 +185,7 @@ def _periods(settings: Settings) -> Periods:
         bytes_per_owner=settings.unnamed_bytes_per_owner,
     )
     every_s = min(HOUSEKEEPING_S, settings.session_timeout_s / 4, settings.unnamed_kept_s / 4)
-    return Periods(every_s, settings.session_timeout_s, settings.results_kept_s, limits)
+    return Periods(every_s, settings.session_timeout_s, settings.results_kept_s, settings.steps_kept_s, limits)
 
 
 @asynccontextmanager

@@ -61,6 +61,11 @@ class Models:
         """A number that changes when a trainer begins to work for a model."""
         return max((trainer.last_turn(model_id) for trainer in self.trainers()), default=0)
 
+    def worked_s(self, model_id: str) -> float:
+        """Seconds that trainers have worked for a model since it was loaded."""
+        trainers = {id(base.trainer): base.trainer for base in self.served.values()}
+        return sum(trainer.worked_s(model_id) for trainer in trainers.values())
+
     @asynccontextmanager
     async def undisturbed(self, model_id: str) -> AsyncIterator[None]:
         """Between two operations of a model, or while one runs until its result is known: for one caller at a time.

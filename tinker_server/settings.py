@@ -50,6 +50,12 @@ class Settings(BaseSettings):
     """Requests of one model that are kept to be run again after a crash; beyond, its snapshot is taken."""
     synchronous: Literal["full", "normal"] = "full"
     """What answered requests outlive in SQLite: `full` power loss too, for an fsync a commit; `normal` crashes."""
+    metrics_open: bool = False
+    """Whether `/metrics` asks for no key where the scraper is on this machine and no proxy stands between."""
+    steps_kept_s: float = Field(default=90 * 24 * 3600, ge=3600)
+    """How long the steps of runs, which the dashboard draws, are kept."""
+    samples_shown: int = Field(default=50, ge=0)
+    """Samples of one owner that the dashboard shows, the latest, kept in memory alone; 0 keeps none."""
     drain_s: float = Field(default=5, ge=0)
     """How long running work may go on when the server is told to stop; `docker stop` kills after 10 s."""
 

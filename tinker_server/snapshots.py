@@ -64,6 +64,12 @@ class Snapshots:
         self._storage = storage
         self._limits = limits
         self._logs: defaultdict[str, _Log] = defaultdict(_Log)
+        self.num_taken = self.num_failed = 0
+
+    @property
+    def log_bytes(self) -> dict[str, int]:
+        """By model, requests that are kept to be run again; those of an earlier server are not counted."""
+        return {model_id: found.size_bytes for model_id, found in self._logs.items() if not found.is_empty}
 
     def undisturbed(self, model_id: str) -> AbstractAsyncContextManager[None]:
         """As `Models.undisturbed`."""
@@ -148,6 +154,7 @@ class Snapshots:
         except Exception as error:  # noqa: BLE001 - likewise
             self._put_back(run.model_id, before, error)
             return False
+        self.num_taken += 1
         if left is not None:
             with contextlib.suppress(OSError):  # it is loose, and is looked for again
                 await self._storage.delete(left)
@@ -156,6 +163,7 @@ class Snapshots:
     def _put_back(self, model_id: str, before: _Log, error: Exception) -> None:
         """The log goes on: what was counted of it counts again."""
         log.warning("model %s has no new snapshot, and its log goes on: %s", model_id, error)
+        self.num_failed += 1
         now = self._logs[model_id]
         now.size_bytes += before.size_bytes
         now.seconds += before.seconds

@@ -18,14 +18,16 @@ from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleResponse, SamplingParams
 from backends.children import Child, ChildDied, Command
 from backends.launcher import launch_sampler
-from backends.protocol import BackendFailed, SamplingTask
-from backends.sampler.commands import CountProgress, Publish, Sample, SamplerConfig, Start
+from backends.protocol import BackendFailed, EngineUse, ProcessState, SamplingTask
+from backends.sampler.commands import CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.trials import EngineDied, Trials
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _PROGRESS_S = 15
+_PROMPT_S = 0.5
+"""For an answer that is there at once, or not worth waiting for."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
 """Between tries to start an engine that does not start, each pause twice the one before."""
 _FIRST_TASK = SamplingTask(
@@ -45,6 +47,7 @@ class SamplerClient:
         self._config = config
         self._launch = launch
         self._child: Child | None = None
+        self._starts = 0
         self._starting: asyncio.Task[Child] | None = None
         self._watching: dict[Child, asyncio.Task[None]] = {}
         """Every child that has not been cleared away."""
@@ -73,6 +76,21 @@ class SamplerClient:
     async def publish(self, weights: Path, owner: str) -> None:
         """As the protocol says."""
         await self._run(owner, Publish(weights))
+
+    def processes(self) -> list[ProcessState]:
+        """The one that was started last."""
+        child, restarts = self._child, max(0, self._starts - 1)
+        return [] if child is None else [ProcessState(child.name, child.process.pid, not child.died.is_set(), restarts)]
+
+    async def engine_use(self) -> EngineUse | None:
+        """As the protocol says of a base model."""
+        if self._child is None:
+            return None
+        try:
+            async with asyncio.timeout(_PROMPT_S):
+                return await self._child.call(CountRows())
+        except (TimeoutError, BackendFailed):
+            return None
 
     async def _run(self, owner: str, command: Command[R]) -> R:
         async def work(child: Child) -> R:
@@ -107,6 +125,7 @@ class SamplerClient:
 
     async def _start(self) -> Child:
         name, began = self._config.name, time.monotonic()
+        self._starts += 1
         child = await self._launch(name, device=self._config.device, gpus=self._config.gpus)
         try:
             async with _progress(name):

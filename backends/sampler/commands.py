@@ -6,7 +6,7 @@ from typing import Literal
 
 from api_schemas.sampling import SampleResponse
 from backends.children import Command
-from backends.protocol import SamplingTask
+from backends.protocol import EngineUse, SamplingTask
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,8 @@ class Publish(Command[None]):
 @dataclass(frozen=True)
 class CountProgress(Command[int]):
     """A number that grows with every step of the engine and every task done."""
+
+
+@dataclass(frozen=True)
+class CountRows(Command[EngineUse]):
+    """What the engine has to do now."""

@@ -24,11 +24,11 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.sampling import SampleResponse
 from backends.children import serve_async
-from backends.protocol import BackendFailed, InvalidInput, SamplingTask
+from backends.protocol import BackendFailed, EngineUse, InvalidInput, SamplingTask
 from backends.rendering import Rendered, Renderer
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
-from backends.sampler.commands import CountProgress, Publish, Sample, SamplerConfig, Start
+from backends.sampler.commands import CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.requests import engine_input, sampling_params, send_once
 from backends.sampler.turns import Turns
@@ -98,6 +98,10 @@ class SamplerProcess:
         """Steps of the engine and tasks done."""
         (steps,) = await self._engine.collective_rpc("count_steps")
         return int(steps) + self._tasks_done
+
+    def count_rows(self) -> EngineUse:
+        """What the engine has to do now."""
+        return self._turns.use
 
     async def _generate(
         self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
@@ -181,7 +185,9 @@ async def main() -> None:
     """Serve the server's commands until it closes its end."""
     started: list[SamplerProcess] = []
 
-    async def handle(command: Start | Sample | Publish | CountProgress) -> SampleResponse | int | None:
+    async def handle(
+        command: Start | Sample | Publish | CountProgress | CountRows,
+    ) -> SampleResponse | EngineUse | int | None:
         match command:
             case Start(config):
                 started.append(await SamplerProcess.start(config))
@@ -193,6 +199,8 @@ async def main() -> None:
                 return None
             case CountProgress():
                 return await started[0].count_progress()
+            case CountRows():
+                return started[0].count_rows()
 
     await serve_async(handle)
     for process in started:

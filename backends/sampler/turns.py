@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from backends.protocol import EngineUse
+
 NEWCOMER_ROWS = 8
 """Rows beyond the limit for owners who have none running: they need not wait until another's row ends."""
 
@@ -84,6 +86,12 @@ class Turns:
             yield num_before
         finally:
             self._leave(owner, adapter)
+
+    @property
+    def use(self) -> EngineUse:
+        """How much of it is taken."""
+        waiting = sum(len(queue.rows) for queue in self._queues.values())
+        return EngineUse(self._running.total(), waiting, self._max_rows, len(self._slots), self._max_adapters)
 
     def _leave(self, owner: str, adapter: Path | None) -> None:
         self._running[owner] -= 1

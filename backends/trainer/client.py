@@ -6,9 +6,11 @@ agree on what they refuse (`parallel.agreed`): after anything else they are ende
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Coroutine
+import time
+from collections.abc import Awaitable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +18,7 @@ from typing import Any, TypeVar
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.children import Child, ChildBroke, ChildDied, Command
 from backends.launcher import launch_trainer
-from backends.protocol import BackendFailed, EncodedBatch, ModelLost
+from backends.protocol import BackendFailed, EncodedBatch, ModelLost, ProcessState
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
 from backends.turns import FairTurns
@@ -69,6 +71,9 @@ class TrainerClient:
         """Of the models that are loaded."""
         self._begun: dict[str, int] = {}
         """By loaded model, its latest piece of work."""
+        self._worked_s: dict[str, float] = {}
+        """By loaded model, what its work has taken."""
+        self._starts = 0
         self._turns = FairTurns()
         """Ranks run commands in the same order, time limits count from a command's own beginning, and none meets
         ranks that are being started."""
@@ -85,6 +90,7 @@ class TrainerClient:
 
     async def start(self) -> None:
         """Load the base on every rank. Raises BackendFailed."""
+        self._starts += 1
         self._ranks = await launch_trainer(
             self._config.name, num_ranks=self._num_ranks, device=self._config.device, gpus=self._config.gpus
         )
@@ -123,6 +129,15 @@ class TrainerClient:
     def last_turn(self, model_id: str) -> int:
         """As the protocol says."""
         return self._begun.get(model_id, 0)
+
+    def worked_s(self, model_id: str) -> float:
+        """As the protocol says."""
+        return self._worked_s.get(model_id, 0)
+
+    def processes(self) -> list[ProcessState]:
+        """The ranks that were started last."""
+        restarts = max(0, self._starts - 1)
+        return [ProcessState(one.name, one.process.pid, not one.died.is_set(), restarts) for one in self._ranks]
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """As the protocol says; rank 0 writes."""
@@ -168,7 +183,8 @@ class TrainerClient:
         for one in passes:
             one.taken_up = True
             self._begin(one.new.model_id)
-        await _to_the_end(self._computed(commands.ComputeRows(new, tuple(one.new.number for one in passes))))
+        with self._working(*(one.new.model_id for one in passes)):
+            await _to_the_end(self._computed(commands.ComputeRows(new, tuple(one.new.number for one in passes))))
 
     async def _computed(self, command: commands.ComputeRows) -> None:
         for number, outcome in await self._on_all_or_end(command):
@@ -244,15 +260,26 @@ class TrainerClient:
     def _begin(self, model_id: str) -> None:
         self._begun[model_id] = next(self._numbers)
 
+    @contextlib.contextmanager
+    def _working(self, *model_ids: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            for model_id in self._owners.keys() & model_ids:
+                self._worked_s[model_id] = self.worked_s(model_id) + time.monotonic() - began
+
     def _forget(self, model_id: str) -> None:
         self._owners.pop(model_id, None)
         self._begun.pop(model_id, None)
+        self._worked_s.pop(model_id, None)
 
     async def _run(self, model_id: str, command: Command[R]) -> R:
         async with self._turns.turn(self._owner(model_id), model_id):
             await self._require(model_id)
             self._begin(model_id)
-            return await self._command(command)
+            with self._working(model_id):
+                return await self._command(command)
 
     def _owner(self, model_id: str) -> str:
         if model_id not in self._owners:
@@ -275,6 +302,7 @@ class TrainerClient:
         ranks, self._ranks = self._ranks, []
         self._owners.clear()
         self._begun.clear()
+        self._worked_s.clear()
         for one in self._passes.values():
             if one.taken_up and not one.finished.done():
                 one.finish(ModelLost(f"{one.new.model_id} is no longer loaded: its trainer has ended"))

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from backends.trainer.losses import CLIP_HIGH, CLIP_LOW, Loss, LossInputs
 
-_SUMS = ("loss", "tokens", "sampler_gap", "kl_k1", "kl_k3", "ratio", "clip_fraction")
+_SUMS = ("loss", "tokens", "sampler_gap", "kl_k1", "kl_k3", "ratio", "clip_fraction", "advantage")
 _NUM_VALUES = len(_SUMS) + 1
 
 
 def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
-    """[8] float32: sums over the positions that train, and the largest gap; `metrics` takes the rows' together."""
+    """[9] float32: sums over the positions that train, and the largest gap; `metrics` takes the rows' together."""
     weights = x.tensors["advantages" if loss.ratio is not None else "weights"]
     trains_T = weights != 0
     observed = torch.zeros(_NUM_VALUES, device=value.device)
@@ -31,7 +31,7 @@ def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
     clipped_T = torch.zeros_like(trains_T)
     if CLIP_LOW in x.tensors:
         clipped_T = trains_T & ((ratio_T < x.tensors[CLIP_LOW]) | (ratio_T > x.tensors[CLIP_HIGH]))
-    for place, values_T in enumerate((gap_T.abs(), -gap_T, k3_T, ratio_T, clipped_T), start=2):
+    for place, values_T in enumerate((gap_T.abs(), -gap_T, k3_T, ratio_T, clipped_T, weights), start=2):
         observed[place] = values_T.sum()
     observed[-1] = gap_T.abs().max()
     return observed

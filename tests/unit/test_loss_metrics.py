@@ -40,6 +40,7 @@ def test_the_gap_and_both_estimates_of_the_divergence_are_over_positions_that_tr
         "kl_k3:mean": (np.exp(log_ratios) - 1 - log_ratios).mean(),
         "ratio:mean": np.exp(log_ratios).mean(),
         "clip_fraction:mean": 0,
+        "advantage:mean": np.mean(ADVANTAGES[:3]),
         "loss:sum": -(np.exp(log_ratios) * ADVANTAGES[:3]).sum(),
     }
     assert told("importance_sampling", inputs("importance_sampling")) == pytest.approx(wanted, abs=1e-6)

@@ -21,6 +21,7 @@ from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
+from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Periods:
     session_timeout_s: float
     """A session without a heartbeat for so long is silent."""
     results_kept_s: float
+    steps_kept_s: float
     unnamed: UnnamedLimits
 
 
@@ -49,6 +51,7 @@ class Stores:
     checkpoints: CheckpointStore
     futures: FutureStore
     usage: UsageStore
+    steps: StepStore
     storage: Storage
 
 
@@ -112,6 +115,7 @@ class Housekeeper:
     async def look_after_records(self, now: float) -> None:
         """Write what was counted, delete old results."""
         await self._stores.usage.save()
+        await self._stores.steps.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)
 
     async def _drop(self, run: TrainingRun, why: str) -> None:

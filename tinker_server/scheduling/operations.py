@@ -32,6 +32,7 @@ from api_schemas.weights import (
 )
 from backends.protocol import EncodedBatch
 from tinker_server.offload import off_loop
+from tinker_server.recording import Recording
 from tinker_server.scheduling.model_operations import ModelOperations
 from tinker_server.scheduling.sampling import Sampling
 from tinker_server.snapshots import Snapshots
@@ -48,6 +49,7 @@ class Executors:
     saving: Saving
     sampling: Sampling
     snapshots: Snapshots
+    recording: Recording
 
 
 @dataclass(frozen=True)
@@ -205,5 +207,7 @@ class OperationRunner:
         """Raises InvalidInput, BackendFailed or a TinkerServerError; its text is for the user."""
         kind = OPERATIONS[operation.operation_kind]
         operation = await off_loop(operation.size_bytes, self.decoded, operation)
+        timer = self._executors.recording.start(operation)
         response = await kind.run(self._executors, operation, operation.request)
-        return await off_loop(operation.size_bytes, kind.encode, response)
+        step = await self._executors.recording.done(operation, response, timer)
+        return replace(await off_loop(operation.size_bytes, kind.encode, response), step=step)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -11,11 +11,12 @@ from typing import Any, Protocol
 from api_schemas.sampling import SampleRequest
 from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
 from tinker_server.errors import Busy, Cancelled, DatabaseUnavailable, GradientIncomplete, LostModel, ShuttingDown
+from tinker_server.metrics import Metrics
 from tinker_server.offload import INLINE_BYTES
 from tinker_server.scheduling.admission import Admission
 from tinker_server.scheduling.lanes import Lane, lane_after
 from tinker_server.store.futures import FutureStore
-from tinker_server.store.operations import Operation, PastOperation
+from tinker_server.store.operations import Accepted, Operation, PastOperation
 from tinker_server.store.results import Result
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,11 @@ class Runner(Protocol):
 class Scheduler:
     """Owns every running operation."""
 
-    def __init__(self, futures: FutureStore, runner: Runner, admission: Admission, gap_grace_s: float) -> None:
+    def __init__(
+        self, futures: FutureStore, runner: Runner, admission: Admission, metrics: Metrics, gap_grace_s: float
+    ) -> None:
         self._futures = futures
+        self._metrics = metrics
         self._runner = runner
         self._admission = admission
         self._gap_grace_s = gap_grace_s
@@ -123,7 +127,7 @@ class Scheduler:
             raise
         queued_bytes.enter(operation.owner, operation.size_bytes)
         try:
-            accepted = await self._futures.enqueue(operation)
+            accepted = await self._enqueue(operation)
         finally:
             if accepted is None or not accepted.is_new or self._closing:
                 queued_bytes.leave(operation.owner, operation.size_bytes)
@@ -133,8 +137,14 @@ class Scheduler:
             )
         return accepted.request_id
 
-    async def _submit_unload(self, operation: Operation) -> str:
+    async def _enqueue(self, operation: Operation) -> Accepted:
         accepted = await self._futures.enqueue(operation)
+        if accepted.is_new:
+            self._metrics.accepted(operation.operation_kind)
+        return accepted
+
+    async def _submit_unload(self, operation: Operation) -> str:
+        accepted = await self._enqueue(operation)
         if accepted.is_new and not self._closing:
             self._start_unload(replace(operation, request_id=accepted.request_id))
         return accepted.request_id
@@ -143,7 +153,7 @@ class Scheduler:
         self._admission.enter_sample(operation.owner, num_samples, operation.size_bytes)
         accepted = None
         try:
-            accepted = await self._futures.enqueue(operation)
+            accepted = await self._enqueue(operation)
         finally:
             if accepted is not None and accepted.is_new and not self._closing:
                 self._start_sample(replace(operation, request_id=accepted.request_id), num_samples)
@@ -159,6 +169,16 @@ class Scheduler:
         self._fail(operation, Cancelled("the sample was cancelled by its client"))
         task.cancel()
         return True
+
+    def in_flight(self) -> Iterator[tuple[Operation, bool]]:
+        """All operations that wait or run, each with whether it runs; samples run from their beginning."""
+        for lane in self._lanes.values():
+            if lane.running is not None:
+                yield lane.running, True
+            for operation in lane.waiting.values():
+                yield operation, False
+        for operation, _ in self._samples.values():
+            yield operation, True
 
     def is_idle(self, model_id: str, for_s: float) -> bool:
         """Whether a model has nothing that waits, runs or is not stored, and got nothing new for so long."""
@@ -272,13 +292,13 @@ class Scheduler:
         try:
             result = await self._result(operation, missing)
             logged = await self._runner.logs(operation, result.failure_category)
-            return self._futures.complete(operation.request_id, result, logged=logged).failure_category
+            return self._complete(operation, result, logged=logged).failure_category
         finally:
             self._admission.queued_bytes.leave(operation.owner, operation.size_bytes)
 
     async def _carry_out(self, operation: Operation) -> None:
         """An operation that belongs into no log."""
-        self._futures.complete(operation.request_id, await self._result(operation, ""))
+        self._complete(operation, await self._result(operation, ""))
 
     async def _result(self, operation: Operation, missing: str) -> Result:
         deaths = lost = outages = 0
@@ -317,4 +337,9 @@ class Scheduler:
         return Result.of_error(error)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
-        self._futures.complete(operation.request_id, self._failed(operation, error))
+        self._complete(operation, self._failed(operation, error))
+
+    def _complete(self, operation: Operation, result: Result, *, logged: bool = False) -> Result:
+        stored = self._futures.complete(operation.request_id, result, logged=logged)
+        self._metrics.ended(operation.operation_kind, stored.failure_category)
+        return stored

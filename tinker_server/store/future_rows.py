@@ -6,7 +6,7 @@ from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, upd
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from tinker_server.errors import SequenceConflict
-from tinker_server.store import images, log
+from tinker_server.store import images, log, steps
 from tinker_server.store.completions import CLIENT_SPAN, Completion, Target
 from tinker_server.store.database import Database
 from tinker_server.store.operations import Operation, PastOperation
@@ -43,14 +43,13 @@ class FutureRows:
             Future.digest,
             size,
             Future.request_id,
+            Future.created_at,
         )
         query = select(*columns).where(Future.status == "queued").order_by(Future.created_at)
         async with self._db.read() as session:
             return [
-                Operation(kind, lane, seq_id, None, content_type, owner, digest or "", size_bytes, request_id)
-                for kind, lane, seq_id, content_type, owner, digest, size_bytes, request_id in await session.execute(
-                    query
-                )
+                Operation(kind, lane, seq_id, None, content_type, owner, digest or "", *rest)
+                for kind, lane, seq_id, content_type, owner, digest, *rest in await session.execute(query)
             ]
 
     async def body(self, request_id: str) -> bytes:
@@ -108,6 +107,7 @@ class FutureRows:
             ended = [id_ for id_, one in results if one.operation_kind in images.KINDS and not _may_run_again(one)]
             if ended:
                 await images.release(session, ended)
+            await steps.insert(connection, self._db, [result.step for _, result in results if result.step is not None])
 
     async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
         """Of the finished ones among these of each lane; one lane's client cannot delete another's results."""

@@ -1,5 +1,6 @@
 """An accepted operation as it is stored, and what is known of those before it."""
 
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class Operation:
     size_bytes: int = 0
     """Of the body."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    accepted_at: float = field(default_factory=time.time, compare=False)
+    """In Unix seconds."""
     request: Request | None = field(default=None, compare=False, repr=False)
     """The decoded body, where it is at hand and will be needed soon. It is not stored."""
     images: tuple[ImagePlace, ...] = ()

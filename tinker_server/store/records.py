@@ -84,6 +84,28 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one forward_backward or optim_step was; see `tables.StepRow`."""
+
+    model_id: str
+    seq_id: int
+    step: int
+    at: float
+    tokens: int = 0
+    total_tokens: int = 0
+    loss: float | None = None
+    loss_tokens: int | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    sampler_gap: float | None = None
+    divergence: float | None = None
+    clip_fraction: float | None = None
+    advantage: float | None = None
+    waited_s: float
+    run_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class AuditEntry:
     """Something that was done."""
 

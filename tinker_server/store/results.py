@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tinker_server.errors import failure
 from tinker_server.store.completions import Target
+from tinker_server.store.records import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Result:
     lane: str = ""
     seq_id: int = 0
     owner: str = ""
+    step: Step | None = None
+    """What is recorded of it for its run's curves, in the same transaction."""
     position: int | None = None
     """In the log of its model, which needs the operation again; none: it changed nothing."""
 

@@ -190,6 +190,39 @@ class ImagePlaceRow(Table):
     digest: Mapped[str] = mapped_column(index=True)
 
 
+class StepRow(Table):
+    """One finished forward_backward or optim_step, for the curves of its run. Numbers that are not known are null."""
+
+    __tablename__ = "steps"
+
+    model_id: Mapped[str] = mapped_column(primary_key=True)
+    seq_id: Mapped[int] = mapped_column(primary_key=True)
+    step: Mapped[int]
+    """How many optim_steps of the run were done before: what belongs to one step has one number."""
+    at: Mapped[float] = mapped_column(index=True)
+    """When it finished."""
+    tokens: Mapped[int]
+    """Positions that were computed; 0 of an optim_step."""
+    total_tokens: Mapped[int]
+    """Those of the run until then, these with them."""
+    loss: Mapped[float | None]
+    """The sum over positions, as it was answered."""
+    loss_tokens: Mapped[int | None]
+    """Positions that train: by these the loss is divided where it is shown."""
+    learning_rate: Mapped[float | None]
+    grad_norm: Mapped[float | None]
+    sampler_gap: Mapped[float | None]
+    """Mean distance of the trainer's log probabilities from those that were sent, in nats."""
+    divergence: Mapped[float | None]
+    """Estimate (k3) of the KL divergence of the policy that drew from the current one."""
+    clip_fraction: Mapped[float | None]
+    advantage: Mapped[float | None]
+    """Mean over positions that train."""
+    waited_s: Mapped[float]
+    """From acceptance on, for earlier operations and for the trainer's turn."""
+    run_s: Mapped[float]
+
+
 class LooseDirectory(Table):
     """A directory that no other row owns: weights are being written into it, or were given up.
 

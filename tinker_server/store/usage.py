@@ -24,11 +24,14 @@ class UsageStore:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._unwritten: Counter[tuple[float, UsageKind, str, str, str]] = Counter()
+        self.totals: Counter[tuple[UsageKind, str]] = Counter()
+        """By kind and base model, since the server started."""
 
     def count(self, kind: UsageKind, owner: str, session_id: str, base_model: str, amount: int) -> None:
         """Note that so much was done now."""
         assert amount >= 0, f"{amount} of {kind}"
         if amount:
+            self.totals[kind, base_model] += amount
             self._unwritten[time.time() // HOUR_S * HOUR_S, kind, owner, session_id, base_model] += amount
 
     async def save(self) -> None:

@@ -6,9 +6,12 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
+from tinker_server.metrics import Metrics
 from tinker_server.models import Models
+from tinker_server.scheduling.admission import Admission
 from tinker_server.scheduling.housekeeping import Housekeeper
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.scheduling.stopping import stop_work
@@ -22,6 +25,7 @@ from tinker_server.store.futures import FutureStore
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
+from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
@@ -46,6 +50,10 @@ class Services:
     catalog: Catalog
     usage: UsageStore
     audit: AuditStore
+    steps: StepStore
+    metrics: Metrics
+    backend: Backend
+    admission: Admission
     storage: Storage
     snapshots: Snapshots
     copying: Copying

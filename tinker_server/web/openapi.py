@@ -31,7 +31,9 @@ def install(app: FastAPI) -> None:
 
     def openapi() -> Schema:
         if app.openapi_schema is None:
-            app.openapi_schema = completed(plain(), [route for route in app.routes if isinstance(route, APIRoute)])
+            app.openapi_schema = completed(
+                plain(), [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+            )
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it

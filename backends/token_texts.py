@@ -1,0 +1,42 @@
+"""Token ids to the text that each of them adds, for people to read. Nothing is computed from it."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+_MAX_TOKENS_OF_A_CHARACTER = 4
+"""As many as UTF-8 has bytes of one."""
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenTexts:
+    """The tokenizer of one base model, read when it is first needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        path = self._directory / "tokenizer.json"
+        return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text; of a character of several tokens the last one has it."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return [f"<{token_id}>" for token_id in token_ids]
+        texts: list[str] = []
+        pending: list[int] = []
+        for token_id in token_ids:
+            pending.append(token_id)
+            text = tokenizer.decode(pending, skip_special_tokens=False)
+            if text.endswith(_BROKEN) and len(pending) < _MAX_TOKENS_OF_A_CHARACTER:
+                texts.append("")
+                continue
+            texts.append(text)
+            pending.clear()
+        if pending and texts:
+            texts[-1] = tokenizer.decode(pending, skip_special_tokens=False)
+        return texts

@@ -1,0 +1,75 @@
+"""What Prometheus reads at `/metrics`. Labels are kinds, routes, outcomes and served base models: never a run or owner.
+
+Counts that others keep anyway are read when they are asked for (`MetricsReader`); the rest is counted here.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+SECONDS = (0.005, 0.02, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
+NATS = (1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
+OUTCOMES = ("done", "user_error", "server_error")
+
+
+class Metrics:
+    """Instruments of one server; a process may have several servers, one after the other."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "tinker_http_requests",
+            "Requests that were answered.",
+            ("method", "route", "status"),
+            registry=self.registry,
+        )
+        self._request_s = Histogram(
+            "tinker_http_request_seconds",
+            "From a request's head to the head of its answer; polls are held.",
+            ("route",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._accepted = Counter(
+            "tinker_operations_accepted", "Operations that were accepted.", ("kind",), registry=self.registry
+        )
+        self._ended = Counter(
+            "tinker_operations_ended", "Operations that have a result.", ("kind", "outcome"), registry=self.registry
+        )
+        self._wait_s = Histogram(
+            "tinker_operation_wait_seconds",
+            "From an operation's acceptance on, for earlier ones and for its turn.",
+            ("kind",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._run_s = Histogram(
+            "tinker_operation_run_seconds",
+            "What an operation took.",
+            ("kind",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.sampler_gap = Histogram(
+            "tinker_sampler_gap_nats",
+            "Mean distance of the trainer's log probabilities from the sampler's, of each batch that sent them.",
+            buckets=NATS,
+            registry=self.registry,
+        )
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """A request's answer has begun."""
+        self._requests.labels(method, route, status).inc()
+        self._request_s.labels(route).observe(seconds)
+
+    def accepted(self, operation_kind: str) -> None:
+        """An operation was accepted for the first time."""
+        self._accepted.labels(operation_kind).inc()
+
+    def ended(self, operation_kind: str, failure_category: str | None) -> None:
+        """An operation has its result."""
+        outcome = "done" if failure_category is None else f"{failure_category}_error"
+        self._ended.labels(operation_kind, outcome).inc()
+
+    def ran(self, operation_kind: str, waited_s: float, run_s: float) -> None:
+        """An operation that was carried out has succeeded."""
+        self._wait_s.labels(operation_kind).observe(waited_s)
+        self._run_s.labels(operation_kind).observe(run_s)

@@ -1,0 +1,121 @@
+"""What others count anyway, read at the moment of a scrape: queues, processes, engines, GPUs, disk."""
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import CollectorRegistry
+
+from backends.protocol import BaseModel, EngineUse, GpuState, ProcessState
+from tinker_server.web.deps import Services
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One scrape. Has what `generate_latest` asks of a registry."""
+
+    counted: CollectorRegistry
+    read: list[Metric]
+
+    def collect(self) -> Iterator[Metric]:
+        """Instruments first, then what was read."""
+        yield from self.counted.collect()
+        yield from self.read
+
+
+def loaded(served: dict[str, BaseModel]) -> dict[str, BaseModel]:
+    """Each base model once, under the first of its names: some names share trainer and sampler."""
+    return {name: base for name, base in {id(base.trainer): (name, base) for name, base in served.items()}.values()}
+
+
+async def read(server: Services) -> Reading:
+    """What there is now."""
+    models = loaded(dict(server.models.served))
+    uses = await asyncio.gather(*(base.engine_use() for base in models.values()))
+    gpus, disk = await asyncio.gather(
+        asyncio.to_thread(server.backend.gpus), asyncio.to_thread(shutil.disk_usage, server.settings.data_dir)
+    )
+    engines = {name: use for name, use in zip(models, uses, strict=True) if use is not None}
+    families = [
+        *_queue(server),
+        *_work(server),
+        *_processes({name: base.processes() for name, base in models.items()}),
+        *_engines(engines),
+        *_gpus(gpus),
+        _gauge("tinker_disk_free_bytes", "Room on the disk of the data directory.", (), {(): disk.free}),
+    ]
+    return Reading(server.metrics.registry, families)
+
+
+def _queue(server: Services) -> Iterator[Metric]:
+    in_flight = Counter(
+        (operation.operation_kind, "running" if runs else "waiting") for operation, runs in server.scheduler.in_flight()
+    )
+    yield _gauge("tinker_operations", "Operations that wait or run.", ("kind", "state"), in_flight)
+    admission = server.admission
+    waiting = {
+        ("samples",): admission.sequences.total,
+        ("prompt_bytes",): admission.sample_bytes.total,
+        ("training_bytes",): admission.queued_bytes.total,
+    }
+    yield _gauge("tinker_admitted", "What owners have in flight, of what is bounded.", ("what",), waiting)
+
+
+def _work(server: Services) -> Iterator[Metric]:
+    tokens = {key: amount for key, amount in server.usage.totals.items() if key[0] != "checkpoint"}
+    yield _counter("tinker_tokens", "Tokens trained on, read and drawn.", ("kind", "base_model"), tokens)
+    snapshots = {("taken",): server.snapshots.num_taken, ("failed",): server.snapshots.num_failed}
+    yield _counter("tinker_snapshots", "Snapshots of models in training.", ("outcome",), snapshots)
+    log_bytes = sum(server.snapshots.log_bytes.values())
+    yield _gauge("tinker_log_bytes", "Requests kept to be run again after a crash.", (), {(): log_bytes})
+
+
+def _processes(of_models: dict[str, list[ProcessState]]) -> Iterator[Metric]:
+    every = {(name, process.name): process for name, processes in of_models.items() for process in processes}
+    alive = {key: float(process.is_alive) for key, process in every.items()}
+    yield _gauge("tinker_process_up", "Whether a child process lives.", ("base_model", "process"), alive)
+    restarts = {key: process.restarts for key, process in every.items()}
+    text = "Times that a child process was started again."
+    yield _counter("tinker_process_restarts", text, ("base_model", "process"), restarts)
+
+
+def _engines(uses: dict[str, EngineUse]) -> Iterator[Metric]:
+    rows: dict[tuple[str, ...], float] = {}
+    adapters: dict[tuple[str, ...], float] = {}
+    for name, use in uses.items():
+        rows |= {
+            (name, "running"): use.rows_running,
+            (name, "waiting"): use.rows_waiting,
+            (name, "most"): use.max_rows,
+        }
+        adapters |= {(name, "running"): use.adapters, (name, "most"): use.max_adapters}
+    yield _gauge("tinker_engine_sequences", "Sequences in the sampler.", ("base_model", "state"), rows)
+    yield _gauge("tinker_engine_adapters", "Adapters with a slot in the sampler.", ("base_model", "state"), adapters)
+
+
+def _gpus(gpus: list[GpuState]) -> Iterator[Metric]:
+    memory: dict[tuple[str, ...], float] = {}
+    for gpu in gpus:
+        memory |= {(str(gpu.index), "used"): gpu.used_bytes, (str(gpu.index), "total"): gpu.total_bytes}
+    yield _gauge("tinker_gpu_memory_bytes", "Memory of a GPU.", ("gpu", "state"), memory)
+    used = {(str(gpu.index),): gpu.utilization for gpu in gpus}
+    yield _gauge("tinker_gpu_utilization", "Part of the time in which a kernel runs.", ("gpu",), used)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: dict[Any, Any]) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], values: dict[Any, Any]) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: dict[Any, Any]) -> Metric:
+    for key, value in values.items():
+        family.add_metric([str(part) for part in key], value)
+    return family

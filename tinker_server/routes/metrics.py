@@ -1,0 +1,39 @@
+"""What Prometheus reads. Totals over all owners: whoever has a key may see them."""
+
+import asyncio
+import ipaddress
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from tinker_server.auth.keys import Keys
+from tinker_server.metrics_reading import Reading, read
+from tinker_server.web.deps import AppSettings, Server
+from tinker_server.web.gate import owner_of
+
+router = APIRouter()
+_BEARER = "bearer "
+_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip")
+
+
+@router.get("/metrics", include_in_schema=False)
+async def get_metrics(http: Request, server: Server, settings: AppSettings) -> Response:
+    """Everything that is measured, in Prometheus' text format."""
+    if not (settings.metrics_open and _is_on_this_machine(http)):
+        require_key(http, server.keys)
+    reading: Reading = await read(server)
+    return Response(await asyncio.to_thread(generate_latest, reading), media_type=CONTENT_TYPE_LATEST)
+
+
+def require_key(http: Request, keys: Keys) -> None:
+    """In X-API-Key as everywhere, or as a bearer token, which is what Prometheus sends. Raises Unauthenticated."""
+    given = http.headers.get("authorization", "")
+    bearer = given[len(_BEARER) :] if given.lower().startswith(_BEARER) else None
+    owner_of(http.headers.get("x-api-key") or bearer, keys)
+
+
+def _is_on_this_machine(http: Request) -> bool:
+    """What a proxy on this machine hands on comes from anywhere."""
+    if http.client is None or any(name in http.headers for name in _OF_PROXIES):
+        return False
+    return ipaddress.ip_address(http.client.host).is_loopback

@@ -1,0 +1,118 @@
+"""Recorded steps: the curves of a run. They are written with the results that they are of (`future_rows.py`)."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from sqlalchemy import Table, delete, func, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from tinker_server.store.database import Database
+from tinker_server.store.records import Step, columns
+from tinker_server.store.tables import StepRow
+
+STEPS = cast(Table, StepRow.__table__)
+RECENT = 8
+"""Operations of a run, the last, that say how it is doing."""
+DELETED_AT_ONCE = 5_000
+"""Rows in one transaction, which others wait for."""
+_OF = STEPS.c
+
+
+@dataclass(frozen=True)
+class Point:
+    """Some consecutive steps of a run, or one: means, and sums of what can be added up."""
+
+    step: int
+    """The last of them."""
+    at: float
+    loss: float | None
+    """Per position that trains."""
+    grad_norm: float | None
+    learning_rate: float | None
+    tokens_per_s: float | None
+    """Of the time that they ran; what they waited does not count."""
+    sampler_gap: float | None
+    divergence: float | None
+    clip_fraction: float | None
+    advantage: float | None
+    waited_s: float
+    run_s: float
+
+
+_POINT = (
+    func.max(_OF.step),
+    func.max(_OF.at),
+    func.sum(_OF.loss) / func.nullif(func.sum(_OF.loss_tokens), 0),
+    func.avg(_OF.grad_norm),
+    func.avg(_OF.learning_rate),
+    func.sum(_OF.tokens) / func.nullif(func.sum(_OF.run_s), 0),
+    func.avg(_OF.sampler_gap),
+    func.avg(_OF.divergence),
+    func.avg(_OF.clip_fraction),
+    func.avg(_OF.advantage),
+    func.sum(_OF.waited_s),
+    func.sum(_OF.run_s),
+)
+
+
+async def insert(connection: AsyncConnection, db: Database, steps: Sequence[Step]) -> None:
+    """Within a transaction: those that are not there yet."""
+    if steps:
+        await connection.execute(db.insert(STEPS).on_conflict_do_nothing(), [columns(step) for step in steps])
+
+
+class StepStore:
+    """Reads what was recorded, and deletes what is old."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def last(self, model_id: str) -> Step | None:
+        """The last operation of a run."""
+        found = await self.recent([model_id], 1)
+        return found[model_id][-1] if found else None
+
+    async def recent(self, model_ids: Sequence[str], count: int = RECENT) -> dict[str, list[Step]]:
+        """Of each run that has any, its last operations in order."""
+        found: dict[str, list[Step]] = {}
+        async with self._db.read() as session:
+            for model_id in model_ids:
+                query = select(STEPS).where(_OF.model_id == model_id).order_by(_OF.seq_id.desc()).limit(count)
+                if rows := (await session.execute(query)).mappings().all():
+                    found[model_id] = [Step(**row) for row in reversed(rows)]
+        return found
+
+    async def points(self, model_id: str, first: int, last: int, most: int) -> list[Point]:
+        """The steps from `first` to `last`, in order: each of them, or at most `most` groups of equally many."""
+        size = max(1, -(-(last - first + 1) // most))
+        group = (_OF.step - first) // size
+        mine = (_OF.model_id == model_id) & _OF.step.between(first, last)
+        query = select(*_POINT).where(mine).group_by(group).order_by(func.max(_OF.seq_id))
+        async with self._db.read() as session:
+            return [Point(*row) for row in await session.execute(query)]
+
+    async def pages(self, model_id: str, at_once: int) -> AsyncIterator[list[Step]]:
+        """All of a run in order, so many at once."""
+        after = -1
+        while True:
+            query = select(STEPS).where(_OF.model_id == model_id, _OF.seq_id > after).order_by(_OF.seq_id)
+            async with self._db.read() as session:
+                rows = [Step(**row) for row in (await session.execute(query.limit(at_once))).mappings()]
+            if not rows:
+                return
+            after = rows[-1].seq_id
+            yield rows
+
+    async def expire(self, before: float) -> int:
+        """Delete the rows that are older, a part at a time; how many there were."""
+        key = (_OF.model_id, _OF.seq_id)
+        deleted = 0
+        while True:
+            async with self._db.write() as session:
+                old = (await session.execute(select(*key).where(_OF.at < before).limit(DELETED_AT_ONCE))).all()
+                if old:
+                    await session.execute(delete(STEPS).where(tuple_(*key).in_([tuple(row) for row in old])))
+            deleted += len(old)
+            if len(old) < DELETED_AT_ONCE:
+                return deleted
