@@ -1,6 +1,7 @@
 """Typed calls from the server to a child process, and the child's side of them.
 
-A call is a message over a socket: (id, command) there, (id, outcome, value) back. A command is an object
+A call is a message over a socket: (id, command) there, (id, outcome, value) back, after parts of its answer where it
+tells some. A command is an object
 whose type says what to do and what the answer is; the child matches it by that type. A child ends itself when
 the server's end closes. How a child is started and ended, `launcher` knows.
 """
@@ -24,6 +25,8 @@ from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDie
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+Hearer = Callable[[Any], None]
+"""Takes one part of an answer."""
 MAX_ANSWER_BYTES = 512 << 20
 """A tenant decides how long the answer is; a longer one fails its call alone. Messages to a child are the server's."""
 
@@ -70,6 +73,7 @@ class Child:
         self.process = process
         self._outbox = Outbox(writer, name)
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._hearers: dict[int, Hearer] = {}
         self._ids = itertools.count()
         self.died = asyncio.Event()
         """Set once the process no longer answers."""
@@ -77,19 +81,22 @@ class Child:
         """By the event loop's clock: what the child asked for."""
         self._reading = asyncio.create_task(self._read(reader), name=f"replies of {name}")
 
-    async def call(self, command: Command[R], patience_s: float | None = None) -> R:
+    async def call(self, command: Command[R], patience_s: float | None = None, hear: Hearer | None = None) -> R:
         """The command's answer. Raises InvalidInput, ModelLost and BackendFailed as the child did, ChildBroke for
         any other error there, ChildDied where no answer will come. Cancelling tells the child, which may then
         stop the work.
 
         With `patience_s`, ChildHangs is raised where the child has neither answered nor asked for more time
-        (`KeepWaiting`) for so long, and for the time that it asked for.
+        (`KeepWaiting`) for so long, and for the time that it asked for. `hear` gets whatever the child tells before
+        it answers, in order.
         """
         if self.died.is_set():
             raise ChildDied(f"the {self.name} process has ended")
         call_id = next(self._ids)
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = answer
+        if hear is not None:
+            self._hearers[call_id] = hear
         try:
             self._outbox.send((call_id, command))
             if patience_s is not None:
@@ -100,6 +107,7 @@ class Child:
             raise
         finally:
             self._calls.pop(call_id, None)
+            self._hearers.pop(call_id, None)
 
     async def _wait(self, answer: asyncio.Future[R], patience_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -132,7 +140,9 @@ class Child:
         call = self._calls.get(call_id)
         if call is None or call.done():
             return
-        if outcome == "value":
+        if outcome == "part":
+            self._hearers[call_id](value)
+        elif outcome == "value":
             call.set_result(value)
         else:
             call.set_exception(_ERRORS[outcome](value))
@@ -175,16 +185,18 @@ def serve(make: Callable[[KeepWaiting], Callable[[Any], Any]]) -> None:
             answer(call_id, partial(handle, command))
 
 
-async def serve_async(handle: Callable[[Any], Awaitable[Any]]) -> None:
+async def serve_async(handle: Callable[[Any, Hearer], Awaitable[Any]]) -> None:
     """A child's whole life, commands at once: as `serve`, but `handle` is a coroutine function, whose calls run
-    side by side. Where the caller of one stops waiting, its coroutine is cancelled."""
+    side by side; what it calls with a part of its answer tells the server that part. Where the caller of one stops
+    waiting, its coroutine is cancelled."""
     reader, writer = await asyncio.open_connection(sock=_connection(), limit=STREAM_LIMIT)
     outbox = Outbox(writer, "the server")
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(call_id: int, command: Any) -> None:
         try:
-            outbox.send((call_id, "value", await handle(command)), MAX_ANSWER_BYTES)
+            answer = await handle(command, lambda part: outbox.send((call_id, "part", part), MAX_ANSWER_BYTES))
+            outbox.send((call_id, "value", answer), MAX_ANSWER_BYTES)
         except Exception as error:  # noqa: BLE001 - what goes wrong in a child is told to the server
             outbox.send((call_id, *_failure(error)))
         finally:

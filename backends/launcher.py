@@ -19,6 +19,8 @@ from backends.children import Child, Process
 from backends.messages import STREAM_LIMIT
 
 log = logging.getLogger(__name__)
+IMAGES_AS_SENT = "images-as-sent"
+"""What reads the images of chats in a sampler's process (`sampler/chat_prompts.py`), by vLLM's register of such."""
 Device = Literal["cpu", "cuda"]
 
 _GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
@@ -99,6 +101,7 @@ async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ())
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
+        "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
         **_for_device(device, gpus[:1]),
     }
     if device == "cpu":

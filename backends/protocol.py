@@ -5,11 +5,11 @@ server serialises a model's training operations by seq_id. Of several models the
 turns on the trainer, and then their models.
 """
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleBuffer
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -217,6 +217,34 @@ class SamplingTask:
         )
 
 
+ChatEndpoint = Literal["chat_completions", "completions", "messages", "count_tokens"]
+"""OpenAI's /chat/completions and /completions, Anthropic's /messages and /messages/count_tokens."""
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """A request of one of the chat endpoints, of which the server has taken what is its own to decide."""
+
+    endpoint: ChatEndpoint
+    body: Mapping[str, Any]
+    """As its vendor defines it; every image is a data URI."""
+    weights: Path | None
+    """As in SamplingTask."""
+    owner: str
+    """Likewise."""
+
+
+@dataclass(frozen=True)
+class ChatUsage:
+    """Tokens of one request."""
+
+    prompt: int = 0
+    """Of its prompts, images expanded."""
+    cached: int = 0
+    """Of these, found in the prefix cache."""
+    sampled: int = 0
+
+
 class Sampler(Protocol):
     """Continuations and prompt scores from one base model and any saved adapter."""
 
@@ -225,6 +253,14 @@ class Sampler(Protocol):
 
         Raises InvalidInput where the prompt's images do not decode or the weights are gone or diverged,
         BackendFailed where the engine cannot do this task. An engine that dies is started again under it.
+        """
+
+    async def chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
+        """Answer the task in its vendor's form: `tell` gets the whole as JSON, or of a stream each event as it comes.
+        Cancelling the call stops the work.
+
+        Raises as `sample`, InvalidInput also for a body that is not what its vendor defines, and what it raises it has
+        not told. An engine that dies is started again, unless a part has been told: then BackendFailed is raised.
         """
 
     async def publish(self, weights: Path, owner: str) -> None:

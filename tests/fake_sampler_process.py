@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from api_schemas.sampling import SampledSequence, SampleResponse
-from backends.children import serve_async
-from backends.protocol import SamplingTask
-from backends.sampler.commands import CountProgress, Sample, Start
+from backends.children import Hearer, serve_async
+from backends.protocol import ChatUsage, SamplingTask
+from backends.sampler.commands import Chat, CountProgress, Sample, Start
 
 
 async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
@@ -34,7 +34,7 @@ async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
 async def main() -> None:
     broken, done = Path(), 0
 
-    async def handle(command: Start | Sample | CountProgress) -> SampleResponse | int | None:
+    async def handle(command: Start | Sample | Chat | CountProgress, tell: Hearer) -> object:
         nonlocal broken, done
         match command:
             case Start(config):
@@ -44,6 +44,15 @@ async def main() -> None:
                 response = await sample(task, broken)
                 done += 1
                 return response
+            case Chat(task):
+                if task.body["first"] is not None:
+                    tell(task.body["first"])
+                if not (died := broken.with_name("died")).exists():
+                    await asyncio.sleep(0.2)
+                    died.touch()
+                    os._exit(1)
+                tell("done")
+                return ChatUsage()
             case CountProgress():
                 return done
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from backends.files import written_aside
 from backends.protocol import (
     BackendFailed,
     BaseModelInfo,
+    ChatTask,
+    ChatUsage,
     EncodedBatch,
     EngineUse,
     GpuState,
@@ -178,6 +180,7 @@ class FakeSampler:
         self.num_begun = 0
         self.publish_gate = _open()
         self.published: list[Path] = []
+        self.chats: list[ChatTask] = []
         self.refuses = False
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
@@ -194,6 +197,27 @@ class FakeSampler:
         length = sum(len(chunk.tokens) for chunk in task.prompt.chunks if isinstance(chunk, EncodedTextChunk))
         scores = np.append(np.nan, np.full(length - 1, -1)).astype(np.float32) if task.scores.logprobs else None
         return SampleResponse(sequences=[sequence] * task.num_samples, prompt_logprobs=scores)
+
+    async def chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
+        """Tells its body's `user` (of a message its user_id), or of a stream an event for each word of it; the word
+        `fails` fails."""
+        self.chats.append(task)
+        self.running += 1
+        try:
+            await self.gate.wait()
+            said = task.body.get("user") or task.body.get("metadata", {}).get("user_id") or "hello"
+            words = str(said).split()
+            for word in words:
+                if word == "fails":
+                    raise BackendFailed("the engine failed in /some/directory/file")
+                if task.body.get("stream"):
+                    tell(f"data: {word}\n\n")
+                    await asyncio.sleep(0)
+            if not task.body.get("stream"):
+                tell(json.dumps({"said": words}))
+        finally:
+            self.running -= 1
+        return ChatUsage(prompt=7, cached=2, sampled=len(words))
 
     async def publish(self, weights: Path, owner: str) -> None:
         self.published.append(weights)

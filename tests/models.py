@@ -44,6 +44,20 @@ SPECIALS = [
     "<|video_pad|>",
 ]
 CONTEXT = 4096
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}
+{{- 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{ message.content }}
+{%- else %}{%- for part in message.content or [] %}
+{%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""In the manner of those that take images and call tools."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "norm_topk_prob": True}
 
 VISION = dict(
@@ -246,7 +260,7 @@ def _tokenizer(directory: Path) -> tuple[PreTrainedTokenizerFast, dict[str, int]
         additional_special_tokens=SPECIALS[1:],
         model_max_length=CONTEXT,
     )
-    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
     return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
 

@@ -121,6 +121,16 @@ class Reference:
         return expected
 
 
+def spoilt(reference: Reference, directory: Path, value: float) -> Path:
+    """The adapter `small`, every lora_B filled with one value."""
+    tensors = {name: tensor.detach().clone() for name, tensor in reference.tensors("small").items()}
+    for name in tensors:
+        if "lora_B" in name:
+            tensors[name].fill_(value)
+    write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
+    return directory
+
+
 def request(model_input: ModelInput, params: dict | None = None, **fields) -> SampleRequest:
     return SampleRequest(
         prompt=model_input, sampling_params=SamplingParams(**{"max_tokens": 8, **(params or {})}), **fields

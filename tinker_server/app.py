@@ -11,12 +11,14 @@ from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.bringing_back import bring_back_lost
+from tinker_server.chat.answering import Chats
 from tinker_server.metrics import Metrics
 from tinker_server.models import Models
 from tinker_server.recording import Recording
 from tinker_server.recovery import Recovery
 from tinker_server.routes import (
     admin,
+    chat,
     checkpoints,
     files,
     futures,
@@ -93,6 +95,7 @@ def create_app(settings: Settings, backend: Backend | None = None, clock: Callab
         api.include_router(open_to_all.router)
     app.include_router(api)
     app.include_router(metrics.router)
+    chat.install(app)
     openapi.install(app)
     return app
 
@@ -171,6 +174,7 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
         admission=admission,
         storage=storage,
         snapshots=snapshots,
+        chats=Chats(models, checkpoints, storage, usage, admission),
         copying=Copying(sessions, runs, checkpoints, storage),
         archives=Archives(storage),
         links=Links(settings.data_dir),

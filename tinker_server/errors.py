@@ -1,7 +1,7 @@
 """Every refusal, with its HTTP status and its category in a failed future.
 
 TinkerServerError
-├── Unauthenticated 401, BadRequest 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400
+├── Unauthenticated 401, BadRequest (BadField) 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400
 ├── OtherBaseModel 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
 ├── ForeignHost 403, KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
@@ -10,6 +10,7 @@ TinkerServerError
 ├── ResultTooLarge, GradientIncomplete 400: only in futures
 ├── Busy 429: for what an owner may have waiting at once; its clients wait and try again
 ├── Cancelled 410: only in futures of samples
+├── ChatFailed 500: only of the chat endpoints
 └── DatabaseUnavailable (DiskFull), ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
@@ -48,6 +49,14 @@ class BadRequest(TinkerServerError):
     """The request is malformed, or asks for something this server does not have."""
 
     status, category = 400, "user"
+
+
+class BadField(BadRequest):
+    """A field of a chat request is not what it should be, or is not supported."""
+
+    def __init__(self, text: str, field: str | None = None) -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class SequenceConflict(BadRequest):
@@ -166,6 +175,10 @@ class Cancelled(TinkerServerError):
     """The client cancelled the operation."""
 
     status, category = 410, "user"
+
+
+class ChatFailed(TinkerServerError):
+    """The sampler could not answer a chat; the request was not at fault."""
 
 
 class DatabaseUnavailable(TinkerServerError):

@@ -56,6 +56,8 @@ class Settings(BaseSettings):
     """How long the steps of runs, which the dashboard draws, are kept."""
     samples_shown: int = Field(default=50, ge=0)
     """Samples of one owner that the dashboard shows, the latest, kept in memory alone; 0 keeps none."""
+    image_hosts: list[str] = []
+    """Hosts, with the port where an address has one, whose images the chat endpoints fetch; others are refused."""
     drain_s: float = Field(default=5, ge=0)
     """How long running work may go on when the server is told to stop; `docker stop` kills after 10 s."""
 

@@ -81,6 +81,10 @@ class Vision(Protocol):
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Height and width in tokens of an image of so many pixels. Raises ValueError for a shape it does not take."""
 
+    @property
+    def place_id(self) -> int:
+        """The token by which a chat template says where an image is; `image_ids` stand in its place."""
+
     def image_ids(self, span: ImageSpan) -> np.ndarray:
         """[N] int64: the token ids that stand for the image."""
 

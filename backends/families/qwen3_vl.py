@@ -76,7 +76,7 @@ class Qwen3VLVision:
             self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
         except (OSError, ValueError) as error:
             raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
-        self._image_id = image_id
+        self.place_id = image_id
         self._has_taps = has_taps
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Qwen3VLVision:
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
         """[N] int64."""
-        return np.full(span.num_tokens, self._image_id)
+        return np.full(span.num_tokens, self.place_id)
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """pixel_values [P, D] and image_grid_thw [1, 3], in patches before merging."""

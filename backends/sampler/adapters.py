@@ -26,7 +26,7 @@ from backends.sampler.engine import MAX_ADAPTERS
 from backends.sampler.scores import score
 
 
-class _Adapter:
+class Adapter:
     """One adapter's files and name, and how many use it."""
 
     def __init__(self, weights: Path, request: LoRARequest, linking: asyncio.Task[Canary | None]) -> None:
@@ -47,12 +47,12 @@ class EngineAdapters:
         self._scratch_dir = scratch_dir.absolute()
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
         self._scratch_dir.mkdir(parents=True)
-        self._adapters: OrderedDict[Path, _Adapter] = OrderedDict()
+        self._adapters: OrderedDict[Path, Adapter] = OrderedDict()
         self._numbers = itertools.count(1)
         self._dropping: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def hold(self, weights: Path | None) -> AsyncIterator["_Adapter | None"]:
+    async def hold(self, weights: Path | None) -> AsyncIterator["Adapter | None"]:
         """Inside, the adapter saved in `weights` can be loaded, even where its directory is deleted meanwhile;
         None for the base model.
 
@@ -73,7 +73,7 @@ class EngineAdapters:
             adapter.users -= 1
             self._drop_idle()
 
-    async def load(self, adapter: "_Adapter | None") -> LoRARequest | None:
+    async def load(self, adapter: "Adapter | None") -> LoRARequest | None:
         """The engine's name for an adapter that is held. Raises BackendFailed where the engine cannot load it, or
         does not score with it as the trainer did."""
         if adapter is None:
@@ -84,11 +84,11 @@ class EngineAdapters:
         await asyncio.shield(adapter.loading)
         return adapter.request
 
-    def _new(self, weights: Path) -> _Adapter:
+    def _new(self, weights: Path) -> Adapter:
         number = next(self._numbers)
         request = LoRARequest(f"adapter-{number}", number, str(self._scratch_dir / str(number)))
         linking = asyncio.create_task(asyncio.to_thread(_link, weights, Path(request.lora_path)))
-        adapter = _Adapter(weights, request, linking)
+        adapter = Adapter(weights, request, linking)
         linking.add_done_callback(lambda task: self._forget_failed(adapter, task))
         self._adapters[weights] = adapter
         return adapter
@@ -115,18 +115,18 @@ class EngineAdapters:
         for weights in idle[: max(0, len(self._adapters) - MAX_ADAPTERS)]:
             self._forget(self._adapters[weights])
 
-    def _forget_failed(self, adapter: _Adapter, task: asyncio.Task[Any]) -> None:
+    def _forget_failed(self, adapter: Adapter, task: asyncio.Task[Any]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._forget(adapter)
 
-    def _forget(self, adapter: _Adapter) -> None:
+    def _forget(self, adapter: Adapter) -> None:
         if self._adapters.get(adapter.weights) is adapter:
             del self._adapters[adapter.weights]
             task = asyncio.create_task(self._remove(adapter))
             self._dropping.add(task)
             task.add_done_callback(self._dropping.discard)
 
-    async def _remove(self, adapter: _Adapter) -> None:
+    async def _remove(self, adapter: Adapter) -> None:
         tasks = [adapter.linking, *([adapter.loading] if adapter.loading else [])]
         await asyncio.gather(*tasks, return_exceptions=True)
         if adapter.loading is not None:

@@ -3,11 +3,13 @@
 T tokens, P prompt positions after the first, K likeliest or chosen tokens, C all of a position's columns
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from api_schemas.inputs import TensorData
@@ -28,12 +30,33 @@ def answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutp
     try:
         return _answer(task, rendered, outputs)
     except FloatingPointError as error:
-        if task.weights is None:
-            raise BackendFailed(f"{error}: the base model's own") from None
-        raise InvalidInput(
-            f"{error}: the sampler weights have diverged (or overflow in the model's precision); sample from a"
-            " checkpoint before that, and train on with a smaller learning rate"
-        ) from None
+        raise diverged(error, task.weights) from None
+
+
+def diverged(error: FloatingPointError, weights: Path | None) -> Exception:
+    """What is said where log probabilities are not finite."""
+    if weights is None:
+        return BackendFailed(f"{error}: the base model's own")
+    return InvalidInput(
+        f"{error}: the sampler weights have diverged (or overflow in the model's precision); sample from a"
+        " checkpoint before that, and train on with a smaller learning rate"
+    )
+
+
+def check_finite(output: RequestOutput) -> None:
+    """Of an output of a chat, with its log probabilities by token. Raises FloatingPointError as `answer` does."""
+    for sequence in output.outputs:
+        for token_id, step in zip(sequence.token_ids, sequence.logprobs or (), strict=True):
+            if step[token_id].logprob == -math.inf:
+                raise FloatingPointError("log probabilities of sampled tokens are not finite")
+            _check_step(step)
+    for step in output.prompt_logprobs or ():
+        _check_step(step or {})
+
+
+def _check_step(step: Mapping[int, Logprob]) -> None:
+    if not all(one.logprob < math.inf for one in step.values()):
+        raise FloatingPointError("log probabilities are not finite")
 
 
 def _answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutput]) -> SampleResponse:

@@ -18,8 +18,8 @@ from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleResponse, SamplingParams
 from backends.children import Child, ChildDied, Command
 from backends.launcher import launch_sampler
-from backends.protocol import BackendFailed, EngineUse, ProcessState, SamplingTask
-from backends.sampler.commands import CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
+from backends.protocol import BackendFailed, ChatTask, ChatUsage, EngineUse, ProcessState, SamplingTask
+from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.trials import EngineDied, Trials
 
 log = logging.getLogger(__name__)
@@ -92,14 +92,28 @@ class SamplerClient:
         except (TimeoutError, BackendFailed):
             return None
 
-    async def _run(self, owner: str, command: Command[R]) -> R:
+    async def chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
+        """As the protocol says."""
+        return await self._run(task.owner, Chat(task), tell)
+
+    async def _run(self, owner: str, command: Command[R], tell: Callable[[str], None] | None = None) -> R:
+        told = False
+
+        def hear(part: str) -> None:
+            nonlocal told
+            told = True
+            assert tell is not None
+            tell(part)
+
         async def work(child: Child) -> R:
             try:
-                return await child.call(command)
+                return await child.call(command, hear=None if tell is None else hear)
             except ChildDied:
                 if child is self._child:
                     self._child = None
                     self._trials.engine_died()
+                if told:  # another answer would not begin as this one did
+                    raise BackendFailed("the engine died while it answered; send the request again") from None
                 raise EngineDied from None
 
         return await self._trials.run(owner, work)

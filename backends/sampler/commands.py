@@ -6,7 +6,7 @@ from typing import Literal
 
 from api_schemas.sampling import SampleResponse
 from backends.children import Command
-from backends.protocol import EngineUse, SamplingTask
+from backends.protocol import ChatTask, ChatUsage, EngineUse, SamplingTask
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,13 @@ class Sample(Command[SampleResponse]):
     """Do the task; the answer comes when all its samples are done."""
 
     task: SamplingTask
+
+
+@dataclass(frozen=True)
+class Chat(Command[ChatUsage]):
+    """`protocol.Sampler.chat`; the answer itself comes before, in parts."""
+
+    task: ChatTask
 
 
 @dataclass(frozen=True)

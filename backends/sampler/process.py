@@ -5,40 +5,32 @@ engine dies, so that the server sees it.
 """
 
 import asyncio
-import itertools
-import logging
-import os
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from vllm.exceptions import VLLMClientError
-from vllm.inputs import EngineInput
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.sampling import SampleResponse
-from backends.children import serve_async
-from backends.protocol import BackendFailed, EngineUse, InvalidInput, SamplingTask
-from backends.rendering import Rendered, Renderer
+from backends.children import Hearer, serve_async
+from backends.protocol import ChatTask, ChatUsage, EngineUse, SamplingTask
+from backends.rendering import Renderer
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
-from backends.sampler.commands import CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
+from backends.sampler.chat import Chats
+from backends.sampler.chat_engine import Room
+from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
-from backends.sampler.requests import engine_input, sampling_params, send_once
+from backends.sampler.prompts import Prompt
+from backends.sampler.requests import sampling_params
+from backends.sampler.sequences import Sequences, end_process
 from backends.sampler.turns import Turns
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WATCH_S = 0.2
-_SENDINGS = 3
-"""Of one sequence, where the engine has forgotten an image that was left out."""
 
 
 class SamplerProcess:
@@ -47,12 +39,14 @@ class SamplerProcess:
     def __init__(self, config: SamplerConfig, engine: AsyncLLM, renderer: Renderer) -> None:
         self._engine = engine
         self._renderer = renderer
+        self._sequences = Sequences(engine)
         self._adapters = EngineAdapters(engine, config.scratch_dir, config.dtype)
         self._publishing = asyncio.Lock()
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, config.source)
         self._turns = Turns(config.max_concurrent_samples, config.adapter_slots)
-        self._ids = itertools.count()
+        room = Room(self._sequences, self._turns, self._adapters, renderer, self._end_tokens, self._placeholders)
+        self._chats = Chats(engine, room)
         self._tasks_done = 0
         self._watching = asyncio.create_task(self._watch())
 
@@ -73,7 +67,7 @@ class SamplerProcess:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """`protocol.Sampler.sample`."""
-        prompt = _Prompt(self._renderer, task.prompt)
+        prompt = Prompt(self._renderer, task.prompt)
         async with self._adapters.hold(task.weights) as adapter:
 
             async def sequence(index: int) -> RequestOutput:
@@ -81,11 +75,17 @@ class SamplerProcess:
                     lora = await self._adapters.load(adapter)
                     _, inputs = await prompt.render()
                     params = sampling_params(task, index, self._end_tokens, self._placeholders)
-                    return await self._generate(inputs, params, lora, priority=num_before)
+                    return await self._sequences.final(inputs, params, lora, num_before)
 
             outputs = await _all(sequence(index) for index in range(task.num_samples))
         self._tasks_done += 1
         return answer(task, (await prompt.render())[0], outputs)
+
+    async def chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
+        """`protocol.Sampler.chat`."""
+        usage = await self._chats.answer(task, tell)
+        self._tasks_done += 1
+        return usage
 
     async def publish(self, weights: Path) -> None:
         """`protocol.Sampler.publish`: one at a time, in the place that the engine has for it beside its rows and slots,
@@ -103,33 +103,6 @@ class SamplerProcess:
         """What the engine has to do now."""
         return self._turns.use
 
-    async def _generate(
-        self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
-    ) -> RequestOutput:
-        """One sequence; the least `priority` has its prompt computed first. Cancelling takes it out of the engine."""
-        try:
-            for _ in range(_SENDINGS):
-                output = await self._final_output(send_once(self._engine, inputs), params, lora, priority)
-                if output.outputs[0].finish_reason != "error":
-                    break
-            return output
-        except VLLMClientError as error:
-            raise InvalidInput(f"the engine refuses the request: {error}") from None
-        except EngineGenerateError as error:
-            raise BackendFailed(f"the engine failed: {error.__cause__!r}") from error
-        except EngineDeadError:
-            end_process()
-            raise
-
-    async def _final_output(
-        self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
-    ) -> RequestOutput:
-        outputs = self._engine.generate(inputs, params, str(next(self._ids)), lora_request=lora, priority=priority)
-        async for output in outputs:
-            if output.finished:
-                return output
-        raise BackendFailed("the engine ended a request without a result")
-
     async def _watch(self) -> None:
         while not self._engine.errored:  # noqa: ASYNC110 - vLLM keeps a flag and tells nobody
             await asyncio.sleep(_WATCH_S)
@@ -139,29 +112,6 @@ class SamplerProcess:
         """End the engine."""
         self._watching.cancel()
         self._engine.shutdown()
-
-
-class _Prompt:
-    """A prompt rendered when its first sequence gets its turn, so that waiting requests hold no pixels."""
-
-    def __init__(self, renderer: Renderer, model_input: ModelInput) -> None:
-        self._renderer = renderer
-        self._model_input = model_input
-        self._lock = asyncio.Lock()
-        self._result: tuple[Rendered, EngineInput] | None = None
-
-    async def render(self) -> tuple[Rendered, EngineInput]:
-        """The prompt in our terms and in the engine's. Raises InvalidInput for pixels that do not decode."""
-        async with self._lock:
-            if self._result is None:
-                has_images = any(isinstance(chunk, ImageChunk) for chunk in self._model_input.chunks)
-                self._result = await asyncio.to_thread(self._render) if has_images else self._render()
-            return self._result
-
-    def _render(self) -> tuple[Rendered, EngineInput]:
-        rendered = self._renderer.render(self._model_input, "prompt")
-        vision = self._renderer.family.vision
-        return rendered, engine_input(rendered, {} if vision is None else vision.engine_fields)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -175,25 +125,21 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def end_process() -> None:
-    """The engine is dead: end at once, which the server sees and answers by starting another."""
-    log.error("the vLLM engine died")
-    os._exit(1)
-
-
 async def main() -> None:
     """Serve the server's commands until it closes its end."""
     started: list[SamplerProcess] = []
 
     async def handle(
-        command: Start | Sample | Publish | CountProgress | CountRows,
-    ) -> SampleResponse | EngineUse | int | None:
+        command: Start | Sample | Chat | Publish | CountProgress | CountRows, tell: Hearer
+    ) -> SampleResponse | ChatUsage | EngineUse | int | None:
         match command:
             case Start(config):
                 started.append(await SamplerProcess.start(config))
                 return None
             case Sample(task):
                 return await started[0].sample(task)
+            case Chat(chat):
+                return await started[0].chat(chat, tell)
             case Publish(weights):
                 await started[0].publish(weights)
                 return None

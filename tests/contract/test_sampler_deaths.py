@@ -15,7 +15,7 @@ import pytest_asyncio
 from api_schemas.sampling import SamplingParams
 from backends.children import Child
 from backends.launcher import launch
-from backends.protocol import BackendFailed, SamplingTask
+from backends.protocol import BackendFailed, ChatTask, SamplingTask
 from backends.sampler.client import SamplerClient
 from tests.factories import prompt, words
 from tests.sampling import sampler_config
@@ -70,6 +70,22 @@ async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler:
     assert all(isinstance(one, BackendFailed) for one in failures)
     assert await asyncio.gather(*good) == [0, 1] * 5
     assert len(STARTS) >= 5
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_told(sampler: SamplerClient, told: bool) -> None:
+    """The engine dies under it, once."""
+    parts: list[str] = []
+    body = {"first": "hello" if told else None}
+    chat = asyncio.create_task(sampler.chat(ChatTask("messages", body, None, "good"), parts.append))
+    if told:
+        with pytest.raises(BackendFailed, match="died while it answered; send the request again"):
+            await asyncio.wait_for(chat, 60)
+        assert parts == ["hello"]
+    else:
+        await asyncio.wait_for(chat, 60)
+        assert parts == ["done"]
+    assert await ask(sampler, 0) == 0
 
 
 async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(

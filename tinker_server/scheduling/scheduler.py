@@ -106,13 +106,17 @@ class Scheduler:
         self._admission.force_sample(again.owner, again.request.num_samples, again.size_bytes)
         self._start_sample(again, again.request.num_samples)
 
+    def require_open(self) -> None:
+        """Raises ShuttingDown."""
+        if self._closing:
+            raise ShuttingDown("the server is stopping")
+
     async def submit(self, operation: Operation) -> str:
         """Accept an operation, durably when this returns, and have it run; its request_id.
 
         Raises SequenceConflict, ShuttingDown, BadRequest, Busy.
         """
-        if self._closing:
-            raise ShuttingDown("the server is stopping")
+        self.require_open()
         if isinstance(operation.request, SampleRequest):
             return await self._submit_sample(operation, operation.request.num_samples)
         if operation.operation_kind == "unload_model":

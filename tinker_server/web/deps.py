@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
+from tinker_server.chat.answering import Chats
 from tinker_server.metrics import Metrics
 from tinker_server.models import Models
 from tinker_server.scheduling.admission import Admission
@@ -56,6 +57,7 @@ class Services:
     admission: Admission
     storage: Storage
     snapshots: Snapshots
+    chats: Chats
     copying: Copying
     archives: Archives
     links: Links
@@ -100,6 +102,7 @@ CatalogDep = Annotated[Catalog, _part(lambda server: server.catalog)]
 UsageDep = Annotated[UsageStore, _part(lambda server: server.usage)]
 Audit = Annotated[AuditStore, _part(lambda server: server.audit)]
 StorageDep = Annotated[Storage, _part(lambda server: server.storage)]
+ChatsDep = Annotated[Chats, _part(lambda server: server.chats)]
 CopyingDep = Annotated[Copying, _part(lambda server: server.copying)]
 ArchivesDep = Annotated[Archives, _part(lambda server: server.archives)]
 SignedLinks = Annotated[Links, _part(lambda server: server.links)]

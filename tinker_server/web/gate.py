@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_server.auth.keys import Keys
 from tinker_server.errors import ForeignHost, TinkerServerError, Unauthenticated
 from tinker_server.web.handlers import answer
+from tinker_server.web.vendors import vendor_of
 
 API = "/api/v1/"
 OPEN = tuple(API + path for path in ("healthz", "files/", "archives/", "traces/"))
@@ -35,10 +36,13 @@ class Gate:
         try:
             if keys.is_open:
                 self._require_local(headers)
-            if scope["path"].startswith(API) and not scope["path"].startswith(OPEN):
-                scope.setdefault("state", {})["owner"] = owner_of(headers.get("x-api-key"), keys)
+            if (vendor := vendor_of(scope["path"])) is not None or (
+                scope["path"].startswith(API) and not scope["path"].startswith(OPEN)
+            ):
+                key = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
+                scope.setdefault("state", {})["owner"] = owner_of(key, keys)
         except TinkerServerError as error:
-            return await answer(error.status, error, str(error))(scope, receive, send)
+            return await answer(scope["path"], error.status, error, str(error))(scope, receive, send)
         await self.app(scope, receive, send)
 
     def _require_local(self, headers: Headers) -> None:
@@ -59,6 +63,12 @@ class Gate:
             return ipaddress.ip_address(name).is_loopback
         except ValueError:
             return False
+
+
+def _bearer(headers: Headers) -> str | None:
+    """The key as clients of the chat endpoints send it."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else None
 
 
 def owner_of(key: str | None, keys: Keys) -> str:

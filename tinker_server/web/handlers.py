@@ -11,15 +11,22 @@ from starlette.exceptions import HTTPException
 from api_schemas.base import unstorable
 from api_schemas.wire import MalformedBody
 from backends.protocol import InvalidInput
-from tinker_server.errors import BadRequest, BodyTooLarge, TinkerServerError
+from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError
+from tinker_server.web.vendors import error_body, vendor_of
 
 RETRY_AFTER_S = "1"
 """What is said to clients that may have more luck later."""
 
 
-def answer(status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """What every refusal looks like. The text may quote a client, also halves of surrogate pairs."""
+def answer(
+    path: str, status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """What every refusal looks like on this path. The text may quote a client, also halves of surrogate pairs."""
     sendable = detail.encode(errors="backslashreplace").decode()
+    vendor = vendor_of(path)
+    if vendor is not None:
+        field = error.field if isinstance(error, BadField) else None
+        return JSONResponse(error_body(vendor, status, error, sendable, field), status, headers)
     return JSONResponse({"detail": sendable, "error": type(error).__name__}, status, headers)
 
 
@@ -34,27 +41,27 @@ def install(app: FastAPI) -> None:
     """The one mapping from exceptions to responses."""
 
     @app.exception_handler(TinkerServerError)
-    async def refused(_: Request, error: TinkerServerError) -> JSONResponse:
+    async def refused(http: Request, error: TinkerServerError) -> JSONResponse:
         headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
-        return answer(error.status, error, str(error), headers)
+        return answer(http.url.path, error.status, error, str(error), headers)
 
     @app.exception_handler(MalformedBody)
     @app.exception_handler(InvalidInput)
-    async def invalid(_: Request, error: ValueError) -> JSONResponse:
-        return answer(BadRequest.status, error, str(error))
+    async def invalid(http: Request, error: ValueError) -> JSONResponse:
+        return answer(http.url.path, BadRequest.status, error, str(error))
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        return answer(422, error, describe(error))
+    async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(http.url.path, 422, error, describe(error))
 
     @app.exception_handler(HTTPException)
-    async def not_routed(_: Request, error: HTTPException) -> JSONResponse:
+    async def not_routed(http: Request, error: HTTPException) -> JSONResponse:
         kind = BodyTooLarge() if error.status_code == BodyTooLarge.status else error
-        return answer(error.status_code, kind, error.detail, error.headers)
+        return answer(http.url.path, error.status_code, kind, error.detail, error.headers)
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return answer(500, error, "internal error; the server's log has the details")  # uvicorn logs it
+    async def unexpected(http: Request, error: Exception) -> JSONResponse:
+        return answer(http.url.path, 500, error, "internal error; the server's log has the details")  # uvicorn logs it
 
 
 async def storable_parameters(request: Request) -> None:

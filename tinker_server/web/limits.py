@@ -6,9 +6,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.wire import PROTOBUF
 from tinker_server.errors import BodyTooLarge
+from tinker_server.web import vendors
 from tinker_server.web.handlers import answer
 
-LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "asample")}
+LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "asample")} | vendors.LARGE
 """What carries batches and prompts. All else is small."""
 SMALL_BODY_BYTES = 1 << 20
 SMALL_BODY_VALUES = 1 << 13
@@ -58,7 +59,7 @@ class BodyLimit:
             return message
 
         if int(headers.get("content-length", "0")) > limit:
-            return await answer(413, BodyTooLarge(), _too_large(limit))(scope, receive, send)
+            return await answer(scope["path"], 413, BodyTooLarge(), _too_large(limit))(scope, receive, send)
         await self.app(scope, counted, send)
 
 

@@ -1,7 +1,6 @@
 """What one tenant's weights do, they do to him alone."""
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,19 +10,9 @@ from api_schemas.training import Trainable
 from backends.protocol import InvalidInput
 from backends.trainer.checkpoint import write_adapter, write_directory
 from tests.factories import MIXED, prompt, words
-from tests.sampling import Reference, assert_close, request, sample, scoring
+from tests.sampling import assert_close, request, sample, scoring, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-
-
-def spoilt(reference: Reference, directory: Path, value: float) -> Path:
-    """The adapter `small`, every lora_B filled with one value."""
-    tensors = {name: tensor.detach().clone() for name, tensor in reference.tensors("small").items()}
-    for name in tensors:
-        if "lora_B" in name:
-            tensors[name].fill_(value)
-    write_directory(directory, lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
-    return directory
 
 
 async def test_an_adapter_that_diverged_leaves_nothing_in_the_cache_for_others(sampler, reference, adapters, tmp_path):

@@ -1,0 +1,118 @@
+"""What vLLM's handlers take for the engine: each of their requests becomes sequences that wait for their turns, draw
+with the same care as tasks do, and are looked at before they are told."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.async_utils import merge_async_iterators
+
+from backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
+from backends.rendering import Renderer
+from backends.sampler.adapters import Adapter, EngineAdapters
+from backends.sampler.answers import check_finite, diverged
+from backends.sampler.chat_prompts import MODEL_INPUT
+from backends.sampler.prompts import Prompt
+from backends.sampler.requests import derived_seed
+from backends.sampler.sequences import Sequences
+from backends.sampler.turns import Turns
+
+
+@dataclass(frozen=True)
+class Room:
+    """What chats share with tasks in one sampler process."""
+
+    sequences: Sequences
+    turns: Turns
+    adapters: EngineAdapters
+    renderer: Renderer
+    end_tokens: Sequence[int]
+    placeholders: Sequence[int]
+
+
+class ChatEngine:
+    """vLLM's `EngineClient` as far as its handlers use it, for one request."""
+
+    def __init__(self, room: Room, task: ChatTask, adapter: Adapter | None) -> None:
+        self._room = room
+        self._task = task
+        self._adapter = adapter
+        self.errored = False
+        """A dead engine ends this process."""
+        self.usage = ChatUsage()
+        self.failure: InvalidInput | BackendFailed | None = None
+        """What the handler was told by an exception; it may have made an event of it."""
+
+    def check_admission(self, n: int) -> None:
+        """The server has admitted the request."""
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of all of a prompt's sequences, as they come, or joined in one where only the end is asked for.
+        What else vLLM passes is its own idea of adapters and turns."""
+        rendered = Prompt(self._room.renderer, prompt[MODEL_INPUT])
+        num_tokens, finals = len(prompt["prompt_token_ids"]), {}
+        self.usage = replace(self.usage, prompt=self.usage.prompt + num_tokens)
+        streams = [self._sequence(rendered, sampling_params, index) for index in range(sampling_params.n)]
+        try:
+            async with aclosing(merge_async_iterators(*streams)) as merged:
+                async for index, output in merged:
+                    self._count(output, index, num_tokens)
+                    output.outputs[0].index = index
+                    output.prompt = prompt["prompt"]
+                    if sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
+                        finals[index] = output
+                    else:
+                        yield output
+        except (InvalidInput, BackendFailed) as error:
+            self.failure = error
+            raise
+        if finals:
+            joined = finals[0]
+            joined.outputs = [finals[index].outputs[0] for index in sorted(finals)]
+            yield joined
+
+    async def _sequence(
+        self, prompt: Prompt, params: SamplingParams, index: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        room, task = self._room, self._task
+        own = drawn(params, index, room.end_tokens, room.placeholders)
+        async with room.turns.turn(task.owner, task.weights) as num_before:
+            lora = await room.adapters.load(self._adapter)
+            _, inputs = await prompt.render()
+            async with aclosing(room.sequences.run(inputs, own, lora, num_before)) as outputs:
+                async for output in outputs:
+                    try:
+                        check_finite(output)
+                    except FloatingPointError as error:
+                        raise diverged(error, task.weights) from None
+                    if output.outputs[0].finish_reason not in (None, "stop", "length"):
+                        raise BackendFailed(f"the engine ended a sequence with {output.outputs[0].finish_reason}")
+                    yield output
+
+    def _count(self, output: RequestOutput, index: int, num_tokens: int) -> None:
+        """Tokens drawn, and of the first sequence those of the prompt that were cached."""
+        sampled = self.usage.sampled + len(output.outputs[0].token_ids)
+        cached = self.usage.cached
+        if index == 0 and output.finished:
+            cached += min(output.num_cached_tokens or 0, num_tokens)
+        self.usage = replace(self.usage, sampled=sampled, cached=cached)
+
+
+def drawn(params: SamplingParams, index: int, end_tokens: Sequence[int], placeholders: Sequence[int]) -> SamplingParams:
+    """A handler's parameters for its sequence `index`, as `requests.sampling_params` makes them of a task."""
+    own = params.clone()
+    own.n = 1
+    own.seed = None if params.seed is None else derived_seed(params.seed, index)
+    own.ignore_eos = True  # the engine's idea of end tokens, in whose place are ours
+    own.stop_token_ids = list(dict.fromkeys([*end_tokens, *(params.stop_token_ids or ())]))
+    own.logprobs = params.logprobs or 0  # always, so that weights that have diverged are told
+    own.prompt_logprobs = params.prompt_logprobs if index == 0 else None
+    cuts = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or bool(params.logit_bias)
+    if cuts and placeholders:
+        own.logit_bias = {**(params.logit_bias or {}), **dict.fromkeys(placeholders, float("-inf"))}
+    return own

@@ -1,0 +1,296 @@
+"""Chats in the sampler's process: vLLM's handlers, with the prompts, the draws and the turns of every other sample.
+
+pytest tests/contract/sampler/test_chat.py
+"""
+
+import asyncio
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoProcessor
+
+from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from backends.protocol import ChatTask, ChatUsage, InvalidInput
+from backends.sampler.commands import CountProgress
+from tests.factories import photo
+from tests.sampling import assert_close, request, sample, spoilt
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+PNG, JPEG = photo(96, 64, 1), photo(64, 96, 2, format="jpeg")
+TEXT = [
+    {"role": "system", "content": "hello system"},
+    {"role": "user", "content": "what is this world"},
+    {"role": "assistant", "content": "a small corpus"},
+    {"role": "user", "content": "image  what\n"},
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"red": {"type": "boolean"}},
+            "required": ["red"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def seeing(*images: bytes) -> list[dict[str, Any]]:
+    """A conversation with images between its words."""
+    parts = [
+        [{"type": "image_url", "image_url": {"url": uri(one)}}, {"type": "text", "text": "what"}] for one in images
+    ]
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}, *(part for pair in parts for part in pair)]}
+    ]
+
+
+async def told(sampler, endpoint: str, weights: Path | None = None, **body) -> tuple[list[str], ChatUsage]:
+    parts: list[str] = []
+    usage = await sampler.chat(ChatTask(endpoint, {"model": "tiny", **body}, weights, "somebody"), parts.append)
+    return parts, usage
+
+
+async def chat(sampler, messages, weights: Path | None = None, **body) -> dict[str, Any]:
+    """The answer to a chat completion, with its tokens and their log probabilities."""
+    asked = {"max_tokens": 6, "return_token_ids": True, "logprobs": True, **body}
+    (part,), _ = await told(sampler, "chat_completions", weights, messages=messages, **asked)
+    return json.loads(part)
+
+
+def events(parts: list[str]) -> list[dict[str, Any]]:
+    lines = [line for part in parts for line in part.splitlines() if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+
+
+def logprobs(choice: dict[str, Any]) -> np.ndarray:
+    return np.array([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
+
+
+@pytest.mark.parametrize("images", [[], [PNG], [PNG, JPEG], [PNG, PNG]], ids=["text", "image", "two", "twice"])
+async def test_a_prompt_is_what_the_processor_makes_and_the_answer_what_a_sample_says(
+    sampler, adapters, tiny_vl, renderer, images
+):
+    messages = seeing(*images) if images else TEXT
+    conversation = [{**one, "content": for_processor(one["content"], images)} for one in messages]
+    processor = AutoProcessor.from_pretrained(tiny_vl)
+    expected = processor.apply_chat_template(
+        conversation, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="np"
+    )["input_ids"][0].tolist()
+
+    for weights in (None, adapters["small"]):
+        answer = await chat(sampler, messages, weights, temperature=0)
+        assert answer["prompt_token_ids"] == expected
+        assert answer["usage"]["prompt_tokens"] == len(expected)
+        model_input = as_model_input(expected, images, renderer)
+        by_task = (await sample(sampler, request(model_input, {"max_tokens": 6, "temperature": 0}), weights)).sequences[
+            0
+        ]
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] == by_task.tokens.tolist()
+        assert_close(logprobs(choice), by_task.logprobs)
+
+
+def for_processor(content: str | list[dict[str, Any]], images: list[bytes]) -> str | list[dict[str, Any]]:
+    """As transformers has it, with images that are open."""
+    remaining = iter(images)
+    if isinstance(content, str):
+        return content
+    return [
+        part if part["type"] == "text" else {"type": "image", "image": Image.open(io.BytesIO(next(remaining)))}
+        for part in content
+    ]
+
+
+def as_model_input(token_ids: list[int], images: list[bytes], renderer):
+    """The chunks that a client of the SDK would send for this prompt."""
+    place, text, at = renderer.family.vision.place_id, [], 0
+    chunks: list[Any] = []
+    remaining = iter(images)
+    while at < len(token_ids):
+        if token_ids[at] != place:
+            text.append(token_ids[at])
+            at += 1
+            continue
+        image = ImageChunk(data=next(remaining), format="png")
+        length, _ = renderer.layout(ModelInput(chunks=[image]), "image")
+        chunks += [EncodedTextChunk(tokens=np.array(text, np.int64)), image]
+        text, at = [], at + length
+    return ModelInput(chunks=[*chunks, EncodedTextChunk(tokens=np.array(text, np.int64))])
+
+
+async def test_seeded_choices_are_those_of_a_sample_and_a_stream_says_the_same(sampler, renderer):
+    asked = {"n": 3, "seed": 11, "max_tokens": 9}
+    whole = await chat(sampler, TEXT, **asked)
+    model_input = as_model_input(whole["prompt_token_ids"], [], renderer)
+    by_task = await sample(sampler, request(model_input, {"seed": 11, "max_tokens": 9}, num_samples=3), None)
+    assert [one["token_ids"] for one in whole["choices"]] == [one.tokens.tolist() for one in by_task.sequences]
+    parts, usage = await told(
+        sampler,
+        "chat_completions",
+        messages=TEXT,
+        stream=True,
+        stream_options={"include_usage": True},
+        return_token_ids=True,
+        **asked,
+    )
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    text = {0: "", 1: "", 2: ""}
+    for event in events(parts):
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice.get("token_ids") or []
+            text[choice["index"]] += choice["delta"].get("content") or ""
+    assert list(streamed.values()) == [one["token_ids"] for one in whole["choices"]]
+    assert list(text.values()) == [one["message"]["content"] for one in whole["choices"]]
+    final = events(parts)[-1]["usage"]
+    assert (final["prompt_tokens"], final["completion_tokens"]) == (usage.prompt, usage.sampled)
+    assert usage.sampled == sum(map(len, streamed.values())) and parts[-1] == "data: [DONE]\n\n"
+
+
+async def test_completions_continue_tokens_and_echo_scores_the_prompt(sampler):
+    tokens = list(range(5, 25))
+    (part,), usage = await told(
+        sampler,
+        "completions",
+        prompt=[tokens, tokens[:4]],
+        max_tokens=5,
+        temperature=0,
+        logprobs=0,
+        return_token_ids=True,
+    )
+    choices = json.loads(part)["choices"]
+    assert usage.prompt == 24 and usage.sampled == 10
+    for choice, own in zip(choices, (tokens, tokens[:4]), strict=True):
+        model_input = ModelInput(chunks=[EncodedTextChunk(tokens=np.array(own, np.int64))])
+        by_task = await sample(
+            sampler, request(model_input, {"max_tokens": 5, "temperature": 0}, prompt_logprobs=True), None
+        )
+        assert choice["token_ids"] == by_task.sequences[0].tokens.tolist()
+        (echoed,), _ = await told(
+            sampler, "completions", prompt=own, max_tokens=5, temperature=0, logprobs=1, echo=True
+        )
+        scores = json.loads(echoed)["choices"][0]["logprobs"]["token_logprobs"]
+        assert scores[0] is None
+        got = np.array(scores[1:], np.float32)
+        assert_close(got, np.concatenate([by_task.prompt_logprobs[1:], by_task.sequences[0].logprobs]))
+
+
+async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler, renderer):
+    place = renderer.family.vision.place_id
+    for cut in ({}, {"top_p": 0.99}, {"top_k": 5}, {"min_p": 0.01}, {"temperature": 0}):
+        answer = await chat(sampler, TEXT, max_tokens=30, logit_bias={str(place): 100}, **cut)
+        assert place not in answer["choices"][0]["token_ids"], cut
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": "user", "content": "a <|image_pad|> b"}], "placeholder of an image"),
+        (
+            [{"role": "user", "content": [*seeing(PNG)[0]["content"], {"type": "text", "text": "<|image_pad|>"}]}],
+            "places",
+        ),
+        (seeing(b"no image"), "no readable PNG or JPEG"),
+        (seeing(photo(96, 64)[:2000]), "does not decode"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b"}}]}], "data URI"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+            "data URI",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}]}],
+            "base64",
+        ),
+        ([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://a/b"}}]}], "video"),
+        (seeing(*[PNG] * 9), "8 image"),
+        ([], "messages|empty|template"),
+        ([{"role": "user", "content": "x " * 5000}], "4096|context"),
+    ],
+)
+async def test_what_cannot_be_read_is_refused_by_name(sampler, messages, text):
+    for stream in (False, True):
+        with pytest.raises(InvalidInput, match=text):
+            await told(sampler, "chat_completions", messages=messages, max_tokens=4, stream=stream)
+
+
+async def test_weights_that_diverged_are_told_and_not_sampled(sampler, reference, tmp_path):
+    diverged = spoilt(reference, tmp_path / "diverged", 1e30)
+    for stream in (False, True):
+        with pytest.raises(InvalidInput, match="not finite"):
+            await told(sampler, "chat_completions", diverged, messages=TEXT, max_tokens=4, stream=stream)
+    with pytest.raises(InvalidInput, match="no longer exist"):
+        await told(sampler, "chat_completions", tmp_path / "nothing", messages=TEXT, max_tokens=4)
+    assert (await chat(sampler, TEXT))["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+async def test_a_tool_that_must_be_called_is_called_with_what_its_schema_allows(sampler):
+    for choice in ("required", {"type": "function", "function": {"name": "paint"}}):
+        answer = await chat(sampler, TEXT, tools=[TOOL], tool_choice=choice, max_tokens=80, temperature=0)
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "paint" and set(json.loads(call["function"]["arguments"])) == {"red"}
+    free = await chat(sampler, TEXT, tools=[TOOL], tool_choice="auto", temperature=0)
+    assert free["choices"][0]["message"]["content"] and free["usage"]["prompt_tokens"] > 100
+
+
+async def test_a_message_of_anthropics_form_says_what_a_chat_completion_says(sampler):
+    content = [
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG).decode()},
+        },
+        {"type": "text", "text": "what"},
+    ]
+    asked = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 12}
+    (part,), usage = await told(sampler, "messages", **asked)
+    answer = json.loads(part)
+    openai = [{"role": "user", "content": [seeing(PNG)[0]["content"][1], {"type": "text", "text": "what"}]}]
+    expected = await chat(sampler, openai, temperature=0, max_tokens=12)
+    assert answer["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+    assert answer["usage"]["output_tokens"] == usage.sampled
+    (counted,), _ = await told(sampler, "count_tokens", messages=asked["messages"])
+    assert json.loads(counted)["input_tokens"] == usage.prompt == len(expected["prompt_token_ids"])
+    parts, _ = await told(sampler, "messages", stream=True, **asked)
+    streamed = "".join(
+        event["delta"].get("text", "") for event in events(parts) if event["type"] == "content_block_delta"
+    )
+    assert streamed == answer["content"][0]["text"] and events(parts)[-1]["type"] == "message_stop"
+
+
+async def test_a_chat_that_is_cancelled_leaves_the_engine(sampler):
+    begun = asyncio.Event()
+    body = {"model": "tiny", "messages": TEXT, "max_tokens": 3900, "stream": True, "n": 2, "logit_bias": {"314": -100}}
+    task = ChatTask("chat_completions", body, None, "somebody")
+    running = asyncio.create_task(sampler.chat(task, lambda _: begun.set()))
+    await asyncio.wait_for(begun.wait(), 60)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    child = sampler._child
+    for _ in range(50):
+        before = await child.call(CountProgress())
+        await asyncio.sleep(0.2)
+        if await child.call(CountProgress()) == before:
+            break
+    else:
+        pytest.fail("the engine still computes ten seconds after its only request was cancelled")
+    assert running.cancelled()
+
+
+async def test_a_field_of_the_wrong_type_is_named(sampler):
+    with pytest.raises(InvalidInput, match="max_tokens"):
+        await told(sampler, "chat_completions", messages=TEXT, max_tokens="many")
+    with pytest.raises(InvalidInput, match="response_format"):
+        await told(sampler, "chat_completions", messages=TEXT, response_format={"type": "poem"})

@@ -1,0 +1,88 @@
+"""Chats on the samplers: whose weights a name means, how much an owner may ask at once, and what was used."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from backends.protocol import BackendFailed, ChatTask, InvalidInput
+from tinker_server.chat.images import with_data
+from tinker_server.chat.requests import ChatRequest
+from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
+from tinker_server.models import Models
+from tinker_server.scheduling.admission import Admission
+from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.directories import Storage
+from tinker_server.store.usage import NO_SESSION, UsageStore
+from tinker_server.weights.lookup import FoundWeights, find_weights
+
+SCHEME = "tinker://"
+
+
+class Chats:
+    """What the chat endpoints ask of the server."""
+
+    def __init__(
+        self,
+        models: Models,
+        checkpoints: CheckpointStore,
+        storage: Storage,
+        usage: UsageStore,
+        admission: Admission,
+    ) -> None:
+        self._models = models
+        self._checkpoints = checkpoints
+        self._storage = storage
+        self._usage = usage
+        self._admission = admission
+
+    async def find(self, name: str, owner: str) -> FoundWeights:
+        """What a `model` means: a base model's name, a tinker:// path, or both as `base;path`.
+
+        Raises BadRequest, UnknownBaseModel, UnknownCheckpoint, OtherBaseModel.
+        """
+        base, _, path = name.partition(";")
+        if base.startswith(SCHEME):
+            base, path = "", name
+        return await find_weights(self._models, self._checkpoints, base or None, path or None, owner)
+
+    async def answer(self, request: ChatRequest, owner: str, image_hosts: Sequence[str]) -> AsyncGenerator[str, None]:
+        """The answer in its vendor's form, as its parts come. Closing stops the work.
+
+        Raises what `find` does, Busy, InvalidInput, ChatFailed.
+        """
+        found = await self.find(request.model, owner)
+        weights = self._weights(found.directory, request.model)
+        counts = (owner, request.num_sequences, request.size_bytes)
+        self._admission.enter_sample(*counts)
+        try:
+            await with_data(request.endpoint, request.body, image_hosts)
+            task = ChatTask(request.endpoint, request.body, weights, owner)
+            async for part in self._parts(task, found.base_model):
+                yield part
+        finally:
+            self._admission.leave_sample(*counts)
+
+    async def _parts(self, task: ChatTask, base_model: str) -> AsyncGenerator[str, None]:
+        parts: asyncio.Queue[str | None] = asyncio.Queue()
+        work = asyncio.create_task(self._models.base(base_model).sampler.chat(task, parts.put_nowait))
+        work.add_done_callback(lambda _: parts.put_nowait(None))
+        try:
+            while (part := await parts.get()) is not None:
+                yield part
+            usage = await work
+        except InvalidInput:
+            raise
+        except BackendFailed as error:
+            raise ChatFailed(failure(error).error) from None
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        used = (task.owner, NO_SESSION, base_model)
+        self._usage.count("prefill", *used, usage.prompt - usage.cached)
+        self._usage.count("cached_prefill", *used, usage.cached)
+        self._usage.count("sampled", *used, usage.sampled)
+
+    def _weights(self, directory: str | None, name: str) -> Path | None:
+        if directory is not None and not self._storage.holds(directory):
+            raise UnknownCheckpoint(f"{name} were deleted")
+        return None if directory is None else self._storage.path(directory)

@@ -1,0 +1,86 @@
+"""What a chat request may hold. Its fields mean what their vendor says, or vLLM where the vendor has no such field."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from api_schemas.base import unstorable
+from backends.protocol import ChatEndpoint
+from tinker_server.errors import BadField
+
+MAX_CHOICES = 128
+"""Answers to one prompt."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""As of samples; the engine would take a lower one for the lowest without a word."""
+_DRAWING = (
+    "model stream stream_options n seed stop stop_token_ids include_stop_str_in_output skip_special_tokens"
+    " max_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias"
+    " logprobs response_format return_token_ids return_tokens_as_token_ids user"
+)
+_TALKING = "model messages system tools tool_choice chat_template_kwargs"
+FIELDS: dict[ChatEndpoint, frozenset[str]] = {
+    "chat_completions": frozenset(
+        f"{_DRAWING} messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort"
+        " chat_template_kwargs add_generation_prompt continue_final_message".split()
+    ),
+    "completions": frozenset(f"{_DRAWING} prompt echo add_special_tokens".split()),
+    "messages": frozenset(f"{_TALKING} max_tokens stop_sequences stream temperature top_p top_k metadata".split()),
+    "count_tokens": frozenset(_TALKING.split()),
+}
+"""vLLM takes many more, which are its operator's business or no business of another tenant's."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request that is sound as far as can be told without its model."""
+
+    endpoint: ChatEndpoint
+    model: str
+    streamed: bool
+    num_sequences: int
+    """How many the engine will have to draw."""
+    body: dict[str, Any]
+    size_bytes: int
+
+
+def read(endpoint: ChatEndpoint, content: bytes) -> ChatRequest:
+    """The request of a body. Raises BadField."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        raise BadField("the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise BadField("the body is no JSON object")
+    for field, value in body.items():
+        if field not in FIELDS[endpoint]:
+            allowed = ", ".join(sorted(FIELDS[endpoint]))
+            raise BadField(f"{field} is not supported; supported are {allowed}", field)
+        if (problem := unstorable(value)) is not None:
+            raise BadField(f"{field} {problem}", field)
+    model = body.get("model")
+    if not isinstance(model, str):
+        raise BadField("model is missing: the name of a base model, a tinker:// path, or both as base;path", "model")
+    n = _checked(body, "n", 1, lambda n: isinstance(n, int) and 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
+    _checked(body, "temperature", 1, _is_temperature, f"0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
+    streamed = _checked(body, "stream", False, lambda value: isinstance(value, bool), "true or false")
+    prompts = _num_prompts(body.get("prompt"))
+    if prompts * n > MAX_CHOICES:
+        raise BadField(f"{prompts} prompts with n {n}; {MAX_CHOICES} sequences are allowed in one request", "prompt")
+    return ChatRequest(endpoint, model, streamed, prompts * n, body, len(content))
+
+
+def _checked(body: dict[str, Any], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:
+    value = default if body.get(field) is None else body[field]
+    if not is_good(value):
+        raise BadField(f"{field} is {str(value)[:100]}; it must be {allowed}", field)
+    return value
+
+
+def _is_temperature(value: Any) -> bool:
+    return isinstance(value, int | float) and (value == 0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE)
+
+
+def _num_prompts(prompt: Any) -> int:
+    """A list holds prompts, unless it is one prompt's token ids."""
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1

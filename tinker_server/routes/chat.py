@@ -1,0 +1,114 @@
+"""The chat endpoints as the clients of OpenAI and Anthropic call them; their vendors describe them."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from api_schemas.wire import JSON
+from backends.protocol import ChatEndpoint, InvalidInput
+from tinker_server.chat.requests import read
+from tinker_server.errors import BadRequest, TinkerServerError
+from tinker_server.web import vendors
+from tinker_server.web.deps import Server
+
+T = TypeVar("T")
+CLIENT_GONE = 499
+"""What nobody reads."""
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""A proxy should pass each event on at once."""
+_SLOW_BYTES = 1 << 20
+"""A larger body is parsed on a thread."""
+Handler = Callable[[Request, Server], Awaitable[Response]]
+
+
+def install(app: FastAPI) -> None:
+    """Have the app answer on all the paths that clients ask for."""
+    openai, anthropic = APIRouter(), APIRouter()
+    openai.add_api_route("/chat/completions", _answering("chat_completions"), methods=["POST"])
+    openai.add_api_route("/completions", _answering("completions"), methods=["POST"])
+    openai.add_api_route("/models", list_models, methods=["GET"])
+    openai.add_api_route("/models/{name:path}", get_model, methods=["GET"])
+    anthropic.add_api_route("/messages", _answering("messages"), methods=["POST"])
+    anthropic.add_api_route("/messages/count_tokens", _answering("count_tokens"), methods=["POST"])
+    for router, prefixes in ((openai, vendors.OPENAI), (anthropic, vendors.ANTHROPIC)):
+        for prefix in prefixes:
+            app.include_router(router, prefix=prefix, include_in_schema=False)
+
+
+async def list_models(server: Server) -> dict[str, Any]:
+    """The base models. Weights are named by their tinker:// paths, which the REST side lists."""
+    return {"object": "list", "data": [_card(name) for name in server.models.served]}
+
+
+async def get_model(name: str, http: Request, server: Server) -> dict[str, Any]:
+    """Whether the caller may use a name."""
+    await server.chats.find(name, http.state.owner)
+    return _card(name)
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tinker-server"}
+
+
+def _answering(endpoint: ChatEndpoint) -> Handler:
+    async def answer(http: Request, server: Server) -> Response:
+        server.scheduler.require_open()
+        content = await http.body()
+        slow = len(content) > _SLOW_BYTES
+        request = await asyncio.to_thread(read, endpoint, content) if slow else read(endpoint, content)
+        parts = server.chats.answer(request, http.state.owner, server.settings.image_hosts)
+        told = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
+        if told is None:
+            return Response(status_code=CLIENT_GONE)
+        if not request.streamed:
+            return Response(told, media_type=JSON)
+        events = _events(vendors.vendor_of(http.url.path), told, parts)
+        return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
+
+    return answer
+
+
+async def _first(parts: AsyncGenerator[str, None]) -> str:
+    return await anext(parts)
+
+
+async def _all(parts: AsyncGenerator[str, None]) -> str:
+    return "".join([part async for part in parts])
+
+
+async def _events(
+    vendor: vendors.Vendor | None, first: str, rest: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
+    """The stream; what fails in it is told by its last event."""
+    assert vendor is not None
+    async with aclosing(rest):
+        yield first
+        try:
+            async for part in rest:
+                yield part
+        except (InvalidInput, TinkerServerError) as error:
+            status = error.status if isinstance(error, TinkerServerError) else BadRequest.status
+            data = json.dumps(vendors.error_body(vendor, status, error, str(error)))
+            yield f"event: error\ndata: {data}\n\n" if vendor == "anthropic" else f"data: {data}\n\n"
+
+
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None where the client hangs up before, and the work is stopped."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(http))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _hang_up(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
