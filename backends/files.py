@@ -15,7 +15,7 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
     A name that begins with a dot, in the same directory. It is removed where the block raises. What is not `durable`
     is in the memory of this machine at first, and may be lost or half there after a power failure.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield aside
@@ -30,6 +30,14 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
         raise
     if durable:
         _flush_one(path.parent)
+
+
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory with all above it, durably: what is synced in it later is not found if its own name is lost."""
+    new = [one for one in (path, *path.parents) if not one.exists()]
+    path.mkdir(mode, parents=True, exist_ok=True)
+    for one in new:
+        _flush_one(one.parent)
 
 
 def flush(path: Path) -> None:

@@ -117,7 +117,8 @@ class FakeTrainer:
 
     async def save_state(self, model_id: str, directory: Path) -> None:
         self._held(model_id)
-        _write_steps(directory, self.steps[model_id])
+        with written_aside(directory) as aside:
+            _write_steps(aside, self.steps[model_id])
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         self._held(model_id)

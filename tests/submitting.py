@@ -104,6 +104,10 @@ class Client:
         request = SaveWeightsForSamplerRequest(model_id=self.model_id, seq_id=seq_id, sampling_session_seq_id=7)
         return await self.submit("save_weights_for_sampler", request, seq_id)
 
+    async def save_named_for_sampler(self, seq_id: int, path: str) -> str:
+        request = SaveWeightsForSamplerRequest(model_id=self.model_id, seq_id=seq_id, path=path)
+        return await self.submit("save_weights_for_sampler", request, seq_id)
+
     async def load_as(self, number: int, path: str, **fields: object) -> str:
         request = LoadWeightsRequest(session_id=self.session_id, model_seq_id=number, path=path, **fields)
         return await self.submit("load_weights", request, 0, f"{self.session_id}:train:{number}")

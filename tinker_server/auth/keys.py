@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from backends.files import make_directory
 from tinker_server.auth.private_file import write_private
 from tinker_server.errors import BadRequest, StartFailed
 
@@ -107,7 +108,7 @@ def add(path: Path, name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise StartFailed(f"{name!r} cannot name a key: take letters, digits, '.', '_', '@' and '-', at most 64")
     key = f"tml-{secrets.token_urlsafe(32)}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     with _alone(path):
         _write(path, [*_lines(path), (name, _hash(key))])
     return key

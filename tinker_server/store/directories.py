@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from backends.files import flush, written_aside
+from backends.files import flush, make_directory, written_aside
 from tinker_server.errors import DatabaseUnavailable, StartFailed
 from tinker_server.store import loose
 from tinker_server.store.database import Database
@@ -172,7 +172,7 @@ def _link(source: str, target: str) -> None:
 def hold(data_dir: Path) -> Iterator[None]:
     """Make the data directory, for this user alone, and keep other servers out of it. Raises StartFailed."""
     try:
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(data_dir, 0o700)
         data_dir.chmod(0o700)
         lock = (data_dir / "lock").open("w")
     except OSError as error:
