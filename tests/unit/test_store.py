@@ -153,7 +153,7 @@ async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -
     first.complete(finished.request_id, done("no", failed=True))
     await first.stop()
     second = FutureStore(db, recent_bytes=0)
-    assert await second.start() == [replace(left, body=None)]
+    assert await second.start() == [replace(left, body=None, tries=0)]
     assert await second.body(left.request_id) == left.body
     result = await second.wait(finished.request_id, OWNER, 1)
     assert result is not None and result.body == b"no" and result.failed

@@ -15,6 +15,7 @@ from tinker_server.metrics import Metrics
 from tinker_server.offload import INLINE_BYTES
 from tinker_server.scheduling.admission import Admission
 from tinker_server.scheduling.lanes import Lane, lane_after
+from tinker_server.scheduling.suspects import Suspects
 from tinker_server.store.futures import FutureStore
 from tinker_server.store.operations import Accepted, Operation, PastOperation
 from tinker_server.store.results import Result
@@ -69,6 +70,7 @@ class Scheduler:
         self._runner = runner
         self._admission = admission
         self._gap_grace_s = gap_grace_s
+        self._suspects = Suspects(futures)
         self._lanes: dict[str, Lane] = {}
         self._samples: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
         """By request_id, those that wait or run."""
@@ -305,6 +307,13 @@ class Scheduler:
         self._complete(operation, await self._result(operation, ""))
 
     async def _result(self, operation: Operation, missing: str) -> Result:
+        try:
+            async with self._suspects.trial(operation):
+                return await self._tried(operation, missing)
+        except BackendFailed as error:  # of the trial
+            return self._failed(operation, error)
+
+    async def _tried(self, operation: Operation, missing: str) -> Result:
         deaths = lost = outages = 0
         while True:
             try:

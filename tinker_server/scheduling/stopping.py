@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 
+from tinker_server.errors import DatabaseUnavailable
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.snapshots import Snapshots
 from tinker_server.store.futures import FutureStore
@@ -19,9 +20,10 @@ async def stop_work(
 ) -> None:
     """Let running work end for a while, store and answer what it gave, and move the models that are idle to disk."""
     await scheduler.drain(drain_s)
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, DatabaseUnavailable):
         async with asyncio.timeout(STORE_S):
             await futures.flush()
+            await futures.forget_tries()
     futures.release()
     idle = [run for run in await runs.in_memory() if scheduler.is_settled(run.model_id)]
     outcomes: list[BaseException | None] = []

@@ -44,13 +44,36 @@ class FutureRows:
             size,
             Future.request_id,
             Future.created_at,
+            Future.tries,
         )
         query = select(*columns).where(Future.status == "queued").order_by(Future.created_at)
         async with self._db.read() as session:
             return [
-                Operation(kind, lane, seq_id, None, content_type, owner, digest or "", *rest)
-                for kind, lane, seq_id, content_type, owner, digest, *rest in await session.execute(query)
+                Operation(
+                    row.kind,
+                    row.lane,
+                    row.seq_id,
+                    None,
+                    row.request_type,
+                    row.owner,
+                    row.digest or "",
+                    row.size_bytes,
+                    row.request_id,
+                    accepted_at=row.created_at,
+                    tries=row.tries,
+                )
+                for row in await session.execute(query)
             ]
+
+    async def note_try(self, request_id: str, number: int) -> None:
+        """An operation that was left unfinished is about to be begun for the so-manieth time."""
+        change = update(Future).where(Future.request_id == request_id).values(tries=number)
+        await self._db.change(lambda session: session.execute(change))
+
+    async def forget_tries(self) -> None:
+        """What is unfinished now is no operation's fault."""
+        change = update(Future).where(Future.status == "queued", Future.tries > 0).values(tries=0)
+        await self._db.change(lambda session: session.execute(change))
 
     async def body(self, request_id: str) -> bytes:
         """As the operation was received; empty once nobody needs it."""

@@ -78,6 +78,14 @@ class FutureStore:
             raise BadRequest(f"seq_id {operation.seq_id} is not between 0 and 2^63 - 1")
         return await self._submits.put(operation)
 
+    async def note_try(self, request_id: str, number: int) -> None:
+        """An operation that was left unfinished is about to be begun for the so-manieth time: durable on return."""
+        await self._rows.note_try(request_id, number)
+
+    async def forget_tries(self) -> None:
+        """The server was told to stop: what is unfinished is to blame for nothing."""
+        await self._rows.forget_tries()
+
     async def body(self, request_id: str) -> bytes:
         """Of an operation that is unfinished or in a log, as it was received."""
         return await self._rows.body(request_id)

@@ -39,6 +39,8 @@ class Operation:
     """In Unix seconds."""
     request: Request | None = field(default=None, compare=False, repr=False)
     """The decoded body, where it is at hand and will be needed soon. It is not stored."""
+    tries: int | None = None
+    """Of one that an earlier server left unfinished: how many servers began it since then, and did not end it."""
     images: tuple[ImagePlace, ...] = ()
     """In the body, in order: what is stored once, though other bodies have it too."""
 

@@ -166,6 +166,8 @@ class Future(Table):
     finished_at: Mapped[float | None]
     position: Mapped[int | None]
     """Its place in the log of its model (`log.py`); none: it changed nothing, or the model's snapshot holds it."""
+    tries: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Servers that began it after an earlier one had left it unfinished, since the last that was told to stop."""
 
 
 class Image(Table):
