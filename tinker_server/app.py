@@ -10,8 +10,11 @@ from fastapi import APIRouter, Depends, FastAPI
 from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
+from tinker_server.auth.sign_ins import SignIns
 from tinker_server.bringing_back import bring_back_lost
 from tinker_server.chat.answering import Chats
+from tinker_server.dashboard import pages
+from tinker_server.gallery import Gallery
 from tinker_server.metrics import Metrics
 from tinker_server.models import Models
 from tinker_server.recording import Recording
@@ -96,6 +99,7 @@ def create_app(settings: Settings, backend: Backend | None = None, clock: Callab
     app.include_router(api)
     app.include_router(metrics.router)
     chat.install(app)
+    pages.install(app)
     openapi.install(app)
     return app
 
@@ -139,11 +143,11 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
     limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
     snapshots = Snapshots(models, runs, futures, storage, limits)
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
-    keys = Keys(settings.resolved_keys_file())
+    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown)
     executors = Executors(
         ModelOperations(keys, models, runs, checkpoints, storage, usage),
         Saving(models, checkpoints, samplers, storage, usage, audit),
-        Sampling(models, checkpoints, samplers, storage, usage),
+        Sampling(models, checkpoints, samplers, storage, usage, gallery),
         snapshots,
         Recording(steps, models, measured),
     )
@@ -170,6 +174,8 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
         audit=audit,
         steps=steps,
         metrics=measured,
+        gallery=gallery,
+        sign_ins=SignIns(settings.data_dir, keys),
         backend=backend,
         admission=admission,
         storage=storage,

@@ -73,7 +73,6 @@ class TrainerClient:
         """By loaded model, its latest piece of work."""
         self._worked_s: dict[str, float] = {}
         """By loaded model, what its work has taken."""
-        self._starts = 0
         self._turns = FairTurns()
         """Ranks run commands in the same order, time limits count from a command's own beginning, and none meets
         ranks that are being started."""
@@ -90,7 +89,6 @@ class TrainerClient:
 
     async def start(self) -> None:
         """Load the base on every rank. Raises BackendFailed."""
-        self._starts += 1
         self._ranks = await launch_trainer(
             self._config.name, num_ranks=self._num_ranks, device=self._config.device, gpus=self._config.gpus
         )
@@ -136,8 +134,9 @@ class TrainerClient:
 
     def processes(self) -> list[ProcessState]:
         """The ranks that were started last."""
-        restarts = max(0, self._starts - 1)
-        return [ProcessState(one.name, one.process.pid, not one.died.is_set(), restarts) for one in self._ranks]
+        return [
+            ProcessState(one.name, one.process.pid, not one.died.is_set(), self._num_restarts) for one in self._ranks
+        ]
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """As the protocol says; rank 0 writes."""

@@ -81,6 +81,15 @@ def test_the_store_does_not_import_fastapi() -> None:
     assert not [path for path in importers("fastapi") if path.startswith("tinker_server/store/")]
 
 
+def test_only_the_app_imports_the_dashboard() -> None:
+    others = {path for path in importers("tinker_server.dashboard") if not path.startswith("tinker_server/dashboard/")}
+    assert others == {"tinker_server/app.py"}
+
+
+def test_the_dashboard_asks_the_stores_and_writes_no_sql() -> None:
+    assert not [path for path in importers("sqlalchemy") if path.startswith("tinker_server/dashboard/")]
+
+
 def test_only_main_imports_the_app() -> None:
     assert set(importers("tinker_server.app")) <= {"tinker_server/__main__.py"}
 

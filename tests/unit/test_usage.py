@@ -11,6 +11,7 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from backends.protocol import SamplingTask
 from tests.fakes import FakeBackend
+from tinker_server.gallery import Gallery
 from tinker_server.models import Models
 from tinker_server.recovery import Recovery
 from tinker_server.scheduling.sampling import Sampling
@@ -53,7 +54,7 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
     backend.tiny.sampler.sample = sample  # type: ignore[method-assign]
     recovery = Recovery(FutureStore(db, recent_bytes=0), CheckpointStore(db), storage)
     models = Models(backend.models, RunStore(db), storage, recovery)
-    sampling = Sampling(models, CheckpointStore(db), SamplerStore(db), storage, usage)
+    sampling = Sampling(models, CheckpointStore(db), SamplerStore(db), storage, usage, Gallery(10))
     image = ImageChunk(data=b"x", format="png", expected_tokens=expected_tokens)
     request = SampleRequest(
         base_model="tiny",  # of no session, and counted all the same

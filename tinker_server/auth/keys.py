@@ -28,6 +28,7 @@ PREFIXES = ("tml-", "eyJ")
 RELOAD_S = 1.0
 """How long a change of the file may go unseen."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_SHA = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = "# API keys of a tinker-server: NAME and the SHA-256 of a key. Written by `tinker-server keys`.\n"
 OPENS = "opens:"
@@ -52,6 +53,15 @@ class Keys:
         if self.is_open:
             return LOCAL if key.startswith(PREFIXES) else None
         return self._owners.get(_hash(key))
+
+    def fingerprint(self, key: str) -> str:
+        """By which a key is known again: 64 hexadecimal digits that do not tell it."""
+        return _hash(key).removeprefix(_SHA)
+
+    def owner_by_fingerprint(self, fingerprint: str) -> str | None:
+        """The name of a key; None where it was removed."""
+        self._reload()
+        return self._owners.get(_SHA + fingerprint)
 
     def readers(self, owner: str, token: str | None) -> set[str]:
         """Whose weights may be read: the owner's, and those of the owner whose key was handed on as `token`.
@@ -164,7 +174,7 @@ def _write(path: Path, lines: list[tuple[str, str]]) -> None:
 
 
 def _hash(key: str) -> str:
-    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+    return f"{_SHA}{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def _state(path: Path) -> tuple[int, int] | None:

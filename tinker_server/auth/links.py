@@ -2,12 +2,11 @@
 
 import hashlib
 import hmac
-import secrets
 import time
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from tinker_server.auth.private_file import write_private
+from tinker_server.auth.private_file import private_secret
 from tinker_server.errors import LinkRefused
 
 VALID_S = 3600
@@ -18,10 +17,7 @@ class Links:
     """Signs what may be fetched. The secret is in the data directory, so that links survive a restart."""
 
     def __init__(self, data_dir: Path) -> None:
-        path = data_dir / "link-secret"
-        if not path.exists():
-            write_private(path, secrets.token_bytes(32))
-        self._secret = path.read_bytes()
+        self._secret = private_secret(data_dir / "link-secret")
 
     def sign(self, path: str, expires: int) -> str:
         """`path` with the query that opens it until `expires`."""

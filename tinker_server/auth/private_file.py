@@ -1,6 +1,7 @@
 """Files that hold a secret: readable by the server's user alone, and there whole or not at all."""
 
 import os
+import secrets
 from pathlib import Path
 
 from backends.files import written_aside
@@ -13,3 +14,10 @@ def write_private(path: Path, content: bytes) -> None:
         os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
     ):
         file.write(content)
+
+
+def private_secret(path: Path) -> bytes:
+    """A secret of 32 bytes that outlives a restart: made when it is first asked for."""
+    if not path.exists():
+        write_private(path, secrets.token_bytes(32))
+    return path.read_bytes()

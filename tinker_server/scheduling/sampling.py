@@ -7,6 +7,7 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
+from tinker_server.gallery import Gallery
 from tinker_server.models import Models
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
@@ -18,19 +19,21 @@ from tinker_server.weights.lookup import find_weights
 class Sampling:
     """On the samplers. Raises InvalidInput, BackendFailed or a TinkerServerError; texts are for the user."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         models: Models,
         checkpoints: CheckpointStore,
         samplers: SamplerStore,
         storage: Storage,
         usage: UsageStore,
+        gallery: Gallery,
     ) -> None:
         self._models = models
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._storage = storage
         self._usage = usage
+        self._gallery = gallery
 
     async def sample(self, request: SampleRequest, owner: str) -> SampleResponse:
         """As many continuations as the request asks for."""
@@ -45,9 +48,10 @@ class Sampling:
                 self._models.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
                 weights = self._weights(sampler.directory, sampler.model_path or "the weights of the sampling session")
                 task = SamplingTask.from_request(request, weights, owner)
+                model_path = sampler.model_path
                 response = await self._models.base(base_model).sampler.sample(task)
         else:
-            session_id = NO_SESSION
+            session_id, model_path = NO_SESSION, request.model_path
             base_model, directory, _ = await find_weights(
                 self._models, self._checkpoints, request.base_model, request.model_path, owner
             )
@@ -55,6 +59,7 @@ class Sampling:
             task = SamplingTask.from_request(request, weights, owner)
             response = await self._models.base(base_model).sampler.sample(task)
         await self._count(request, response, owner, session_id, base_model)
+        self._gallery.note(request, response, owner, (base_model, model_path))
         return response
 
     def _weights(self, directory: str | None, name: str) -> Path | None:

@@ -1,22 +1,24 @@
 """What can be listed: runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Container, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select
+from sqlalchemy import ColumnElement, and_, case, exists, func, or_, select
 
+from api_schemas.futures import FutureFailed
 from api_schemas.sessions import SearchSessionsRequest, StatusQuery
 from api_schemas.weights import Kind
 from tinker_server.errors import BadRequest, UnknownModel
 from tinker_server.store.database import Database
 from tinker_server.store.records import Checkpoint, Session, TrainingRun, record
-from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow, SessionRow, TrainingRunRow
+from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow, SessionRow, StepRow, TrainingRunRow
 
 ACTIVE_S = 60.0
 """A session without a heartbeat for so long (the SDK sends one every 10 s) is not known to be running."""
 _OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
+LONGEST_SHOWN_ERROR = 10_000
 DEFAULT_PROJECT = "default"
 """Of sessions that were created without one."""
 
@@ -79,15 +81,38 @@ class OperationRecord(NamedTuple):
     finished_at: float | None
 
 
+@dataclass(frozen=True)
+class RunOperation:
+    """One operation of a run, as it is shown."""
+
+    kind: str
+    seq_id: int
+    status: str
+    created_at: float
+    finished_at: float | None
+    failure_category: str | None
+    error: str
+    """Why it failed, where it did and its result is kept."""
+    waited_s: float | None
+    run_s: float | None
+    """Of what has no row among the steps: from its acceptance to its result."""
+
+    def state(self, running: Container[int]) -> str:
+        """In one word; `running`: numbers of those that run now."""
+        if self.status == "queued":
+            return "running" if self.seq_id in running else "queued"
+        return "failed" if self.failure_category is not None else "done"
+
+
 class Catalog:
     """Reads across tables."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def runs(self, page: Page, now: float) -> tuple[list[RunRecord], int]:
-        """One page, and how many there are."""
-        query = select(TrainingRunRow).where(_shown_run(page.scope, now))
+    async def runs(self, page: Page, now: float, search: str = "") -> tuple[list[RunRecord], int]:
+        """One page, and how many there are; with `search`, of those that have each of its words in a name."""
+        query = select(TrainingRunRow).where(_shown_run(page.scope, now), *map(_has_word, search.lower().split()))
         if page.project_id is not None:
             query = query.join(SessionRow).where(_in_project([page.project_id]))
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
@@ -208,6 +233,26 @@ class Catalog:
                 sizes[name or DEFAULT_PROJECT] += int(size)
         return [StorageRecord(name, count, sizes[name]) for name, count in counts.items()]
 
+    async def operations_of_run(self, run_id: str, count: int) -> list[RunOperation]:
+        """The last ones, the latest first."""
+        short = (Future.status == "failed") & (func.length(Future.result) <= LONGEST_SHOWN_ERROR)
+        columns = (
+            Future.kind,
+            Future.seq_id,
+            Future.status,
+            Future.created_at,
+            Future.finished_at,
+            Future.failure_category,
+            case((short, Future.result)).label("error"),
+            StepRow.waited_s,
+            StepRow.run_s,
+        )
+        of_step = and_(StepRow.model_id == Future.lane, StepRow.seq_id == Future.seq_id)
+        query = select(*columns).outerjoin(StepRow, of_step).where(Future.lane == run_id)
+        async with self._db.read() as session:
+            rows = (await session.execute(query.order_by(Future.seq_id.desc()).limit(count))).all()
+        return [_run_operation(RunOperation(*row)) for row in rows]
+
     async def operations(self, session_id: str, at_once: int) -> AsyncIterator[list[OperationRecord]]:
         """All that a session had done, lane by lane and in order of numbers, so many at once."""
         run_ids, sampler_ids = await self.of_session(session_id)
@@ -222,6 +267,18 @@ class Catalog:
                     break
                 last = rows[-1].seq_id
                 yield [OperationRecord(*row) for row in rows]
+
+
+def _run_operation(row: RunOperation) -> RunOperation:
+    error = FutureFailed.model_validate_json(row.error).error if row.error else ""
+    if row.run_s is not None or row.finished_at is None:
+        return replace(row, error=error)
+    return replace(row, error=error, run_s=row.finished_at - row.created_at)
+
+
+def _has_word(word: str) -> ColumnElement[bool]:
+    names = (TrainingRunRow.model_id, TrainingRunRow.base_model, TrainingRunRow.status)
+    return or_(*(func.lower(name).contains(word, autoescape=True) for name in names))
 
 
 def _kept(now: float) -> ColumnElement[bool]:

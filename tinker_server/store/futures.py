@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from backends.lru import LRU
 from tinker_server.errors import BadRequest, ResultExpired, ResultTooLarge, UnknownFuture
+from tinker_server.store.changes import Changes
 from tinker_server.store.completions import Completion, Completions, Target
 from tinker_server.store.database import Database
 from tinker_server.store.future_rows import FutureRows
@@ -45,6 +46,8 @@ class FutureStore:
         self._recent: LRU[str, Result] = LRU(recent_bytes, lambda result: len(result.body))
         self._waiters = Waiters()
         self._completions = Completions(self._rows.completions)
+        self.changes = Changes()
+        """Of results that were stored."""
         self._announced: set[str] = set()
         self.last_position = 0
         """In a log that was given."""
@@ -134,6 +137,7 @@ class FutureStore:
     def _stored(self, request_id: str, result: Result) -> None:
         self._recent.put(request_id, result)
         self._waiters.remove(request_id)
+        self.changes.note(result.owner)
         target, cursor = result.completion
         self._completions.note(target, Completion(cursor, request_id, result.failed, len(result.body)))
 
@@ -188,6 +192,7 @@ class FutureStore:
         """Let all waiters go empty-handed, for the server stops."""
         self._waiters.release()
         self._completions.release()
+        self.changes.release()
 
     async def expire(self, before: float) -> None:
         """Delete results that are older; a tombstone stays of each for a while, so that polls are told why."""

@@ -9,7 +9,9 @@ from fastapi import Depends, Request
 from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
+from tinker_server.auth.sign_ins import SignIns
 from tinker_server.chat.answering import Chats
+from tinker_server.gallery import Gallery
 from tinker_server.metrics import Metrics
 from tinker_server.models import Models
 from tinker_server.scheduling.admission import Admission
@@ -53,6 +55,8 @@ class Services:
     audit: AuditStore
     steps: StepStore
     metrics: Metrics
+    gallery: Gallery
+    sign_ins: SignIns
     backend: Backend
     admission: Admission
     storage: Storage

@@ -1,0 +1,287 @@
+"""The dashboard's pages, without a browser: what they say, to whom, and what they let be changed."""
+
+import base64
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.dashboard import Owner, with_keys
+from tests.fake_server import Running
+from tests.photographs import photographs
+from tinker_server.auth import keys
+from tinker_server.auth.sign_ins import COOKIE, SignIns
+from tinker_server.dashboard.pages import ROUTERS
+
+PHOTO = photographs("test", 1)[0]
+PAGES = ("/", "/samples", "/playground", "/machine")
+
+
+@pytest.fixture(scope="module")
+def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
+    """Alice, who has a run, checkpoints and samples; and Bob, who has nothing."""
+    server, made = with_keys(tmp_path_factory.mktemp("dashboard"), "alice", "bob")
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        yield alice.sign_in(), bob.sign_in()
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def run_id(owners: tuple[Owner, Owner]) -> str:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.train(run_id, range(3))
+    alice.save(run_id, 7, "kept")
+    image = {"type": "image", "format": "jpeg", "data": base64.b64encode(PHOTO.jpeg).decode()}
+    alice.sample(image)
+    return run_id
+
+
+@pytest.fixture
+def alice(owners: tuple[Owner, Owner], run_id: str) -> Owner:
+    return owners[0]
+
+
+@pytest.fixture
+def bob(owners: tuple[Owner, Owner]) -> Owner:
+    return owners[1]
+
+
+def sample_id(owner: Owner) -> str:
+    found = re.search(r"/samples/([0-9a-f]{32})", owner.get("/samples").text)
+    assert found is not None
+    return found[1]
+
+
+def filled(path: str, run_id: str, sample: str) -> str:
+    """A route's path with the ids of what is Alice's."""
+    names = {"run_id": run_id, "kind": "weights", "name": "kept", "session_id": run_id.partition(":")[0]}
+    for name, value in (names | {"sample_id": sample, "number": "0"}).items():
+        path = path.replace(f"{{{name}}}", value)
+    return path
+
+
+def test_every_route_of_something_owned_is_not_there_for_another_owner(alice: Owner, bob: Owner, run_id: str) -> None:
+    sample = sample_id(alice)
+    owned = [(route, method) for one in ROUTERS for route in one.router.routes for method in route.methods]
+    owned = [(route.path, method) for route, method in owned if "{" in route.path]
+    assert len(owned) >= 13
+    for path, method in owned:
+        answer = bob.change(method, filled(path, run_id, sample), seconds=3600)
+        assert answer.status_code == 404, (method, path, answer.status_code)
+        assert "kept</th>" not in answer.text
+    assert "kept" in alice.get(f"/runs/{run_id}/checkpoints").text
+
+
+def test_lists_hold_only_what_is_the_viewers_own(alice: Owner, bob: Owner, run_id: str) -> None:
+    short = run_id.partition(":")[0]
+    assert short in alice.get("/").text and short in alice.get("/machine").text
+    for path in PAGES:
+        answer = bob.get(path)
+        assert answer.status_code == 200
+        assert short not in answer.text and "alice" not in answer.text
+
+
+def test_every_page_asks_for_a_sign_in(alice: Owner, run_id: str) -> None:
+    paths = {route.path for one in ROUTERS for route in one.router.routes if "GET" in route.methods} - {"/login"}
+    for path in paths:
+        answer = httpx.get(alice.server.url + filled(path, run_id, "0" * 32))
+        assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
+        part = httpx.get(alice.server.url + filled(path, run_id, "0" * 32), headers={"hx-request": "true"})
+        assert (part.status_code, part.headers["hx-redirect"]) == (401, "/login"), path
+
+
+def test_a_change_without_the_pages_token_is_refused(alice: Owner, run_id: str) -> None:
+    routes = [(route, method) for one in ROUTERS for route in one.router.routes for method in route.methods]
+    changes = [(route.path, method) for route, method in routes if method not in ("GET", "HEAD")]
+    assert len(changes) >= 6
+    for path, method in changes:
+        if path == "/login":
+            continue
+        for headers in ({}, {"x-csrf-token": "0" * 64}):
+            answer = alice.pages.request(method, filled(path, run_id, ""), headers=headers, data={"seconds": 0})
+            assert answer.status_code == 403, (method, path)
+    assert alice.get(f"/runs/{run_id}").status_code == 200
+
+
+def test_another_sites_page_changes_nothing(alice: Owner, run_id: str) -> None:
+    path = f"/runs/{run_id}/checkpoints/weights/kept/publish"
+    alice.change("GET", "/")
+    headers = {"x-csrf-token": alice.token, "sec-fetch-site": "cross-site"}
+    assert alice.pages.post(path, headers=headers).status_code == 403
+    assert alice.pages.post("/login", data={"key": alice.key}, headers=headers).status_code == 403
+
+
+def test_the_cookie_is_for_this_site_alone_and_no_script_reads_it(alice: Owner) -> None:
+    answer = httpx.post(f"{alice.server.url}/login", data={"key": alice.key})
+    told = answer.headers["set-cookie"].lower()
+    assert told.startswith(COOKIE) and "httponly" in told and "samesite=strict" in told and "path=/" in told
+    assert alice.key.lower() not in told
+    assert httpx.post(f"{alice.server.url}/login", data={"key": "tml-wrong"}).status_code == 401
+
+
+def test_a_removed_key_a_changed_cookie_and_an_old_one_open_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = keys.add(tmp_path / "keys", "alice")
+    keys.add(tmp_path / "keys", "bob")
+    known = keys.Keys(tmp_path / "keys")
+    sign_ins = SignIns(tmp_path, known)
+    cookie = sign_ins.cookie(key)
+    assert cookie is not None and sign_ins.owner(cookie) == "alice"
+    assert SignIns(tmp_path, known).owner(cookie) == "alice"  # of the server after a restart
+    expires, rest = cookie.split(".", 1)
+    assert sign_ins.owner(f"{int(expires) + 1}.{rest}") is None
+    assert sign_ins.owner(cookie[:-1] + ("0" if cookie[-1] != "0" else "1")) is None
+    known.revoke(key)
+    assert sign_ins.owner(cookie) is None
+
+
+def test_pages_let_in_no_script_of_others(alice: Owner, run_id: str) -> None:
+    for path in (*PAGES, f"/runs/{run_id}", "/login", "/runs/nowhere"):
+        answer = alice.get(path)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert not re.search(r"<script>|<style>| style=| onclick=|https?://(?!this-server)", answer.text), path
+
+
+def test_every_page_works_on_an_empty_store_and_without_keys(tmp_path: Path) -> None:
+    server = Running(tmp_path / "data")
+    with httpx.Client(base_url=server.url) as pages:
+        for path in PAGES:
+            answer = pages.get(path)
+            assert answer.status_code == 200 and "<h1>" in answer.text, path
+        assert pages.get("/login").status_code == 303  # nobody signs in
+        for headers in ({"host": "rebound.example"}, {"origin": "https://evil.example"}):
+            assert pages.get("/", headers=headers).status_code == 403
+    server.stop()
+
+
+def test_the_runs_list_says_how_each_is_doing_and_is_searched(alice: Owner, run_id: str) -> None:
+    text = alice.get("/runs").text
+    assert run_id in text and ">tiny<" in text and '<span class="state idle">idle</span>' in text
+    assert run_id in alice.get("/runs?q=TINY").text
+    assert run_id not in alice.get("/runs?q=tiny+nothing").text
+    assert "%3Cb%3E" not in alice.get("/runs?q=<b>").text and "<b>" not in alice.get("/runs?q=<b>").text
+
+
+def test_curves_have_a_point_for_each_step(alice: Owner, run_id: str) -> None:
+    found = alice.get(f"/runs/{run_id}/curves.json").json()
+    assert found["last_step"] == 2
+    assert found["step"] == [0, 1, 2]
+    assert found["loss"] == [1.0, 1.0, 1.0]
+    assert found["learning_rate"] == [0.25, 0.25, 0.25]
+    assert found["sampler_gap"] == [None, None, None]
+    assert alice.get(f"/runs/{run_id}/curves.json?first=1&last=1").json()["step"] == [1]
+    assert alice.get(f"/runs/{run_id}/curves.json?first=9&last=99").json()["step"] == [2]
+
+
+def test_csv_and_json_hold_every_recorded_operation(alice: Owner, run_id: str) -> None:
+    rows = json.loads(alice.get(f"/runs/{run_id}/steps.json").text)
+    lines = list(csv.DictReader(io.StringIO(alice.get(f"/runs/{run_id}/steps.csv").text)))
+    assert [row["seq_id"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [int(line["seq_id"]) for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["learning_rate"] for line in lines] == ["", "0.25", "", "0.25", "", "0.25"]
+
+
+def test_operations_tell_how_long_they_waited_and_why_they_failed(alice: Owner) -> None:
+    run_id = alice.new_run()
+    alice.post("/save_weights", model_id=run_id, seq_id=1, path="a/b")
+    text = alice.get(f"/runs/{run_id}/operations").text
+    assert "save_weights" in text and "failed" in text and "a/b" in text
+
+
+def test_a_checkpoint_is_published_taken_back_expired_downloaded_and_deleted(alice: Owner) -> None:
+    run_id = alice.new_run()
+    alice.save(run_id, 1, "mine")
+    url = f"/runs/{run_id}/checkpoints"
+    one = f"{url}/weights/mine"
+    assert '<span class="badge">public</span>' in alice.change("POST", f"{one}/publish").text
+    assert '<span class="badge">public</span>' not in alice.change("DELETE", f"{one}/publish").text
+    assert "in 1 h" in alice.change("POST", f"{one}/expiry", seconds=3600).text.replace("60 min", "1 h")
+    assert "never</td>" in alice.change("POST", f"{one}/expiry", seconds=0).text
+    assert alice.change("POST", f"{one}/expiry", seconds=5).status_code == 400
+    link = alice.get(f"{one}/download")
+    assert link.status_code == 302 and "/api/v1/archives/" in link.headers["location"]
+    assert httpx.get(link.headers["location"]).content[:2] == b"\x1f\x8b"
+    assert "Nothing saved yet" in alice.change("DELETE", one).text
+    assert alice.change("DELETE", one).status_code == 404
+    events = [
+        entry["event"] for entry in alice.server.http.get("/audit", headers={"x-api-key": alice.key}).json()["entries"]
+    ]
+    assert {"checkpoint_published", "checkpoint_deleted", "checkpoint_read"} <= set(events)
+
+
+def test_a_sample_shows_its_image_its_tokens_and_how_likely_they_were(alice: Owner) -> None:
+    page = alice.get(f"/samples/{sample_id(alice)}")
+    assert " word1 word2 word3" in page.text and 'class="p2" title="-0.500 nats, token 100"> word100<' in page.text
+    image = alice.get(f"/samples/{sample_id(alice)}/images/0")
+    assert image.headers["content-type"] == "image/jpeg" and image.content == PHOTO.jpeg
+    assert image.headers["x-content-type-options"] == "nosniff"
+    assert alice.get(f"/samples/{sample_id(alice)}/images/1").status_code == 404
+
+
+def test_no_samples_are_kept_where_the_operator_wants_none(tmp_path: Path) -> None:
+    server, (key,) = with_keys(tmp_path, "alice", samples_shown=0)
+    with Owner(server, key) as alice:
+        alice.sign_in().sample()
+        assert "samples_shown is 0" in alice.get("/samples").text
+    server.stop()
+
+
+def test_of_what_waits_another_owner_sees_the_kind_alone(alice: Owner, bob: Owner) -> None:
+    run_id = alice.new_run()
+    gate = alice.server.backend.tiny.trainer.gates["cross_entropy"]
+    alice.server.set_gate(gate, is_open=False)
+    body = {"model_id": run_id, "seq_id": 1, "forward_backward_input": {"data": [], "loss_fn": "cross_entropy"}}
+    submitted = alice.server.http.post("/forward_backward", json=body, headers={"x-api-key": alice.key})
+    seen, hidden = alice.get("/machine/now").text, bob.get("/machine/now").text
+    alice.server.set_gate(gate, is_open=True)
+    assert submitted.status_code == 200
+    assert "forward_backward" in seen and run_id in seen
+    assert "forward_backward of another owner" in hidden and run_id not in hidden
+
+
+def test_a_page_that_fails_says_so_and_nothing_else_is_touched(
+    alice: Owner, monkeypatch: pytest.MonkeyPatch, run_id: str
+) -> None:
+    catalog = alice.server.app.state.services.catalog
+    monkeypatch.setattr(type(catalog), "operations_of_run", None)
+    answer = alice.get(f"/runs/{run_id}")
+    assert answer.status_code == 500 and "This page failed" in answer.text
+    assert alice.get("/").status_code == 200
+
+
+def test_open_pages_are_told_of_changes_of_their_owner_alone(alice: Owner, bob: Owner, run_id: str) -> None:
+    changes = alice.server.app.state.services.futures.changes
+    with alice.pages.stream("GET", "/live") as mine, bob.pages.stream("GET", "/live") as others:
+        assert mine.headers["content-type"].startswith("text/event-stream")
+        lines, elsewhere = mine.iter_lines(), others.iter_lines()
+        assert next(lines) == next(elsewhere) == "retry: 3000"
+        assert changes.num_watching("alice") == changes.num_watching("bob") == 1
+        alice.server.loop.call_soon_threadsafe(changes.note, "alice")
+        assert next(line for line in lines if line) == "event: changed"
+        alice.server.loop.call_soon_threadsafe(changes.note, "bob")
+        assert next(line for line in elsewhere if line) == "event: changed"  # the first that came there
+
+
+def test_pages_stand_below_the_path_that_a_proxy_takes_off(alice: Owner) -> None:
+    text = alice.pages.get("/", headers={"x-forwarded-prefix": "/training"}).text
+    assert 'href="/training/static/dashboard.css"' in text and 'href="/training/machine"' in text
+    text = alice.pages.get("/", headers={"x-forwarded-prefix": '/"><script>'}).text
+    assert "<script>" not in text
+
+
+def test_signing_out_ends_it(tmp_path: Path) -> None:
+    server, (key,) = with_keys(tmp_path, "alice")
+    with Owner(server, key) as alice:
+        alice.sign_in()
+        assert alice.change("POST", "/logout").headers["hx-redirect"] == "/login"
+        assert alice.get("/").status_code == 303
+    server.stop()

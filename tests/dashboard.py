@@ -1,0 +1,95 @@
+"""Somebody who looks at the dashboard of a server on fakes, without a browser; and runs for them to look at."""
+
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from tests.fake_server import Running, forward_backward_body
+from tinker_server.auth import keys
+
+PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+class Owner:
+    """One key: its runs by the API, and its pages."""
+
+    def __init__(self, server: Running, key: str) -> None:
+        self.server = server
+        self.key = key
+        self.pages = httpx.Client(base_url=server.url, timeout=20)
+        self.token = ""
+
+    def __enter__(self) -> "Owner":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.pages.close()
+
+    def sign_in(self) -> "Owner":
+        answer = self.pages.post("/login", data={"key": self.key})
+        assert answer.status_code == 303, answer.text
+        return self
+
+    def get(self, path: str) -> httpx.Response:
+        return self.pages.get(path)
+
+    def change(self, method: str, path: str, **data: object) -> httpx.Response:
+        """As our own page does it."""
+        if not self.token:
+            found = re.search(r'data-token="([0-9a-f]{64})"', self.get("/").text)
+            assert found is not None
+            self.token = found[1]
+        return self.pages.request(method, path, data=data or None, headers={"x-csrf-token": self.token})
+
+    def post(self, path: str, /, **body: Any) -> Any:
+        """By the API, until the result of what it queues is there."""
+        headers = {"x-api-key": self.key, "accept": "application/json"}
+        answer = self.server.http.post(path, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return self._result(answer)
+
+    def _result(self, answer: httpx.Response) -> Any:
+        found = answer.json()
+        headers = {"x-api-key": self.key, "accept": "application/json"}
+        if "request_id" not in found:
+            return found
+        while (
+            polled := self.server.http.post(
+                "/retrieve_future", json={"request_id": found["request_id"]}, headers=headers
+            )
+        ).status_code == 408:
+            pass
+        return polled.json()
+
+    def new_run(self) -> str:
+        session_id = self.post("/create_session", sdk_version="0.38.0")["session_id"]
+        made = self.post(
+            "/create_model", session_id=session_id, model_seq_id=0, base_model="tiny", lora_config={"rank": 8}
+        )
+        return str(made["model_id"])
+
+    def train(self, run_id: str, numbers: range) -> None:
+        """A batch and a step for each number."""
+        for number in numbers:
+            body = forward_backward_body(run_id, 2 * number + 1)
+            headers = {**PROTOBUF, "x-api-key": self.key}
+            self._result(self.server.http.post("/forward_backward", content=body, headers=headers))
+            step = {"model_id": run_id, "seq_id": 2 * number + 2}
+            self.post("/optim_step", **step, adam_params={"learning_rate": 0.25})
+
+    def save(self, run_id: str, seq_id: int, name: str) -> None:
+        self.post("/save_weights", model_id=run_id, seq_id=seq_id, path=name)
+
+    def sample(self, *chunks: dict[str, Any]) -> None:
+        """From the base model."""
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}, *chunks]}
+        self.post("/asample", base_model="tiny", prompt=prompt, sampling_params={"max_tokens": 4, "seed": 7})
+
+
+def with_keys(folder: Path, *names: str, **settings: Any) -> tuple[Running, list[str]]:
+    """A server, and a key of each owner."""
+    made = [keys.add(folder / "keys", name) for name in names]
+    return Running(folder / "data", keys_file=folder / "keys", **settings), made

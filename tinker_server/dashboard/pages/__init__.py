@@ -1,0 +1,26 @@
+"""One file a page, with the parts of it that are fetched again while it is open."""
+
+from fastapi import FastAPI
+from starlette.staticfiles import StaticFiles
+
+from tinker_server.dashboard.pages import (
+    checkpoints,
+    curves,
+    live,
+    machine,
+    playground,
+    run,
+    runs,
+    samples,
+    sign_in,
+)
+from tinker_server.dashboard.rendering import FOLDER
+
+ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine)
+
+
+def install(app: FastAPI) -> None:
+    """Give an app all pages, and the files that they load."""
+    for one in ROUTERS:
+        app.include_router(one.router)
+    app.mount("/static", StaticFiles(directory=FOLDER / "static"))

@@ -1,0 +1,79 @@
+"""A run's saved weights: as the API's own routes have it, which do it here too."""
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Form, Request, Response
+
+from api_schemas.checkpoints import SetTtlRequest
+from api_schemas.weights import Kind, TinkerPath
+from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.pages.run import require_run
+from tinker_server.dashboard.rendering import page
+from tinker_server.dashboard.viewer import Viewer, Viewing
+from tinker_server.routes import checkpoints as api
+from tinker_server.store.catalog import Page, Scope
+from tinker_server.store.checkpoints import parse_path
+from tinker_server.web.deps import Server, ServerUrl, Services
+
+router = APIRouter(prefix="/runs/{run_id}/checkpoints", route_class=PageRoute, include_in_schema=False)
+MOST = 200
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
+NEVER = 0
+
+
+async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
+    return parse_path(f"tinker://{run_id}/{kind}/{name}")
+
+
+CheckpointPath = Annotated[TinkerPath, Depends(_path)]
+
+
+@router.get("")
+async def show(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
+    """The list, newest first."""
+    await require_run(server, run_id, viewer)
+    return await _listed(request, run_id, server, viewer)
+
+
+@router.post("/{kind}/{name}/publish")
+async def publish(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
+    """Let every client load them."""
+    await api.publish(path, server.checkpoints, server.audit, viewer.owner)
+    return await _listed(request, path.run_id, server, viewer)
+
+
+@router.delete("/{kind}/{name}/publish")
+async def unpublish(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
+    """Take it back."""
+    await api.unpublish(path, server.checkpoints, server.audit, viewer.owner)
+    return await _listed(request, path.run_id, server, viewer)
+
+
+@router.post("/{kind}/{name}/expiry")
+async def set_expiry(
+    request: Request, path: CheckpointPath, server: Server, viewer: Viewing, seconds: Annotated[int, Form()]
+) -> Response:
+    """Let them expire so many seconds from now; 0: never."""
+    asked = SetTtlRequest(ttl_seconds=None if seconds == NEVER else seconds)
+    await api.set_ttl(path, asked, server.checkpoints, server.audit, viewer.owner)
+    return await _listed(request, path.run_id, server, viewer)
+
+
+@router.get("/{kind}/{name}/download")
+async def download(path: CheckpointPath, server: Server, viewer: Viewing, url: ServerUrl) -> Response:
+    """To a link that opens them as one tar.gz for an hour."""
+    return await api.archive(path, server.checkpoints, server.links, url, server.audit, viewer.owner)
+
+
+@router.delete("/{kind}/{name}")
+async def delete(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
+    """Forget them, and remove their files."""
+    await api.delete(path, server.checkpoints, server.storage, server.audit, viewer.owner)
+    return await _listed(request, path.run_id, server, viewer)
+
+
+async def _listed(request: Request, run_id: str, server: Services, viewer: Viewer) -> Response:
+    asked = Page(Scope(viewer.owner), MOST, 0)
+    found, total = await server.catalog.checkpoints(asked, KINDS, time.time(), run_id)
+    return page(request, "run_checkpoints.html", {"run_id": run_id, "checkpoints": found, "total": total})

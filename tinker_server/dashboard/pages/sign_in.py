@@ -1,0 +1,49 @@
+"""Signing in with an API key, and out."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Form, Request, Response
+from fastapi.responses import RedirectResponse
+
+from tinker_server.auth.sign_ins import COOKIE, VALID_S
+from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.rendering import base_of, page
+from tinker_server.dashboard.viewer import Viewing
+from tinker_server.web.deps import Server
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+
+@router.get("/login")
+async def show_sign_in(request: Request, server: Server) -> Response:
+    """The form; where there are no keys, or somebody is signed in, the runs."""
+    if server.sign_ins.owner(request.cookies.get(COOKIE)) is not None:
+        return RedirectResponse(f"{base_of(request)}/", 303)
+    return page(request, "login.html", {"problem": ""})
+
+
+@router.post("/login")
+async def sign_in(request: Request, server: Server, key: Annotated[str, Form(max_length=1000)] = "") -> Response:
+    """Exchange a key for a cookie that no script reads and no other site's page sends."""
+    cookie = server.sign_ins.cookie(key.strip())
+    if cookie is None:
+        return page(request, "login.html", {"problem": "This API key is not known here."}, 401)
+    answer = RedirectResponse(f"{base_of(request)}/", 303)
+    answer.set_cookie(
+        COOKIE,
+        cookie,
+        max_age=VALID_S,
+        path=f"{base_of(request)}/",
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="strict",
+    )
+    return answer
+
+
+@router.post("/logout")
+async def sign_out(request: Request, _: Viewing) -> Response:
+    """Forget the cookie."""
+    answer = Response(headers={"HX-Redirect": f"{base_of(request)}/login"})
+    answer.delete_cookie(COOKIE, path=f"{base_of(request)}/", httponly=True, samesite="strict")
+    return answer

@@ -1,0 +1,104 @@
+"""Templates, and how numbers, sizes and times look in them."""
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+FOLDER = Path(__file__).parent
+_PREFIX = re.compile(r"(?:/[\w.-]+)*")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A few digits that matter; a dash for what is not known."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+
+def amount(value: float | None) -> str:
+    """Shortened: 12.3 M."""
+    if value is None:
+        return "–"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
+    return f"{value:,.0f}"
+
+
+def size(value: float | None) -> str:
+    """Bytes, in units of 1024."""
+    if value is None:
+        return "–"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def span(seconds: float | None) -> str:
+    """How long something took."""
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} d"
+
+
+def ago(at: float | None) -> str:
+    """How long it is past, or ahead."""
+    if at is None:
+        return "–"
+    seconds = time.time() - at
+    return f"{span(max(1.0, seconds))} ago" if seconds >= 0 else f"in {span(-seconds)}"
+
+
+def moment(at: float) -> str:
+    """In UTC."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def short(run_id: str) -> str:
+    """A run's id as far as people tell runs apart by it."""
+    session, separator, last = run_id.partition(":")
+    return f"{session[:8]}{separator}{last}"
+
+
+_ENVIRONMENT = Environment(
+    loader=FileSystemLoader(FOLDER / "templates"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+)
+_ENVIRONMENT.filters |= {
+    "number": number,
+    "amount": amount,
+    "size": size,
+    "span": span,
+    "ago": ago,
+    "moment": moment,
+    "short": short,
+}
+
+
+def base_of(request: Request) -> str:
+    """What stands before every path of ours in a browser: what a proxy has taken off."""
+    prefix = request.headers.get("x-forwarded-prefix", "").rstrip("/")
+    return prefix if _PREFIX.fullmatch(prefix) else ""
+
+
+def page(request: Request, template: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:
+    """A page, or a part of one. `viewer` is who is signed in, if anybody is."""
+    viewer = getattr(request.state, "viewer", None)
+    text = _ENVIRONMENT.get_template(template).render(
+        {"base": base_of(request), "viewer": viewer, "path": request.url.path, **values}
+    )
+    return HTMLResponse(text, status)
