@@ -116,11 +116,19 @@ async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
         await child.stop(grace_s=1)
 
 
+async def environment(pid: int) -> dict[str, str]:
+    """Of a process that was just started: while it becomes another program, it has none to show."""
+    async with asyncio.timeout(20):
+        while not (found := psutil.Process(pid).environ()):  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.01)
+    return found
+
+
 async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7")
     ranks = await launch_trainer("tiny", num_ranks=2, device="cuda", gpus=(1, 2))
     try:
-        found = [psutil.Process(rank.process.pid).environ() for rank in ranks]
+        found = [await environment(rank.process.pid) for rank in ranks]
     finally:
         await asyncio.gather(*(rank.stop(grace_s=0.1) for rank in ranks))
     assert {one["CUDA_VISIBLE_DEVICES"] for one in found} == {"GPU-aa,7"}
