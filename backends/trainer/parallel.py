@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -140,6 +141,8 @@ def told(error: Exception) -> InvalidInput | BackendFailed:
         return BackendFailed("out of memory; send shorter or fewer datums at once")
     if isinstance(error, OSError):
         return BackendFailed(f"a file cannot be read or written: {error.strerror or type(error).__name__}")
+    if isinstance(error, SafetensorError):  # of a full disk too
+        return BackendFailed(f"a file cannot be read or written: {error}")
     return BackendFailed(f"{type(error).__name__}: {error}")
 
 

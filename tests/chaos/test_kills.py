@@ -20,6 +20,7 @@ from tests.chaos.worker import Seen, Worker
 from tests.servers import MODEL, Server
 
 SEED = 20
+VICTIMS = ["trainer", "sampler", "engine", "server"]
 ORPHAN_S = 10
 """How long a child may outlive its server."""
 TOLERANCE = 2e-3
@@ -75,16 +76,20 @@ class Place:
         children = api.children(recursive=True)
         self.kills.append((victim, time.monotonic()))
         if victim != "server":
-            return next(child for child in children if _runs(child, f"backends.{victim}.process")).kill()
+            return self._random.choice([child for child in children if _is(child, victim)]).kill()
         self.server.kill()
         _, orphans = psutil.wait_procs(children, timeout=ORPHAN_S)
         assert not orphans, f"outlive their server: {[' '.join(orphan.cmdline()) for orphan in orphans]}"
         self.start()
 
 
-def _runs(process: psutil.Process, module: str) -> bool:
+def _is(process: psutil.Process, victim: str) -> bool:
+    """A rank of the trainer, the sampler's host, or the engine that vLLM starts beneath it."""
     try:
-        return process.cmdline()[1:3] == ["-m", module]
+        if victim == "engine":
+            host = process.parent()
+            return host is not None and _is(host, "sampler") and process.name().startswith("VLLM")
+        return process.cmdline()[1:3] == ["-m", f"backends.{victim}.process"]
     except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it has just ended
         return False
 
@@ -144,7 +149,7 @@ def say_pauses(place: Place) -> None:
     told = [one for worker in place.workers for one in worker.client.told]
     for victim, at_s in place.kills:
         after = [one for one in told if one.at_s - one.seconds > at_s]
-        waits = [one.at_s - at_s for one in after if (one.path == "/asample") == (victim == "sampler")]
+        waits = [one.at_s - at_s for one in after if (one.path == "/asample") == (victim in ("sampler", "engine"))]
         print(f"{victim}: {min(waits, default=0):.1f} s to the next result")
 
 
@@ -159,7 +164,7 @@ def server(tiny_vl: Path, tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("num_operations", "kills"),
     [
-        pytest.param(40, ["trainer", "sampler", "server"], id="one kill each", marks=pytest.mark.slow),
+        pytest.param(40, VICTIMS, id="one kill each", marks=pytest.mark.slow),
         pytest.param(
             300,
             ["sampler", "trainer", "server", "trainer", "sampler", "server", "trainer"],
@@ -178,7 +183,7 @@ def test_work_survives_kills(server: Server, tmp_path: Path, num_operations: int
 def test_rounds(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """`make chaos ROUNDS=200`"""
     rounds, seed = request.config.getoption("--rounds", 10), request.config.getoption("--seed", SEED)
-    kills = random.Random(seed).choices(["trainer", "sampler", "server"], k=rounds)
+    kills = random.Random(seed).choices(VICTIMS, k=rounds)
     place = Place(server, 15 * rounds, seed)
     place.work_through(kills)
     assert_all_is_well(place, tmp_path / "data")

@@ -196,12 +196,23 @@ def _set_up_sqlite(busy_timeout_ms: int, synchronous: str, connection: Any, _: o
     connection.create_function("lower", 1, lambda text: None if text is None else text.lower(), deterministic=True)
 
 
+_UNWRITABLE = (
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_FSYNC,
+    sqlite3.SQLITE_IOERR_DIR_FSYNC,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_IOERR_SHMOPEN,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+)
+"""What a write to a disk that has become read-only fails with."""
+
+
 def _is_full(error: BaseException | None) -> bool:
     """Whether the disk takes nothing more: of SQLite's errors, and of PostgreSQL's by their class."""
     if isinstance(error, sqlite3.Error):
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # absent where the driver made the error itself
-        return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
-    return str(getattr(error, "sqlstate", "")).startswith("53100")
+        code = getattr(error, "sqlite_errorcode", 0)  # absent where the driver made the error itself
+        return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY) or code in _UNWRITABLE
+    return getattr(error, "sqlstate", "") in ("53100", "25006")
 
 
 def _begin_sqlite(connection: Connection) -> None:

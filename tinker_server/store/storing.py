@@ -43,10 +43,11 @@ class Storing:
             try:
                 await self._store(batch)
                 return
-            except Exception as error:
+            except DatabaseUnavailable as error:
+                log.warning("%d results wait to be stored: %s", len(batch), error)
+            except Exception:
                 log.exception("the database did not take %d results", len(batch))
-                if not isinstance(error, DatabaseUnavailable):
-                    batch = [pair for pair in batch if not await self._store_alone(*pair)]
+                batch = [pair for pair in batch if not await self._store_alone(*pair)]
             if not batch or self._writer.is_stopping:
                 return
             await asyncio.sleep(RETRY_S)

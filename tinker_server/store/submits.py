@@ -44,9 +44,12 @@ class Submits:
     async def _write(self, batch: list[Submit]) -> None:
         try:
             outcomes = await self._insert_surely(batch)
+        except DatabaseUnavailable as error:
+            log.warning("%d operations are refused: %s", len(batch), error)
+            outcomes = [error] * len(batch)
         except Exception as error:  # one bad moment of the database must not end the server
             log.exception("the database did not take %d operations", len(batch))
-            if len(batch) > 1 and not isinstance(error, DatabaseUnavailable):
+            if len(batch) > 1:
                 for submit in batch:
                     await self._write([submit])
                 return

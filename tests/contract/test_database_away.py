@@ -1,0 +1,109 @@
+"""PostgreSQL goes away while a client works: it is refused or waits, and nothing is lost or done twice.
+
+pytest tests/contract/test_database_away.py -m "slow or not slow"
+"""
+
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.away import way_to
+from tests.fake_server import Running, forward_backward_body
+
+PATIENCE_S = 120
+
+
+class Work:
+    """Steps of one model, sent again as often as the server says, until it is told to end."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._model_id = running.model()
+        self._is_ending = threading.Event()
+        self.told: list[tuple[bytes, str, bytes]] = []
+        """Body, request_id, result."""
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Work":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ending.set()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the work does not end"
+        if self.error is not None:
+            raise self.error
+
+    def await_steps(self, count: int) -> None:
+        """Returns once so many more were taken."""
+        wanted, deadline = len(self.told) + 2 * count, time.monotonic() + PATIENCE_S
+        while len(self.told) < wanted and self.error is None:
+            assert time.monotonic() < deadline, "no steps are taken"
+            time.sleep(0.02)
+
+    def submit(self, body: bytes) -> httpx.Response:
+        if body.startswith(b"{"):
+            return self._running.http.post("/optim_step", content=body, headers={"content-type": "application/json"})
+        headers = {"content-type": "application/x-protobuf"}
+        return self._running.http.post("/forward_backward", content=body, headers=headers)
+
+    def poll(self, request_id: str) -> httpx.Response:
+        return self._running.post("/retrieve_future", request_id=request_id)
+
+    def _run(self) -> None:
+        try:
+            number = 1
+            while not self._is_ending.is_set():
+                passed = forward_backward_body(self._model_id, number)
+                step = b'{"model_id":"%s","seq_id":%d}' % (self._model_id.encode(), number + 1)
+                for body in (passed, step):
+                    request_id = self._at_last(lambda body=body: self.submit(body)).json()["request_id"]
+                    result = self._at_last(lambda request_id=request_id: self.poll(request_id))
+                    assert b'"error"' not in result.content, result.text
+                    self.told.append((body, request_id, result.content))
+                number += 2
+        except BaseException as error:  # noqa: BLE001 - raised again by the test
+            self.error = error
+
+    def _at_last(self, ask: object) -> httpx.Response:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            answer: httpx.Response = ask()  # type: ignore[operator]
+            if answer.status_code == 200:
+                return answer
+            assert answer.status_code in (408, 503), answer.text
+            if answer.status_code == 503:
+                assert answer.headers["retry-after"] and "does not answer" in answer.json()["detail"], answer.text
+                time.sleep(0.1)
+        raise AssertionError("there was no answer")
+
+
+@pytest.mark.parametrize("away_s", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_postgresql_that_is_away_costs_a_pause(database_url: str, tmp_path: Path, away_s: int) -> None:
+    with way_to(database_url) as way:
+        running = Running(tmp_path, database_url=way.url)
+        try:
+            with Work(running) as work:
+                other = running.model()
+                work.await_steps(3)
+                way.close()
+                refused = running.post("/optim_step", model_id=other, seq_id=1)
+                assert refused.status_code == 503 and refused.headers["retry-after"], refused.text
+                time.sleep(away_s)
+                assert running.http.get("/healthz").status_code == 200
+                assert work.error is None
+                way.open()
+                work.await_steps(3)
+            applied = [gradient for _, gradient in running.backend.tiny.trainer.applied]
+            assert applied == [[1]] * (len(work.told) // 2), "a step was lost, or taken twice"
+            for body, request_id, result in work.told:
+                assert work.submit(body).json()["request_id"] == request_id
+                assert work.poll(request_id).content == result
+        finally:
+            running.stop()
