@@ -1,6 +1,7 @@
 """Somebody who looks at the dashboard of a server on fakes, without a browser; and runs for them to look at."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,9 +84,9 @@ class Owner:
     def save(self, run_id: str, seq_id: int, name: str) -> None:
         self.post("/save_weights", model_id=run_id, seq_id=seq_id, path=name)
 
-    def sample(self, *chunks: dict[str, Any]) -> None:
-        """From the base model."""
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}, *chunks]}
+    def sample(self, *chunks: dict[str, Any], tokens: Sequence[int] = (1, 2, 3)) -> None:
+        """From the base model: what follows these tokens and chunks."""
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}, *chunks]}
         self.post("/asample", base_model="tiny", prompt=prompt, sampling_params={"max_tokens": 4, "seed": 7})
 
 

@@ -278,6 +278,18 @@ def test_pages_stand_below_the_path_that_a_proxy_takes_off(alice: Owner) -> None
     assert "<script>" not in text
 
 
+def test_a_signed_in_page_chats_by_its_cookie_and_token_and_no_other_page_does(alice: Owner) -> None:
+    alice.change("GET", "/")
+    path = "/oai/api/v1/chat/completions"
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    assert alice.pages.post(path, json=body, headers={"x-csrf-token": alice.token}).status_code == 200
+    assert alice.server.backend.tiny.sampler.chats[-1].owner == "alice"
+    assert alice.pages.post(path, json=body).status_code == 401
+    assert alice.pages.post(path, json=body, headers={"x-csrf-token": "0" * 64}).status_code == 401
+    assert httpx.post(alice.server.url + path, json=body, headers={"x-csrf-token": alice.token}).status_code == 401
+    assert alice.pages.get("/api/v1/training_runs", headers={"x-csrf-token": alice.token}).status_code == 401
+
+
 def test_signing_out_ends_it(tmp_path: Path) -> None:
     server, (key,) = with_keys(tmp_path, "alice")
     with Owner(server, key) as alice:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tinker_server.auth.keys import LOCAL, Keys
 from tinker_server.auth.private_file import private_secret
 
-COOKIE = "tinker_session"
+COOKIE, TOKEN_HEADER = "tinker_session", "x-csrf-token"
 VALID_S = 24 * 3600
 _COOKIE = re.compile(r"(\d{1,12})\.([0-9a-f]{64})\.([0-9a-f]{64})")
 _WITHOUT_KEYS = "no keys"

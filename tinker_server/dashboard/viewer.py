@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from tinker_server.auth.sign_ins import COOKIE
+from tinker_server.auth.sign_ins import COOKIE, TOKEN_HEADER
 from tinker_server.dashboard.page_route import CHANGES
 from tinker_server.errors import LinkRefused, Unauthenticated
 from tinker_server.web.deps import Server
@@ -28,7 +28,7 @@ async def viewer(request: Request, server: Server) -> Viewer:
     owner = server.sign_ins.owner(cookie)
     if owner is None:
         raise Unauthenticated("sign in first")
-    if request.method in CHANGES and not server.sign_ins.is_token(request.headers.get("x-csrf-token", ""), cookie):
+    if request.method in CHANGES and not server.sign_ins.is_token(request.headers.get(TOKEN_HEADER, ""), cookie):
         raise LinkRefused("this page is out of date: load it again")
     request.state.viewer = found = Viewer(owner, server.sign_ins.token(cookie), not server.keys.is_open)
     return found

@@ -4,9 +4,11 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinker_server.auth.keys import Keys
+from tinker_server.auth.sign_ins import COOKIE, TOKEN_HEADER, SignIns
 from tinker_server.errors import ForeignHost, TinkerServerError, Unauthenticated
 from tinker_server.web.handlers import answer
 from tinker_server.web.vendors import vendor_of
@@ -40,7 +42,8 @@ class Gate:
                 scope["path"].startswith(API) and not scope["path"].startswith(OPEN)
             ):
                 key = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
-                scope.setdefault("state", {})["owner"] = owner_of(key, keys)
+                owner = self._signed_in(scope, headers) if vendor is not None and key is None else None
+                scope.setdefault("state", {})["owner"] = owner or owner_of(key, keys)
         except TinkerServerError as error:
             return await answer(scope["path"], error.status, error, str(error))(scope, receive, send)
         await self.app(scope, receive, send)
@@ -51,6 +54,13 @@ class Gate:
             raise ForeignHost(f"the header Host is {host[:100]!r}, which is no name of this machine")
         if origin is not None and not self._is_local(origin):
             raise ForeignHost(f"the header Origin is {origin[:100]!r}, which is no page of this machine")
+
+    def _signed_in(self, scope: Scope, headers: Headers) -> str | None:
+        """Whose page asks: one of the dashboard's, which chats too, has its cookie and its token in place of a key."""
+        sign_ins: SignIns = scope["app"].state.services.sign_ins
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
+        is_ours = sign_ins.is_token(headers.get(TOKEN_HEADER, ""), cookie)
+        return sign_ins.owner(cookie) if is_ours else None
 
     def _is_local(self, url: str) -> bool:
         try:

@@ -17,7 +17,7 @@ const smoothing = document.getElementById("smoothing");
 const axis = document.getElementById("axis");
 const other = document.getElementById("other");
 const charts = new Map();
-let own = null, compared = null, range = null, timer = null, isFetching = false;
+let own = null, compared = null, range = null, timer = null, isFetching = false, isAsked = false;
 
 async function fetched(run, bounds) {
   const query = bounds ? `?first=${Math.floor(bounds[0])}&last=${Math.ceil(bounds[1])}` : "";
@@ -136,6 +136,7 @@ function redraw() {
 }
 
 async function refresh() {
+  isAsked = isFetching;  // once more, with what has been chosen meanwhile
   if (isFetching) return;
   isFetching = true;
   const began = performance.now();
@@ -153,6 +154,7 @@ async function refresh() {
   }
   // A long run's curves take the server some time: the longer, the more seldom they are asked for.
   refresh.pause = Math.max(LEAST_PAUSE_MS, 10 * (performance.now() - began));
+  if (isAsked) await refresh();
 }
 
 function soon() {

@@ -1,0 +1,175 @@
+"""How soon each page of the dashboard begins to answer, and what its server's event loop meanwhile cannot do.
+
+    python benchmarks/dashboard.py [--runs 1000] [--steps 1000000] [--database-url URL]
+
+A server on fakes, with so many runs and recorded steps of one owner: one run has a tenth of all steps, the others
+share the rest. Each page is asked for alone, `REPEATS` times; the median and the worst time to the first byte are told,
+and the longest time in which a ready task of the server's loop had to wait. By hand, in a minute or two.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+from sqlalchemy import insert
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.fake_server import Running
+from tests.stalls import longest_stall
+from tinker_server.store.database import Database
+from tinker_server.store.tables import SessionRow, StepRow, TrainingRunRow
+
+REPEATS = 7
+ROWS_AT_ONCE = 20_000
+BIG = "big:train:0"
+
+
+def main() -> None:
+    """Fill a database, start a server on it, ask for every page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--database-url", default="", help="of an empty database (SQLite in a scratch folder)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        url = arguments.database_url or f"sqlite+aiosqlite:///{folder}/tinker-server.db"
+        began = time.perf_counter()
+        asyncio.run(fill(url, arguments.runs, arguments.steps))
+        print(f"{arguments.runs} runs, {arguments.steps} steps, filled in {time.perf_counter() - began:.0f} s")
+        server = Running(Path(folder), database_url=url)
+        try:
+            measure(server)
+        finally:
+            server.stop()
+
+
+async def fill(url: str, num_runs: int, num_steps: int) -> None:
+    """One session, its runs, and their steps."""
+    db = Database(url, synchronous="normal")
+    await db.migrate()
+    now = time.time()
+    session_row = {
+        "session_id": "big",
+        "owner": "local",
+        "tags": [],
+        "user_metadata": {},
+        "sdk_version": "0.38.0",
+        "created_at": now,
+        "last_heartbeat": now,
+    }
+    async with db.write() as session:
+        await session.execute(insert(SessionRow), [session_row])
+        await session.execute(insert(TrainingRunRow), [run_row(number, now) for number in range(num_runs)])
+    share = (num_steps - num_steps // 10) // (num_runs - 1)
+    for number in range(num_runs):
+        count = num_steps // 10 if number == 0 else share
+        for start in range(0, count, ROWS_AT_ONCE):
+            rows = [step_row(number, seq_id, now) for seq_id in range(start, min(start + ROWS_AT_ONCE, count))]
+            async with db.write() as session:
+                await session.execute(insert(StepRow), rows)
+    await db.close()
+
+
+def run_row(number: int, now: float) -> dict[str, object]:
+    """A run that is on disk."""
+    return {
+        "model_id": f"big:train:{number}",
+        "owner": "local",
+        "session_id": "big",
+        "model_seq_id": number,
+        "base_model": "tiny",
+        "trainable": {"rank": 8, "seed": 0},
+        "optimizer_config": {"type": "adamw"},
+        "status": "suspended",
+        "created_at": now + number,
+    }
+
+
+def step_row(number: int, seq_id: int, now: float) -> dict[str, object]:
+    """A batch, or the optim_step after it."""
+    is_batch = seq_id % 2 == 0
+    return {
+        "model_id": f"big:train:{number}",
+        "seq_id": seq_id + 1,
+        "step": seq_id // 2,
+        "at": now + seq_id,
+        "tokens": 512 * is_batch,
+        "total_tokens": 256 * seq_id,
+        "loss": 1.0 if is_batch else None,
+        "loss_tokens": 512 if is_batch else None,
+        "learning_rate": None if is_batch else 1e-4,
+        "grad_norm": None if is_batch else 1.0,
+        "waited_s": 0.1,
+        "run_s": 0.5,
+    }
+
+
+def measure(server: Running) -> None:
+    """A line for each page."""
+    paths = {
+        "runs": "/",
+        "runs, the last page": "/?page=20",
+        "runs, searched": "/runs?q=tiny+99",
+        "a run": f"/runs/{BIG}",
+        "its summary": f"/runs/{BIG}/summary",
+        "its operations": f"/runs/{BIG}/operations",
+        "its curves": f"/runs/{BIG}/curves.json",
+        "its curves, zoomed": f"/runs/{BIG}/curves.json?first=1000&last=1500",
+        "its checkpoints": f"/runs/{BIG}/checkpoints",
+        "its CSV": f"/runs/{BIG}/steps.csv",
+        "curves of another": "/runs/big:train:7/curves.json",
+        "samples": "/samples",
+        "playground": "/playground",
+        "machine": "/machine",
+        "metrics": "/metrics",
+    }
+    print(
+        f"{'page':<24}{'median':>10}{'worst':>10}{'stall':>10}   to the first byte, ms; longest stall of the loop, ms"
+    )
+    with httpx.Client(base_url=server.url, headers={"x-api-key": "tml-test"}, timeout=60) as client:
+        for name, path in paths.items():
+            times, stall_s = [], 0.0
+            for _ in range(REPEATS):
+                first_byte_s, stalled_s = asyncio.run(asked(server, client, path))
+                times.append(first_byte_s)
+                stall_s = max(stall_s, stalled_s)
+            median = statistics.median(times)
+            print(f"{name:<24}{median * 1e3:>10.1f}{max(times) * 1e3:>10.1f}{stall_s * 1e3:>10.1f}")
+
+
+async def asked(server: Running, client: httpx.Client, path: str) -> tuple[float, float]:
+    """Seconds to the first byte of the body, and of the longest stall until its last."""
+    done = asyncio.Event()
+
+    async def watch() -> float:
+        async with longest_stall() as stall:
+            await done.wait()
+        return stall.seconds
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
+    began = time.perf_counter()
+    first_byte_s = await asyncio.to_thread(read, client, path, began)
+    server.loop.call_soon_threadsafe(done.set)
+    return first_byte_s, await asyncio.to_thread(watching.result, 60)
+
+
+def read(client: httpx.Client, path: str, began: float) -> float:
+    """Read the whole answer; when its first byte came."""
+    with client.stream("GET", path) as answer:
+        assert answer.status_code == 200, (path, answer.status_code)
+        parts = answer.iter_raw()
+        next(parts, b"")
+        first_byte_s = time.perf_counter() - began
+        for _ in parts:
+            pass
+    return first_byte_s
+
+
+if __name__ == "__main__":
+    main()

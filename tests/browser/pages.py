@@ -1,0 +1,64 @@
+"""What a browser's page did while it was open, and what axe finds wrong with it."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import BrowserContext, ConsoleMessage, Page
+
+AXE = Path(__file__).parent / "vendor/axe.min.js"
+SERIOUS = ("serious", "critical")
+SCHEMES_INSIDE = ("data", "blob")
+
+
+class Watched:
+    """A page, whose requests, console and errors are kept."""
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.url = url
+        self.page: Page = context.new_page()
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", self._said)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def _said(self, said: ConsoleMessage) -> None:
+        if said.type in ("error", "warning"):
+            self.errors.append(said.text)
+
+    def open(self, path: str = "/") -> Page:
+        self.page.goto(f"{self.url}{path}", wait_until="load")
+        return self.page
+
+    def sign_in(self, key: str) -> Page:
+        self.open()
+        self.page.get_by_label("API key").fill(key)
+        self.page.get_by_role("button", name="Sign in").click()
+        self.page.get_by_role("heading", name="Runs").wait_for()
+        return self.page
+
+    def answer(self, question: str, *, yes: bool) -> None:
+        """What the page asks before it changes anything."""
+        asked = self.page.get_by_role("dialog")
+        asked.wait_for()
+        assert question in asked.inner_text()
+        asked.get_by_role("button", name="Yes" if yes else "Cancel").click()
+        asked.wait_for(state="hidden")
+
+    def elsewhere(self) -> list[str]:
+        """Requests that left the server."""
+        own = urlsplit(self.url).netloc
+        outside = [one for one in self.requests if urlsplit(one).scheme not in SCHEMES_INSIDE]
+        return [one for one in outside if urlsplit(one).netloc != own]
+
+    def violations(self) -> list[str]:
+        """What axe takes for serious. It comes in as the browser's own, for the page lets in no script of others."""
+        source = AXE.read_text()
+        self.page.evaluate("source => { (0, eval)(source); }", source)
+        found: dict[str, Any] = self.page.evaluate("() => axe.run({resultTypes: ['violations']})")
+        return [
+            f"{one['id']}: {one['help']}: {[node['html'][:120] for node in one['nodes'][:3]]}"
+            for one in found["violations"]
+            if one["impact"] in SERIOUS
+        ]

@@ -1,0 +1,310 @@
+"""The dashboard in a browser: Debian's chromium, driven by Playwright, on a server of fakes.
+
+`pytest tests/browser --pictures docs/pictures` also takes the pictures of the documentation.
+"""
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+
+from tests.browser.learning import LearningBackend
+from tests.browser.pages import Watched
+from tests.dashboard import Owner, with_keys
+from tests.photographs import photographs
+
+PHOTO = photographs("test", 3)[2].jpeg
+PHOTO_IN_BASE64 = base64.b64encode(PHOTO).decode()
+IMAGE = {"type": "image", "format": "jpeg", "data": PHOTO_IN_BASE64}
+NARROW = {"width": 400, "height": 800}
+Picture = Callable[[Page, str], None]
+
+
+@pytest.fixture(scope="module")
+def learning() -> LearningBackend:
+    return LearningBackend()
+
+
+@pytest.fixture(scope="module")
+def owners(learning: LearningBackend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
+    """Alice, who trains; and Bob, who has a run of his own."""
+    server, made = with_keys(tmp_path_factory.mktemp("browser"), "alice", "bob", backend=learning)
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        yield alice, bob
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def run_id(owners: tuple[Owner, Owner], learning: LearningBackend) -> str:
+    """A run of Alice's, with a checkpoint and a sample with a photograph."""
+    alice, bob = owners
+    bob.new_run()
+    alice.train(alice.new_run(), range(6))
+    run_id = alice.new_run()
+    alice.train(run_id, range(40))
+    alice.save(run_id, 81, "step-40")
+    alice.sample(IMAGE, tokens=learning.question)
+    return run_id
+
+
+@pytest.fixture
+def seen(context: BrowserContext, owners: tuple[Owner, Owner], run_id: str) -> Iterator[Watched]:
+    """Alice's browser, signed in. Whatever it did, nothing left the machine and nothing was wrong."""
+    alice, _ = owners
+    watched = Watched(context, alice.server.url)
+    watched.sign_in(alice.key)
+    yield watched
+    assert watched.elsewhere() == []
+    assert watched.errors == []
+
+
+@pytest.fixture
+def picture(request: pytest.FixtureRequest) -> Picture:
+    """Takes one where pictures are asked for."""
+    folder: Path | None = request.config.getoption("--pictures", default=None)
+
+    def take(page: Page, name: str) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=folder / f"{name}.png", full_page=True)
+
+    return take
+
+
+def drawn(page: Page, curve: str = "loss") -> int:
+    """Points of a curve, once it is there."""
+    figure = page.locator(f"figure[data-curve={curve}]")
+    figure.locator("canvas").wait_for()
+    return int(figure.get_attribute("data-points") or 0)
+
+
+def test_a_wrong_key_is_refused_and_a_right_one_shows_the_owners_runs(
+    context: BrowserContext, owners: tuple[Owner, Owner], run_id: str, picture: Picture
+) -> None:
+    alice, _ = owners
+    watched = Watched(context, alice.server.url)
+    page = watched.open("/machine")
+    page.get_by_label("API key").fill("tml-wrong")
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert").first).to_contain_text("not known here")
+    assert watched.violations() == []
+    picture(page, "sign-in")
+    page.get_by_label("API key").fill(alice.key)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("row")).to_have_count(3)
+    expect(page.get_by_role("link", name=run_id[:8])).to_be_visible()
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("API key")).to_be_visible()
+    page.goto(f"{alice.server.url}/")
+    expect(page.get_by_label("API key")).to_be_visible()
+    assert watched.elsewhere() == []
+
+
+def test_a_runs_curves_move_while_it_trains(seen: Watched, owners: tuple[Owner, Owner], picture: Picture) -> None:
+    alice, _ = owners
+    live = alice.new_run()
+    alice.train(live, range(3))
+    page = seen.open(f"/runs/{live}")
+    assert drawn(page) == 3
+    training = threading.Thread(target=alice.train, args=(live, range(3, 12)))
+    training.start()
+    expect(page.locator("figure[data-curve=loss]")).to_have_attribute("data-points", "12", timeout=20_000)
+    expect(page.locator("#summary")).to_contain_text("12")
+    training.join(20)
+    expect(page.locator("#operations")).to_contain_text("optim_step")
+
+
+def test_curves_are_zoomed_smoothed_and_compared(seen: Watched, run_id: str, picture: Picture) -> None:
+    page = seen.open(f"/runs/{run_id}")
+    assert drawn(page) == 40
+    for curve in ("grad_norm", "learning_rate", "sampler_gap", "advantage"):
+        assert drawn(page, curve) == 40
+    picture(page, "run")
+    page.get_by_role("button", name="Zoom in").click()
+    figure = page.locator("figure[data-curve=loss]")
+    expect(figure).to_have_attribute("data-points", "22")
+    page.get_by_role("button", name="All").click()
+    expect(figure).to_have_attribute("data-points", "40")
+    box = figure.locator(".u-over").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40, steps=4)
+    page.mouse.up()
+    expect(figure).not_to_have_attribute("data-points", "40")
+    page.get_by_role("button", name="All").click()
+    page.get_by_label("Compare with").select_option(index=1)
+    expect(figure.locator(".u-legend")).to_contain_text("other")
+    page.get_by_label("Smoothing").fill("0.9")
+    page.get_by_label("Against").select_option("time")
+    expect(figure.locator(".u-legend")).to_contain_text("Time")
+    assert seen.violations() == []
+
+
+def test_numbers_are_downloaded_as_csv_and_json(seen: Watched, run_id: str) -> None:
+    page = seen.open(f"/runs/{run_id}")
+    for name in ("CSV", "JSON"):
+        with page.expect_download() as download:
+            page.get_by_role("link", name=name).click()
+        assert download.value.path().stat().st_size > 1000
+        assert download.value.suggested_filename.endswith(name.lower())
+
+
+def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(
+    seen: Watched, owners: tuple[Owner, Owner], picture: Picture
+) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.save(run_id, 1, "mine")
+    page = seen.open(f"/runs/{run_id}")
+    part = page.locator("#checkpoints")
+    part.get_by_label("expires").select_option("86400")
+    seen.answer("Change when mine expires?", yes=False)
+    expect(part).to_contain_text("never")
+    part.get_by_label("expires").select_option("86400")
+    seen.answer("Change when mine expires?", yes=True)
+    expect(part).to_contain_text("in 24 h")
+    part.get_by_role("button", name="Publish").click()
+    seen.answer("Every owner on this server", yes=True)
+    expect(part).to_contain_text("public")
+    with page.expect_download() as download:
+        part.get_by_role("link", name="Download").click()
+        seen.answer("Download mine", yes=True)
+    assert download.value.suggested_filename.endswith(".tar.gz")
+    part.get_by_role("button", name="Delete").click()
+    picture(page, "delete")
+    seen.answer("Delete mine for good?", yes=False)
+    expect(part).to_contain_text("mine")
+    part.get_by_role("button", name="Delete").click()
+    seen.answer("Delete mine for good?", yes=True)
+    expect(part).to_contain_text("Nothing saved yet")
+
+
+def test_a_sample_is_opened_with_its_photograph_and_its_tokens(seen: Watched, picture: Picture) -> None:
+    page = seen.open("/samples")
+    page.get_by_role("listitem").first.click()
+    photo = page.get_by_role("img", name="Image 1 of the prompt")
+    expect(photo).to_be_visible()
+    assert photo.evaluate("image => image.complete && image.naturalWidth") > 100
+    tokens = page.locator(".text.tokens span")
+    assert tokens.count() > 20
+    assert "nats" in (tokens.first.get_attribute("title") or "")
+    assert len({tokens.nth(index).get_attribute("class") for index in range(tokens.count())}) > 2
+    picture(page, "sample")
+
+
+def test_a_photograph_is_talked_about_with_two_models_side_by_side(
+    seen: Watched, owners: tuple[Owner, Owner], tmp_path: Path, picture: Picture
+) -> None:
+    alice, _ = owners
+    (tmp_path / "photo.jpg").write_bytes(PHOTO)
+    page = seen.open("/playground")
+    page.get_by_label("Two models side by side").check()
+    page.get_by_label("Message").fill("What is on this photograph?")
+    page.get_by_label("Image").set_input_files(tmp_path / "photo.jpg")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_role("button", name="Send").click()
+    for side in ("Conversation 1", "Conversation 2"):
+        log = page.get_by_role("log", name=side)
+        expect(log.get_by_role("img", name="The image that was sent")).to_be_visible()
+        expect(log.locator(".assistant")).not_to_be_empty()
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    picture(page, "playground")
+    asked = [chat.body for chat in alice.server.backend.tiny.sampler.chats[-2:]]
+    assert all((body["stream"], body["seed"], body["temperature"]) == (True, 7, 0.7) for body in asked)
+    assert all(PHOTO_IN_BASE64 in json.dumps(body["messages"]) for body in asked)
+    page.get_by_label("Model", exact=True).first.fill("no/such-model")
+    page.get_by_label("Message").fill("Hello?")
+    page.get_by_role("button", name="Send").click()
+    expect(page.get_by_role("log", name="Conversation 1").locator(".wrong")).to_contain_text("no/such-model")
+    seen.errors.clear()  # the browser itself tells of the refusal
+
+
+def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner, Owner], run_id: str) -> None:
+    _, bob = owners
+    foreign = bob.new_run()
+    for path in ("/", "/machine", "/samples"):
+        assert foreign not in seen.open(path).content()
+    page = seen.open(f"/runs/{foreign}")
+    expect(page.get_by_role("heading", name="Not here")).to_be_visible()
+    seen.errors.clear()  # the browser itself tells of the 404
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_has_a_serious_fault_of_access(seen: Watched, run_id: str, scheme: str, picture: Picture) -> None:
+    seen.page.emulate_media(color_scheme=scheme)
+    paths = {"runs": "/", "run": f"/runs/{run_id}", "samples": "/samples", "playground": "/playground"}
+    for name, path in (paths | {"machine": "/machine"}).items():
+        page = seen.open(path)
+        if name == "run":
+            drawn(page)
+            page.locator("#checkpoints table").wait_for()
+        assert seen.violations() == [], name
+        picture(page, f"{name}-{scheme}")
+
+
+def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str, picture: Picture) -> None:
+    seen.page.set_viewport_size(NARROW)
+    for name, path in {
+        "runs": "/",
+        "run": f"/runs/{run_id}",
+        "samples": "/samples",
+        "playground": "/playground",
+        "machine": "/machine",
+    }.items():
+        page = seen.open(path)
+        if name == "run":
+            drawn(page)
+            page.locator("#checkpoints table").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], name
+        bar = page.get_by_role("navigation", name="Pages", exact=True)
+        for link in ("Runs", "Samples", "Playground", "Machine"):
+            expect(bar.get_by_role("link", name=link)).to_be_visible()
+        picture(page, f"{name}-narrow")
+
+
+def test_the_keyboard_alone_reaches_a_run_and_deletes_a_checkpoint(seen: Watched, owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.save(run_id, 1, "mine")
+    page = seen.open("/")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    reach(page, page.get_by_role("link", name=run_id[:8]))
+    page.keyboard.press("Enter")
+    delete = page.locator("#checkpoints").get_by_role("button", name="Delete")
+    delete.wait_for()
+    reach(page, delete)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#checkpoints")).to_contain_text("mine")
+    reach(page, delete)
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator("#checkpoints")).to_contain_text("Nothing saved yet")
+
+
+def reach(page: Page, wanted: object) -> None:
+    """By Tab, in at most so many presses."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if wanted.evaluate("element => element === document.activeElement"):  # type: ignore[attr-defined]
+            return
+    raise AssertionError("the keyboard does not get there")
+
+
+def test_the_theme_is_chosen_and_kept(seen: Watched) -> None:
+    page = seen.open("/")
+    scheme = "() => getComputedStyle(document.documentElement).colorScheme"
+    before = page.evaluate(scheme)
+    page.get_by_role("button", name="Switch between light and dark").click()
+    after = page.evaluate(scheme)
+    assert {before, after} == {"light", "dark"}
+    seen.open("/machine")
+    assert page.evaluate(scheme) == after
