@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from backends.config import BackendConfig
 from backends.describe import LocalModel, describe_models
+from backends.examine import examine as examine
 from backends.gpus import read_gpus
 from backends.protocol import Backend, GpuState
 
@@ -63,14 +64,16 @@ async def start_models(models: list[LocalModel]) -> None:
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
-        log.info("%s: loading trainer and sampler", model.info.name)
+        size_gib = model.weight_bytes / 2**30
+        log.info("%s: loading trainer and sampler, %.2f GiB of weights for each", model.info.name, size_gib)
         if model.placement.gpus:
             await asyncio.gather(*trainers.values())
             async with turns[model.placement.gpus[0]]:
                 await model.sampler.start()
         else:
             await asyncio.gather(trainers[id(model)], model.sampler.start())
-        log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
+        spent_s = time.monotonic() - began
+        log.info("%s: ready after %.0f s, %.2f GiB a second", model.info.name, spent_s, 2 * size_gib / spent_s)
 
     loading = [*trainers.values(), *(asyncio.create_task(start(model)) for model in models)]
     try:

@@ -54,6 +54,8 @@ class LocalModel:
     max_images: int
     placement: Placement
     texts: TokenTexts
+    weight_bytes: int
+    """Of one copy."""
     answers_stable_reinforce: bool
 
     def check_sample(self, request: SampleRequest) -> int:
@@ -94,19 +96,13 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     if not config.models:
         raise BackendFailed("no base model is configured: give at least one --model NAME=DIRECTORY_OR_HUB_ID")
     machine = machine or this_machine()
-    device: Device = config.device if config.device != "auto" else "cuda" if machine.gpu_bytes else "cpu"
+    device = chosen_device(config, machine)
     directories = {name: local_directory(source) for name, source in config.models.items()}
     found: dict[Path, FoundModel] = {}
     for name, directory in directories.items():
         if directory not in found:
-            found[directory] = _find(name, directory, device, config, machine)
-    places = place(
-        [model.size for model in found.values()],
-        machine,
-        device,
-        num_ranks=config.ranks,
-        sampler_fraction=config.gpu_memory_fraction,
-    )
+            found[directory] = find(name, directory, device, config, machine)
+    places = placed([*found.values()], config, machine)
     loaded = {
         directory: _describe(model, places[model.name], device, config, config.scratch_dir / str(number))
         for number, (directory, model) in enumerate(found.items())
@@ -117,7 +113,23 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     }
 
 
-def _find(name: str, directory: Path, device: Device, config: BackendConfig, machine: Machine) -> FoundModel:
+def chosen_device(config: BackendConfig, machine: Machine) -> Device:
+    """What `auto` means here."""
+    return config.device if config.device != "auto" else "cuda" if machine.gpu_bytes else "cpu"
+
+
+def placed(found: Sequence[FoundModel], config: BackendConfig, machine: Machine) -> dict[str, Placement]:
+    """Each model's place. Raises BackendFailed where they do not all fit."""
+    return place(
+        [model.size for model in found],
+        machine,
+        chosen_device(config, machine),
+        num_ranks=config.ranks,
+        sampler_fraction=config.gpu_memory_fraction,
+    )
+
+
+def find(name: str, directory: Path, device: Device, config: BackendConfig, machine: Machine) -> FoundModel:
     """Raises BackendFailed where the files are no model that can be served."""
     source = config.models[name]
     try:
@@ -186,6 +198,7 @@ def _describe(
         config.max_images_per_prompt,
         placement,
         TokenTexts(model.directory),
+        model.size.weight_bytes,
         answers_stable_reinforce,
     )
 

@@ -29,6 +29,7 @@ class Machine:
     """Main memory that is free."""
     gpu_bytes: Sequence[int] = ()
     """Memory of each GPU, free or not."""
+    gpu_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Placement:
 
 def this_machine() -> Machine:
     """Read, without a CUDA context in this process."""
-    gpus = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
-    return Machine(psutil.virtual_memory().available, gpus)
+    gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+    names, sizes = [gpu.name for gpu in gpus], [gpu.total_memory for gpu in gpus]
+    return Machine(psutil.virtual_memory().available, sizes, names)
 
 
 def place(

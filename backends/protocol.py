@@ -294,6 +294,37 @@ class BaseModel(Protocol):
         """None where the sampler is being started, or does not answer at once."""
 
 
+@dataclass(frozen=True)
+class ExaminedModel:
+    """What a model's files say of how it would be served here."""
+
+    name: str
+    arch: str
+    takes_images: bool
+    dtype: str
+    weight_bytes: int
+    """Of one copy: trainer and sampler have one each."""
+    kv_cache_bytes: int
+    """The least that its sampler can do with."""
+    context: int
+    max_lora_rank: int
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What this machine has, and what the configured models want of it."""
+
+    versions: Mapping[str, str]
+    device: str
+    main_bytes: int
+    """Main memory that is free."""
+    gpus: Sequence[tuple[str, int]]
+    """Name and memory of each."""
+    models: Sequence[ExaminedModel]
+    problem: str | None
+    """Why they cannot be served."""
+
+
 class Backend(Protocol):
     """All served base models, by name."""
 

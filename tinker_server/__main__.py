@@ -1,5 +1,6 @@
 """The command line: `tinker-server serve --model NAME=DIRECTORY`, `tinker-server keys add NAME`."""
 
+import argparse
 import asyncio
 import contextlib
 import ipaddress
@@ -16,6 +17,10 @@ from tinker_server import logs
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
+from tinker_server.commands.backup import back_up, restore
+from tinker_server.commands.doctor import examine
+from tinker_server.commands.status import fetched
+from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.web.server import BACKLOG, Server
@@ -34,7 +39,12 @@ def main() -> int:
         if arguments.command == "keys":
             change_keys(arguments)
             return 0
+        if arguments.command == "status":
+            show(fetched(arguments.url, arguments.key))
+            return 0
         settings = read_settings(arguments)
+        if arguments.command != "serve":
+            return asked(arguments, settings)
         raise_file_limit()
         listener = listen(settings.host, settings.port)
         require_keys_beyond_loopback(settings, listener)
@@ -46,6 +56,17 @@ def main() -> int:
         return 2
     except (asyncio.CancelledError, KeyboardInterrupt):
         return 130
+    return 0
+
+
+def asked(arguments: argparse.Namespace, settings: Settings) -> int:
+    """What is asked about the machine, or done to the data directory. Raises StartFailed, BackendFailed."""
+    if arguments.command == "doctor":
+        examine(settings.resolved_backend())
+        return 0
+    do = back_up if arguments.command == "backup" else restore
+    with asyncio.Runner() as runner:
+        print(f"{arguments.directory}: {runner.run(do(settings, arguments.directory.absolute()))}")
     return 0
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import shtab
 from pydantic import ValidationError
 
 from backends.config import BackendConfig
@@ -19,24 +20,30 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line. Ends the process with code 2 where it is wrong."""
+    return _parser().parse_args(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tinker-server", description="A self-hosted server for the tinker SDK.")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--data-dir", type=Path, help="database, checkpoints, scratch files (tinker-data)")
     common.add_argument("--keys-file", type=Path, help="file of the API keys (keys in the data directory)")
-    commands = parser.add_subparsers(dest="command", required=True)
-    serving = commands.add_parser("serve", parents=[common], help="serve base models")
-    serving.add_argument("--host", help="address to listen on (127.0.0.1); any other needs API keys")
-    serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
-    serving.add_argument("--database-url", help="SQLAlchemy URL (SQLite in the data directory)")
-    serving.add_argument(
+    database = argparse.ArgumentParser(add_help=False)
+    database.add_argument("--database-url", help="SQLAlchemy URL (SQLite in the data directory)")
+    models = argparse.ArgumentParser(add_help=False)
+    models.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="NAME=SOURCE",
         help=f"serve a base model, a directory or a hub id, under a name; may be repeated; {TINY_VL} needs no source",
     )
-    serving.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to compute (auto)")
-    serving.add_argument("--ranks", type=int, help="trainer processes per base model (1)")
+    models.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to compute (auto)")
+    models.add_argument("--ranks", type=int, help="trainer processes per base model (1)")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
+    serving.add_argument("--host", help="address to listen on (127.0.0.1); any other needs API keys")
+    serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
     keys_help = "add, list and remove API keys; a running server takes note"
     actions = commands.add_parser("keys", help=keys_help).add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", parents=[common], help="make a key and print it: it is shown only now")
@@ -44,7 +51,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for action in (adding, removing):
         action.add_argument("name", help="who the key speaks for, and who owns what is made with it")
     actions.add_parser("list", parents=[common], help="the names, and how many keys each has")
-    return parser.parse_args(arguments)
+    _add_operators(commands, common, [database, models])
+    shtab.add_argument_to(parser, "--print-completion", help="print what a shell needs to complete this command")
+    return parser
+
+
+def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
+    """What is asked beside serving."""
+    asking = commands.add_parser("status", help="show a running server's runs, queue and memory")
+    asking.add_argument("--url", default="http://127.0.0.1:8000", help="where it answers (http://127.0.0.1:8000)")
+    asking.add_argument("--key", default="tml-local", help="an API key, whose runs are shown (tml-local)")
+    commands.add_parser("doctor", parents=[common, *served], help="say what this machine can serve; loads nothing")
+    for name, text in (
+        ("backup", "copy database and weights into a new directory; a server may run"),
+        ("restore", "make an empty data directory and database what a backup holds"),
+    ):
+        one = commands.add_parser(name, parents=[common, served[0]], help=text)
+        one.add_argument("directory", type=Path, help="of the backup")
 
 
 def change_keys(arguments: argparse.Namespace) -> None:
@@ -76,7 +99,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         own = {name: given[name] for name in names if name in given}
         backend = settings.backend.model_dump(exclude_unset=True)
         backend |= {name: given[name] for name in ("device", "ranks") if name in given}
-        backend["models"] = checked_models(backend.get("models", {}) | dict(map(split_model, given["model"])))
+        named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
+        backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}
         return Settings(**own, backend=BackendConfig.model_validate(backend))
     except ValidationError as error:
         problem: Any = error.errors()[0]

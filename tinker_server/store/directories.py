@@ -158,10 +158,11 @@ def _files(path: Path) -> list[str]:
 
 def _link_tree(source: Path, target: Path) -> None:
     with written_aside(target) as aside:
-        shutil.copytree(source, aside, copy_function=_link)
+        shutil.copytree(source, aside, copy_function=link)
 
 
-def _link(source: str, target: str) -> None:
+def link(source: str, target: str) -> None:
+    """The same file under another name. Raises OSError where it is gone."""
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links; if the file is gone, this fails too

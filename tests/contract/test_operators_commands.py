@@ -1,0 +1,200 @@
+"""`tinker-server status`, `doctor`, `backup`, `restore` and the completion of a shell.
+
+pytest tests/contract/test_operators_commands.py
+"""
+
+import asyncio
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.databases import fresh_database
+from tests.fake_server import Running
+from tinker_server.commands import backup, databases
+from tinker_server.commands.backup import back_up, restore
+from tinker_server.commands.doctor import examine
+from tinker_server.commands.status import fetched
+from tinker_server.commands.tables import console
+from tinker_server.errors import StartFailed
+from tinker_server.settings import Settings
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def two_databases(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """One that is used, and an empty one of the same kind."""
+    if request.param == "sqlite":
+        yield "", ""
+        return
+    if shutil.which("pg_dump") is None:
+        pytest.skip("pg_dump is not installed")
+    with fresh_database("postgresql", tmp_path / "a") as one, fresh_database("postgresql", tmp_path / "b") as two:
+        yield one, two
+
+
+def saved(server: Running, model_id: str, seq_id: int, name: str) -> str:
+    path: str = server.result(server.post("/save_weights", model_id=model_id, seq_id=seq_id, path=name)).json()["path"]
+    return path
+
+
+def test_a_backup_of_a_server_at_work_is_restored_whole(two_databases: tuple[str, str], tmp_path: Path) -> None:
+    """Weights are saved and deleted all the while."""
+    used, empty = two_databases
+    server = Running(tmp_path / "data", database_url=used)
+    stopped, names = threading.Event(), []
+    try:
+        model_id = server.model()
+        kept = [saved(server, model_id, seq_id, f"kept-{seq_id}") for seq_id in (1, 2)]
+
+        def keep_busy() -> None:
+            for number in range(3, 10_000):
+                if stopped.is_set():
+                    return
+                names.append(saved(server, model_id, number, f"passing-{number}"))
+                server.http.delete(f"/training_runs/{model_id}/checkpoints/weights/passing-{number}")
+
+        busy = threading.Thread(target=keep_busy)
+        busy.start()
+        try:
+            while len(names) < 3 and busy.is_alive():
+                stopped.wait(0.02)
+            made = Settings(data_dir=tmp_path / "data", database_url=used)
+            said = asyncio.run(back_up(made, tmp_path / "backup"))
+        finally:
+            stopped.set()
+            busy.join(30)
+        assert "directories of weights" in said and not busy.is_alive()
+    finally:
+        server.stop()
+
+    fresh = Settings(data_dir=tmp_path / "again", database_url=empty)
+    asyncio.run(restore(fresh, tmp_path / "backup"))
+    again = Running(tmp_path / "again", database_url=empty)
+    try:
+        listed = again.http.get(f"/training_runs/{model_id}/checkpoints").json()["checkpoints"]
+        assert set(kept) <= {one["tinker_path"] for one in listed}
+        for one in listed:
+            resumed = again.post(
+                "/load_weights", path=one["tinker_path"], session_id=again.session(), model_seq_id=0, optimizer=True
+            )
+            assert "error" not in again.result(resumed).json()
+    finally:
+        again.stop()
+    with pytest.raises(StartFailed, match="empty data directory"):
+        asyncio.run(restore(fresh, tmp_path / "backup"))
+    if empty:
+        with pytest.raises(StartFailed, match="has tables already"):
+            asyncio.run(restore(fresh.model_copy(update={"data_dir": tmp_path / "third"}), tmp_path / "backup"))
+
+
+def test_weights_that_are_gone_for_good_are_told_and_no_backup_is_left(tmp_path: Path) -> None:
+    server = Running(tmp_path / "data")
+    try:
+        saved(server, server.model(), 1, "lost")
+    finally:
+        server.stop()
+    (lost,) = (tmp_path / "data").glob("checkpoints/*/weights/lost~*")
+    shutil.rmtree(lost)
+    with pytest.raises(
+        StartFailed, match=r"1 directories of weights that the database names are not there, such as .*lost"
+    ):
+        asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+    assert [one.name for one in tmp_path.iterdir()] == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("about", "text"),
+    [
+        (None, "is no backup"),
+        ({"format": 99, "database": "sqlite"}, "has the format 99; this version reads 1"),
+        ({"format": 1, "database": "postgresql"}, "of a postgresql database, and this one is sqlite"),
+    ],
+)
+def test_what_is_no_backup_of_this_kind_is_refused(about: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "backup").mkdir()
+    if about is not None:
+        (tmp_path / "backup" / "backup.json").write_text(json.dumps(about))
+    with pytest.raises(StartFailed, match=text):
+        asyncio.run(restore(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+
+
+def test_a_running_server_is_not_restored_over(tmp_path: Path) -> None:
+    server = Running(tmp_path / "data")
+    try:
+        asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+        with pytest.raises(StartFailed, match="another server uses the data directory"):
+            asyncio.run(restore(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+        with pytest.raises(StartFailed, match="exists already"):
+            asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
+    finally:
+        server.stop()
+
+
+def test_every_directory_that_a_table_owns_goes_into_a_backup(tmp_path: Path) -> None:
+    """A new column of that kind must be added to what is copied."""
+    server = Running(tmp_path / "data")
+    server.stop()
+    columns = set()
+    with sqlite3.connect(tmp_path / "data" / "tinker-server.db") as database:
+        for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            for column in database.execute(f"PRAGMA table_info({table})").fetchall():
+                if column[1] in ("directory", "snapshot"):
+                    columns.add((table, column[1]))
+    database.close()
+    copied = {(query.split()[3], query.split()[1]) for query in databases.REFERENCES}
+    assert columns - {("loose_directories", "directory")} == copied
+    assert backup.TRIES > 1
+
+
+def test_status_shows_runs_queue_and_processes(tmp_path: Path) -> None:
+    server = Running(tmp_path / "data")
+    try:
+        model_id = server.model()
+        with console(200).capture() as captured:
+            captured._console.print(fetched(server.url, "tml-local"))
+        shown = captured.get()
+        assert model_id in shown and "runs: 1" in shown and "disk of the data directory" in shown
+        with pytest.raises(StartFailed, match="answers 401"):
+            fetched(server.url, "nothing")
+    finally:
+        server.stop()
+    with pytest.raises(StartFailed, match="no server answers at"):
+        fetched(server.url, "tml-local")
+
+
+def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "tinker_server", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, **more)
+
+
+def test_doctor_says_what_a_model_needs_and_loads_nothing(tiny_vl: Path, tmp_path: Path) -> None:
+    asked = ["doctor", "--data-dir", str(tmp_path), "--device", "cpu"]
+    fine = command(
+        *asked, "--model", f"tiny={tiny_vl}", env={"PATH": "/usr/bin", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    )
+    assert fine.returncode == 0, fine.stderr
+    assert "torch 2." in fine.stdout and "qwen3_vl" in fine.stdout and "all of it can be served" in fine.stdout
+    too_large = {"TINKER_SERVER_BACKEND__KV_CACHE_BYTES": str(1 << 50), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"}
+    refused = command(*asked, "--model", f"tiny={tiny_vl}", env=too_large)
+    assert refused.returncode == 2 and "too little memory" in refused.stderr and "qwen3_vl" in refused.stdout
+
+
+def test_doctor_without_a_model_names_what_is_installed() -> None:
+    lines: list[str] = []
+    examine(Settings().backend, lines.append)
+    assert "Python 3" in lines[0] and lines[-1].startswith("no --model was given")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_the_commands(shell: str) -> None:
+    printed = command("--print-completion", shell)
+    assert printed.returncode == 0
+    for name in ("serve", "keys", "status", "doctor", "backup", "restore", "--data-dir", "--model"):
+        assert name in printed.stdout

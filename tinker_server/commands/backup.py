@@ -1,0 +1,118 @@
+"""`tinker-server backup` and `restore`: the database at one moment, and all weights that it refers to.
+
+A server may run meanwhile. Weights are written once and never changed, so those that were there before the database
+was copied are linked first, and those that it refers to besides after it. What the server deleted in between is
+noticed, and the copy is made again.
+"""
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from backends.files import flush, written_aside
+from tinker_server.commands import databases
+from tinker_server.errors import StartFailed
+from tinker_server.settings import Settings
+from tinker_server.store.directories import hold, link
+
+ABOUT = "backup.json"
+FORMAT = 1
+TRIES = 5
+KEPT_FILES = ("keys", "link-secret")
+"""Of the data directory, beside database and weights."""
+
+
+async def back_up(settings: Settings, target: Path) -> str:
+    """Write a backup, which appears whole or not at all; what it holds, in words. Raises StartFailed."""
+    data_dir, url = settings.data_dir.resolve(), settings.resolved_database_url()
+    _require_places(data_dir, target)
+    kind = databases.kind_of(url)
+    try:
+        with written_aside(target) as aside:
+            await asyncio.to_thread(aside.mkdir, mode=0o700, parents=True, exist_ok=True)
+            directories = await _consistent(data_dir, url, aside, databases.FILES[kind])
+            for name in KEPT_FILES:
+                if (data_dir / name).is_file():
+                    shutil.copy2(data_dir / name, aside / name)
+            about = {"format": FORMAT, "database": kind, "made_at": time.time(), "directories": len(directories)}
+            (aside / ABOUT).write_text(json.dumps(about))
+    except OSError as error:
+        raise StartFailed(f"the backup cannot be written: {error}") from None
+    return f"the {kind} database and {len(directories)} directories of weights"
+
+
+def _require_places(data_dir: Path, target: Path) -> None:
+    if not data_dir.is_dir():
+        raise StartFailed(f"there is no data directory {data_dir}")
+    if target.exists():
+        raise StartFailed(f"{target} exists already: name a directory that does not")
+
+
+async def _consistent(data_dir: Path, url: str, aside: Path, name: str) -> set[str]:
+    for _ in range(TRIES):
+        await asyncio.to_thread(_link_all, data_dir, aside, _present(data_dir))
+        (aside / name).unlink(missing_ok=True)
+        directories = await databases.copy(url, aside / name)
+        await asyncio.to_thread(_link_all, data_dir, aside, directories)
+        if not (missing := {one for one in directories if not (aside / one).is_dir()}):
+            for one in set(_present(aside)) - directories:
+                shutil.rmtree(aside / one)
+            return directories
+    raise StartFailed(
+        f"{len(missing)} directories of weights that the database names are not there, such as {min(missing)}:"
+        " they are deleted as fast as they are copied, or were lost; stop the server and try again"
+    )
+
+
+def _present(root: Path) -> list[str]:
+    """Directories of weights that are whole."""
+    found = root.glob("checkpoints/*/*/*")
+    return [str(one.relative_to(root)) for one in found if one.is_dir() and not one.name.startswith(".")]
+
+
+def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
+    """Those that are not there yet; what is deleted meanwhile is left out."""
+    for directory in directories:
+        if (target / directory).exists():
+            continue
+        try:
+            with written_aside(target / directory) as aside:
+                shutil.copytree(source / directory, aside, copy_function=link)
+        except (FileNotFoundError, shutil.Error):
+            continue
+
+
+async def restore(settings: Settings, source: Path) -> str:
+    """Make an empty data directory and an empty database what the backup holds. Raises StartFailed."""
+    about = _about(source)
+    data_dir, url = settings.data_dir.resolve(), settings.resolved_database_url()
+    kind = databases.kind_of(url)
+    if about["database"] != kind:
+        raise StartFailed(f"the backup is of a {about['database']} database, and this one is {kind}")
+    with hold(data_dir):
+        present = [name for name in ("tinker-server.db", "checkpoints", *KEPT_FILES) if (data_dir / name).exists()]
+        if present:
+            raise StartFailed(f"{data_dir} has {', '.join(present)} already: restore into an empty data directory")
+        try:
+            await asyncio.to_thread(_link_all, source, data_dir, _present(source))
+            for name in KEPT_FILES:
+                if (source / name).is_file():
+                    shutil.copy2(source / name, data_dir / name)
+            await databases.put_back(url, source / databases.FILES[kind])
+            await asyncio.to_thread(flush, data_dir)
+        except OSError as error:
+            raise StartFailed(f"the backup cannot be restored: {error}") from None
+    return f"the {kind} database and {about['directories']} directories of weights, as they were"
+
+
+def _about(source: Path) -> dict[str, object]:
+    try:
+        about: dict[str, object] = json.loads((source / ABOUT).read_text())
+    except (OSError, ValueError):
+        raise StartFailed(f"{source} is no backup: it has no readable {ABOUT}") from None
+    if about.get("format") != FORMAT:
+        raise StartFailed(f"{source} has the format {about.get('format')}; this version reads {FORMAT}")
+    return about

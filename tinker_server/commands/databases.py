@@ -1,0 +1,105 @@
+"""Copies of a whole database at one moment, made while a server uses it, and put back into an empty one."""
+
+import asyncio
+import os
+import shutil
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from sqlalchemy import text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from tinker_server.errors import StartFailed
+
+FILES = {"sqlite": "tinker-server.db", "postgresql": "database.dump"}
+"""What a copy is called, by kind of database."""
+REFERENCES = (
+    "SELECT directory FROM checkpoints",
+    "SELECT snapshot FROM training_runs WHERE snapshot IS NOT NULL",
+    "SELECT directory FROM sampling_sessions WHERE directory IS NOT NULL AND weights_deleted_at IS NULL",
+)
+"""Directories of weights that rows own, below the data directory."""
+
+
+def kind_of(database_url: str) -> str:
+    """`sqlite` or `postgresql`."""
+    return make_url(database_url).get_backend_name()
+
+
+async def copy(database_url: str, target: Path) -> set[str]:
+    """Write the copy; the directories that it refers to. Raises StartFailed."""
+    url = make_url(database_url)
+    if url.get_backend_name() == "sqlite":
+        return await asyncio.to_thread(_copy_sqlite, Path(str(url.database)), target)
+    return await _copy_postgresql(url, target)
+
+
+async def put_back(database_url: str, source: Path) -> None:
+    """Make the database, which must be empty, what the copy is. Raises StartFailed."""
+    url = make_url(database_url)
+    if url.get_backend_name() == "sqlite":
+        await asyncio.to_thread(shutil.copy2, source, str(url.database))
+        return
+    engine = create_async_engine(url)
+    try:
+        async with engine.connect() as connection:
+            tables = await connection.scalar(
+                text("SELECT count(*) FROM information_schema.tables WHERE table_schema = 'public'")
+            )
+    finally:
+        await engine.dispose()
+    if tables:
+        raise StartFailed(f"the database {url.database} has tables already: restore into an empty one")
+    await _run("pg_restore", url, "--no-owner", "--exit-on-error", "--single-transaction", str(source))
+
+
+def _copy_sqlite(path: Path, target: Path) -> set[str]:
+    if not path.is_file():
+        raise StartFailed(f"there is no database {path}")
+    reading = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    copied = sqlite3.connect(target)
+    try:
+        reading.backup(copied)
+        (found,) = copied.execute("PRAGMA integrity_check").fetchone()
+        if found != "ok":
+            raise StartFailed(f"the copy of {path} is damaged: {found}")
+        return {str(row[0]) for query in REFERENCES for row in copied.execute(query)}
+    except sqlite3.Error as error:
+        raise StartFailed(f"the database {path} cannot be copied: {error}") from None
+    finally:
+        reading.close()
+        copied.close()
+
+
+async def _copy_postgresql(url: URL, target: Path) -> set[str]:
+    """pg_dump sees what our own transaction sees."""
+    engine = create_async_engine(url, isolation_level="REPEATABLE READ")
+    try:
+        async with engine.connect() as connection:
+            snapshot = await connection.scalar(text("SELECT pg_export_snapshot()"))
+            directories = {str(one) for query in REFERENCES for one in await connection.scalars(text(query))}
+            await _run("pg_dump", url, "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
+    finally:
+        await engine.dispose()
+    return directories
+
+
+async def _run(program: str, url: URL, *arguments: str) -> None:
+    """One of PostgreSQL's own programs; the password is not among its arguments, which others can read."""
+    found = shutil.which(program)
+    if found is None:
+        raise StartFailed(f"{program} is not installed: it is what PostgreSQL's databases are copied with")
+    address = url.set(drivername="postgresql", password=None).render_as_string()
+    environment = os.environ | ({} if url.password is None else {"PGPASSWORD": str(url.password)})
+    process = await asyncio.create_subprocess_exec(
+        found, f"--dbname={address}", *arguments, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    _, said = await process.communicate()
+    if process.returncode != 0:
+        raise StartFailed(f"{program} failed: {_last_line(said.decode(errors='replace').splitlines())}")
+
+
+def _last_line(lines: Sequence[str]) -> str:
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")

@@ -1,0 +1,50 @@
+"""`tinker-server doctor`: what this machine can serve, before anything is loaded."""
+
+from collections.abc import Callable, Iterator
+
+from rich.table import Table
+
+from backends.config import BackendConfig
+from backends.protocol import BackendFailed, Examination
+from tinker_server.commands.tables import show
+
+GIB = 1 << 30
+
+
+def examine(config: BackendConfig, print_line: Callable[[str], None] = print) -> None:
+    """Print versions, memory, and what each model needs of it. Raises BackendFailed for what cannot be served."""
+    from backends.create import examine as found_by  # slow to import: brings torch
+
+    found = found_by(config)
+    for line in versions(found):
+        print_line(line)
+    if found.models:
+        show(models(found))
+    if found.problem is not None:
+        raise BackendFailed(found.problem)
+    print_line("all of it can be served" if found.models else "no --model was given: nothing else was looked at")
+
+
+def versions(found: Examination) -> Iterator[str]:
+    """What is installed, and what there is to compute with."""
+    yield ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    yield f"computes on {found.device}; {found.main_bytes / GIB:.1f} GiB of main memory are free"
+    for number, (name, size_bytes) in enumerate(found.gpus):
+        yield f"GPU {number}: {name}, {size_bytes / GIB:.1f} GiB"
+
+
+def models(found: Examination) -> Table:
+    """One row for each model; names that share a source are loaded once."""
+    table = Table("model", "kind", "images", "precision", "weights", "KV cache", "context", "largest rank")
+    for model in found.models:
+        table.add_row(
+            model.name,
+            model.arch,
+            "yes" if model.takes_images else "no",
+            model.dtype,
+            f"2 x {model.weight_bytes / GIB:.2f} GiB",
+            f"{model.kv_cache_bytes / GIB:.2f} GiB",
+            str(model.context),
+            str(model.max_lora_rank),
+        )
+    return table

@@ -1,0 +1,78 @@
+"""`tinker-server status`: a running server's runs, queue and memory, asked over HTTP as any client would."""
+
+from collections import defaultdict
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Group
+from rich.table import Table
+
+from tinker_server.errors import StartFailed
+
+GIB = 1 << 30
+SHOWN = 20
+"""Runs, the latest."""
+_WAIT_S = 10.0
+Gauges = dict[str, dict[tuple[str, ...], float]]
+"""By name, then by the values of its labels in order."""
+
+
+def fetched(url: str, key: str) -> Group:
+    """The tables. Raises StartFailed where no server answers, or refuses the key."""
+    try:
+        with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_WAIT_S) as client:
+            runs = _asked(client, f"/api/v1/training_runs?limit={SHOWN}").json()
+            gauges = _gauges(_asked(client, "/metrics").text)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise StartFailed(f"no server answers at {url}: {error}") from None
+    return Group(runs_table(runs), queue_table(gauges), memory_table(gauges))
+
+
+def _asked(client: httpx.Client, path: str) -> httpx.Response:
+    answer = client.get(path)
+    if answer.status_code != 200:
+        raise StartFailed(f"{client.base_url}{path} answers {answer.status_code}: {answer.text[:200]}")
+    return answer
+
+
+def _gauges(text: str) -> Gauges:
+    found: Gauges = defaultdict(dict)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name][tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def runs_table(answer: dict[str, Any]) -> Table:
+    """The key's own runs, the latest first."""
+    total = answer["cursor"]["total_count"]
+    table = Table("run", "base model", "rank", "last request", title=f"runs: {total}", title_justify="left")
+    for run in answer["training_runs"]:
+        last = run["last_request_time"][:19].replace("T", " ")
+        table.add_row(run["training_run_id"], run["base_model"], str(run["lora_rank"]), last)
+    return table
+
+
+def queue_table(gauges: Gauges) -> Table:
+    """Of all owners."""
+    table = Table("operation", "state", "number", title="queue", title_justify="left")
+    for (kind, state), number in sorted(gauges["tinker_operations"].items()):
+        table.add_row(kind, state, f"{number:.0f}")
+    for (base_model, state), number in sorted(gauges["tinker_engine_sequences"].items()):
+        table.add_row(f"sequences of {base_model}", state, f"{number:.0f}")
+    return table
+
+
+def memory_table(gauges: Gauges) -> Table:
+    """GPUs, disk, and whether the processes live."""
+    table = Table("what", "amount", title="memory and processes", title_justify="left")
+    for (gpu, state), amount in sorted(gauges["tinker_gpu_memory_bytes"].items()):
+        table.add_row(f"GPU {gpu}, {state}", f"{amount / GIB:.1f} GiB")
+    for amount in gauges["tinker_disk_free_bytes"].values():
+        table.add_row("disk of the data directory, free", f"{amount / GIB:.1f} GiB")
+    for amount in gauges["tinker_log_bytes"].values():
+        table.add_row("requests kept to run again", f"{amount / GIB:.3f} GiB")
+    for (_, process), lives in sorted(gauges["tinker_process_up"].items()):
+        table.add_row(process, "lives" if lives else "is started again")
+    return table
