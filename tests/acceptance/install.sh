@@ -5,8 +5,8 @@
 # of packages, since that names a tml-renderers newer than any that is published; only recipes for audio import it.
 # The CPU build of torch is looked for where pip is configured to look, and only then on the PyTorch CPU index.
 set -euo pipefail
+venv=$(realpath --canonicalize-missing "$1")
 cd "$(dirname "$0")"
-venv=$1
 python3 -m venv --clear "$venv"
 pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-compile "$@"; }
 pip_install "torch==2.13.0+cpu" 2>/dev/null ||
