@@ -5,6 +5,7 @@ nothing: here they range over about -9 .. -2.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ SPECIALS = [
     "<|vision_pad|>",
     "<|image_pad|>",
     "<|video_pad|>",
+    "<think>",
+    "</think>",
 ]
 CONTEXT = 4096
 CHAT_TEMPLATE = """\
@@ -216,10 +219,10 @@ def make_tiny_of(kind: str, directory: Path, *, seed: int = 0, **sizes: object) 
     return directory
 
 
-def make_tiny_moe(directory: Path, *, seed: int = 0) -> Path:
-    """A text-only Qwen3 with experts; its first layer has none."""
+def make_tiny_moe(directory: Path, *, dense_layers: Sequence[int] = (0,), seed: int = 0) -> Path:
+    """A text-only Qwen3 with experts, but for the layers that have none."""
     tokenizer, ids = _tokenizer(directory)
-    config = Qwen3MoeConfig(**_text_sizes(tokenizer, ids, False), **EXPERTS, mlp_only_layers=[0])
+    config = Qwen3MoeConfig(**_text_sizes(tokenizer, ids, False), **EXPERTS, mlp_only_layers=list(dense_layers))
     _save(Qwen3MoeForCausalLM, config, directory, ids, seed)
     return directory
 

@@ -77,7 +77,9 @@ NOTES = """
   layers x 3 pairs. Routers and the gates of shared experts are frozen.
 - Rows "one sample": layers with linear attention carry a state along a row, so samples do not share one.
 - Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
-  model's own names, expert by expert. Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts.
+  model's own names, expert by expert. The cookbook's tools build and merge them. PEFT 0.21 reads those of Qwen3 MoE; of
+  Qwen3-VL MoE, and of layers without experts beside them, it leaves a part out in silence: merge those.
+- Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts.
 - On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
   bfloat16 alone there. On CUDA neither has been run yet.
 

@@ -63,11 +63,11 @@ def cookbook(cookbook_of_session: Cookbook) -> Cookbook:
 
 
 @pytest.fixture
-def shows(request: pytest.FixtureRequest, cookbook: Cookbook) -> Callable[[str, str], None]:
-    """Puts the case's line into the table: its name and its key metric."""
+def shows(request: pytest.FixtureRequest, cookbook: Cookbook) -> Callable[..., None]:
+    """Puts the case's line into the table: its name and its key metric; `of`: a cookbook of the test's own."""
 
-    def record(case: str, key_metric: str) -> None:
-        ROWS[request.node.nodeid] = Row(case, cookbook.steps, cookbook.spent_s, key_metric)
+    def record(case: str, key_metric: str, of: Cookbook = cookbook) -> None:
+        ROWS[request.node.nodeid] = Row(case, of.steps, of.spent_s, key_metric)
 
     return record
 

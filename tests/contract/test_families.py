@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -106,6 +107,20 @@ def test_saved_weights_merged_into_transformers_score_as_the_trainer(rank, sourc
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=True)
     merge(model, load_file(tmp_path / "a" / ADAPTER_FILE), ALPHA / LORA.rank)
     for item, got in zip(data, logprobs(rank, "a", data), strict=True):
+        with torch.no_grad():
+            np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+def test_peft_reads_the_adapters_of_experts(tmp_path: Path) -> None:
+    source = make_tiny_moe(tmp_path / "model", dense_layers=())
+    rank, renderer = trainer(source), make_renderer(source)
+    rank.create_model("m", LORA)
+    perturb(rank, "m")
+    rank.save_sampler_weights("m", tmp_path / "adapter", for_elsewhere=True)
+    data = [datum(model_input, renderer, 1) for model_input in TEXTS.values()]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source).eval(), tmp_path / "adapter")
+    for item, got in zip(data, logprobs(rank, "m", data), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
 

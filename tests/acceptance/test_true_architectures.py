@@ -1,0 +1,126 @@
+"""The names that recipes have by default, served as what they name: random models of the true architecture."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from safetensors.torch import load_file
+from tinker import types
+from transformers import AutoModelForImageTextToText
+
+from tests.acceptance.recipes import PYTHON, Cookbook
+from tests.models import make_tiny_qwen3_5, make_tiny_vl
+from tests.servers import Server
+
+DEFAULT = "Qwen/Qwen3.5-397B-A17B"
+"""What the image classifier trains unless told otherwise."""
+NAMED = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+NEAR = {DEFAULT: 0.2, NAMED: 1e-4}
+"""nats, of any token: on a CPU the first computes in bfloat16, the second in float32."""
+
+
+@pytest.fixture(scope="module")
+def server_of_true_models(
+    cookbook_of_session: Cookbook, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cookbook]:
+    """Random models under the true names, and the photographs of the other server's folder."""
+    folder = tmp_path_factory.mktemp("true") / "folder"
+    models = {
+        DEFAULT: make_tiny_qwen3_5(folder / DEFAULT, moe=True),
+        NAMED: make_tiny_vl(folder / NAMED, moe=True),
+    }
+    (folder / "dpdl-benchmark").symlink_to(cookbook_of_session.folder / "dpdl-benchmark")
+    server = Server(folder.parent / "data", models).start()
+    yield Cookbook(folder, server)
+    assert server.stop() == 0, server.log.read_text()[-4000:]
+
+
+@pytest.fixture
+def true_cookbook(server_of_true_models: Cookbook) -> Cookbook:
+    """With its clock set back."""
+    server_of_true_models.spent_s, server_of_true_models.steps = 0.0, 0
+    return server_of_true_models
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], [f"model_name={NAMED}", "renderer_name=qwen3_vl_instruct"]],
+    ids=["the recipe's own model", "Qwen3-VL-30B-A3B"],
+)
+def test_vlm_classifier_at_its_defaults(true_cookbook: Cookbook, shows, arguments: list[str]) -> None:
+    """Random weights learn no more than how an answer looks."""
+    directory = true_cookbook.folder / "runs" / str(len(arguments))
+    true_cookbook.run("vlm_classifier.train", f"experiment_dir={directory}", "dataset=caltech101", *arguments)
+    (log_dir,) = (path.parent for path in directory.rglob("metrics.jsonl"))
+    run = true_cookbook.run(
+        "vlm_classifier.train",
+        f"experiment_dir={directory}",
+        "behavior_if_log_dir_exists=resume",
+        *arguments,
+        log_dir=log_dir,
+    )
+    losses = run.column("train_mean_nll")
+    assert losses[-1] < 0.9 * losses[0]
+    model = arguments[0].removeprefix("model_name=") if arguments else DEFAULT
+    shows(
+        f"vlm_classifier.train at its defaults, random {model}",
+        f"train NLL {losses[0]:.2f} -> {losses[-1]:.2f}",
+        true_cookbook,
+    )
+
+
+@pytest.mark.parametrize("name", [DEFAULT, NAMED])
+def test_adapters_of_experts_are_built_and_merged_by_the_cookbooks_tools(
+    true_cookbook: Cookbook, shows, tmp_path: Path, name: str
+) -> None:
+    """And score, reloaded, as the trainer does."""
+    token_ids = [int(token) for token in np.random.default_rng(1).integers(0, 300, 40)]
+    path, expected = train(true_cookbook.server.client(), name, token_ids)
+    raw, adapter, merged = (tmp_path / name for name in ("raw", "adapter", "merged"))
+    call = f"from tinker_cookbook import weights as w; w.download(tinker_path={path!r}, output_dir={str(raw)!r})"
+    files = f"base_model={name!r}, adapter_path={str(raw)!r}, output_path="
+    call += f"; w.build_lora_adapter({files}{str(adapter)!r})"
+    call += f"; w.build_hf_model({files}{str(merged)!r}, dtype='float32')"
+    true_cookbook.call([PYTHON, "-c", call])
+    base = AutoModelForImageTextToText.from_pretrained(true_cookbook.folder / name, dtype=torch.float32)
+    reloaded = AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32)
+    distances = {"base": distance(base, token_ids, expected), "merged": distance(reloaded, token_ids, expected)}
+    said = ", ".join(f"{which} {value:.0e}" for which, value in distances.items())
+    assert distances["base"] > 0.3, "the weights are those of the base"
+    assert distances["merged"] < NEAR[name], said
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    assert sum(".mlp.experts.7.down_proj.lora_B." in tensor for tensor in tensors) == 2  # layers
+    shows(
+        f"weights.build_lora_adapter, build_hf_model, experts of {name}",
+        f"distances to the trainer: {said}",
+        true_cookbook,
+    )
+
+
+def distance(model: torch.nn.Module, token_ids: list[int], expected: np.ndarray) -> float:
+    """The largest difference of a token's log probability, in nats."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([token_ids])).logits[0]
+    got = logits_TV.log_softmax(-1)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].numpy()
+    return float(np.abs(got - expected).max())
+
+
+def train(service: tinker.ServiceClient, name: str, token_ids: list[int]) -> tuple[str, np.ndarray]:
+    """Where a model is saved that no longer is its base, in its experts too; and how it scores the tokens."""
+    training = service.create_lora_training_client(base_model=name, rank=4).result()
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(token_ids[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(np.array(token_ids[1:])),
+            "weights": types.TensorData.from_numpy(np.ones(len(token_ids) - 1, np.float32)),
+        },
+    )
+    for _ in range(3):
+        training.forward_backward([datum], "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    path = training.save_state("last").result().path
+    (output,) = training.forward([datum], "cross_entropy").result().loss_fn_outputs
+    return path, output["logprobs"].to_numpy()
