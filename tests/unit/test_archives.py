@@ -45,6 +45,7 @@ async def begun(data_dir: Path) -> None:
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.flaky(reruns=2)
 async def test_an_archive_is_packed_once_for_all_who_ask_and_other_threads_stay_free(
     archives: Archives, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ async def test_a_second_server_on_one_database_is_refused_in_one_line(tmp_path: 
         pass
 
 
+@pytest.mark.flaky(reruns=2)
 async def test_a_lock_that_went_with_its_connection_is_taken_again_or_the_server_stops(database_url: str) -> None:
     if not database_url.startswith("postgresql"):
         pytest.skip("SQLite's lock is a file's, and ends with the process alone")
@@ -113,6 +114,7 @@ async def test_a_change_waits_for_a_lock_longer_than_sqlite_does(tmp_path: Path)
     await db.close()
 
 
+@pytest.mark.flaky(reruns=2)
 async def test_shrinking_makes_no_writer_wait_for_who_reads_the_database(tmp_path: Path) -> None:
     db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}")
     await db.migrate()
