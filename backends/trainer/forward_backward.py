@@ -79,6 +79,11 @@ class BatchPass:
         """Datums that are still to be computed, as planned."""
         return [index for step in self._plan for row in step for index in row if index in self._left]
 
+    def next_on(self, rank: int, besides: Sequence[int]) -> list[int]:
+        """Datums of the next row that this rank has once these are computed, as planned."""
+        rows = ([index for index in step[rank] if index in self._left and index not in besides] for step in self._plan)
+        return next((row for row in rows if row), [])
+
     def num_tokens(self, indices: Sequence[int]) -> int:
         """Of some datums together."""
         return sum(self.lengths[index] for index in indices)

@@ -48,6 +48,8 @@ class RowComputer:
         failures: Failures = {one: errors[one.number] for one in passes if one.number in errors}
         if failures:
             return failures
+        # Decoded while the device computes.
+        self._expect({one: one.next_on(self._world.rank, besides=row.get(one, ())) for one in passes})
         if self._base.memory is not None and passes[0].backward:
             # The same on all ranks: what is computed again is gathered again.
             self._base.memory.prepare(max(_num_tokens(row) for row in rows))
@@ -72,18 +74,21 @@ class RowComputer:
 
     def _rendered(self, row: Row) -> tuple[dict[int, list[Rendered]], dict[int, InvalidInput | BackendFailed]]:
         """By a pass's number, its datums; InvalidInput for images that do not decode."""
-
         known = self._base.vision or ()
-        inputs = [one.data[index].model_input for one, indices in row.items() for index in indices]
-        self._base.renderer.expect(inputs, known)
+        self._expect(row)
 
         def render(one: BatchPass, indices: list[int]) -> list[Rendered]:
             return [self._base.renderer.render(one.data[i].model_input, f"datum {i}", known) for i in indices]
 
-        try:
-            return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
-        finally:
-            self._base.renderer.forget_expected()  # what a refused pass did not come to
+        return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
+
+    def _expect(self, row: Row) -> None:
+        inputs = [one.data[index].model_input for one, indices in row.items() for index in indices]
+        self._base.renderer.expect(inputs, self._base.vision or ())
+
+    def forget_expected(self) -> None:
+        """Nothing is under way any more: what a failed pass did not come to needs no memory."""
+        self._base.renderer.forget_expected()
 
     def _computed(self, row: Row, rendered: dict[int, list[Rendered]], passes: Sequence[BatchPass]) -> Failures:
         """Raises _Feared where several passes may have harmed one another."""

@@ -99,6 +99,8 @@ class TrainerRank:
                 one.tenant.gradient = "whole"
             if self._world.rank == 0:
                 finished.append((one.number, one.output(shares)))
+        if not self._passes:
+            self._rows.forget_expected()
         return finished
 
     def _take_up(self, new: Sequence[NewPass]) -> dict[int, Exception]:

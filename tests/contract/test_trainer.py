@@ -533,6 +533,26 @@ def test_pixels_of_a_request_are_never_in_memory_all_at_once(tiny_vl, renderer):
     assert (max(seen) - before) / 2**20 < 250
 
 
+def test_the_next_rows_images_are_decoded_while_a_row_is_computed(tiny_vl, renderer, monkeypatch):
+    rank = trainer(tiny_vl, max_tokens=20)
+    rank.create_model("m", LORA)
+    waiting, score = [], rank.base.score
+
+    def noted(*arguments):
+        waiting.append(len(rank.base.renderer._ahead._results))
+        return score(*arguments)
+
+    monkeypatch.setattr(rank.base, "score", noted)
+    pictures = [prompt(words(3), image(96, 96, seed), words(5)) for seed in range(3)]
+    forward_backward(rank, "m", cross_entropy([datum(one, renderer) for one in pictures]), True)
+    assert waiting == [1, 1, 0]
+    broken = image(96, 96, 7)
+    cut = prompt(type(broken)(data=broken.data[: len(broken.data) // 2], format="png"), words(12))
+    with pytest.raises(InvalidInput, match="datum 1"):
+        forward_backward(rank, "m", cross_entropy([datum(one, renderer) for one in (pictures[0], cut)]), True)
+    assert not rank.base.renderer._ahead._results
+
+
 def as_chunk(picture: Image.Image) -> ImageChunk:
     file = io.BytesIO()
     picture.save(file, "png")
