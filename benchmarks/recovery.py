@@ -1,9 +1,11 @@
 """What restoring models costs while nothing dies, and how long it takes when the trainer does, on the CPU.
 
-    python benchmarks/recovery.py [--rounds 5] [--steps 20]
+    python benchmarks/recovery.py [--rounds 5] [--steps 20] [--disk-only]
 
 Rounds of steps (a forward_backward of text and images, an optim_step) on the true trainer, without HTTP, in turns: with
 no log, with the log, and with a snapshot in every round. Other work on the machine shows in all of them.
+
+Before that, the bytes of a log on disk, on a trainer that computes nothing: epochs over 64 photographs, 8 to a batch.
 """
 
 import argparse
@@ -15,10 +17,15 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from api_schemas.training import ForwardBackwardRequest, LoraConfig
+from api_schemas.inputs import Datum, ImageChunk, ModelInput
+from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest, LoraConfig
+from tests import submitting
 from tests.contract.test_recovery import RealTrainer, finished, server
 from tests.factories import MIXED, datum, make_renderer
+from tests.photographs import photographs
 from tests.submitting import Client
 from tinker_server import snapshots
 from tinker_server.app import REPLAY_S
@@ -46,6 +53,35 @@ class Work:
         for request_id in (passed, stepped):
             result = await finished(self._client, request_id)
             assert not result.failed, result.body
+
+
+async def log_bytes(num_steps: int) -> int:
+    """On disk for so many batches and steps, with no snapshot."""
+    photos = [ImageChunk(data=photo.jpeg, format="jpeg") for photo in photographs("train", 64)]
+    targets = {"target_tokens": np.ones(1, np.int64)}
+    data = [Datum(model_input=ModelInput(chunks=[photo]), loss_fn_inputs=targets) for photo in photos]
+    with tempfile.TemporaryDirectory() as name:
+        async with submitting.server(Path(name), log_bytes=1 << 40) as client:
+            await client.result(await client.create_model())
+            begun_bytes = size_bytes(Path(name))
+            for number in range(1, 2 * num_steps, 2):
+                first = 4 * (number - 1) % len(data)
+                loss_input = ForwardBackwardInput(data=data[first : first + 8], loss_fn="cross_entropy")
+                request = ForwardBackwardRequest(
+                    model_id=client.model_id, seq_id=number, forward_backward_input=loss_input
+                )
+                await client.result(await client.submit("forward_backward", request, number))
+                await client.result(await client.optim_step(number + 1))
+            return size_bytes(Path(name)) - begun_bytes
+
+
+async def measure_disk(num_steps: int) -> None:
+    """With images once, and with each in every body that has it."""
+    once = await log_bytes(num_steps)
+    submitting.image_places = lambda *_: ()
+    in_bodies = await log_bytes(num_steps)
+    for how, found in (("once", once), ("in every body", in_bodies)):
+        print(f"images {how}: {found / (2 * num_steps) * 1000 / 2**20:.1f} MiB on disk for 1,000 operations")
 
 
 def size_bytes(data_dir: Path) -> int:
@@ -94,5 +130,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--disk-only", action="store_true")
     arguments = parser.parse_args()
-    asyncio.run(measure(arguments.rounds, arguments.steps))
+    asyncio.run(measure_disk(500))
+    if not arguments.disk_only:
+        asyncio.run(measure(arguments.rounds, arguments.steps))
