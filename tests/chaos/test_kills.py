@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.chaos.client import Client, Model, State
+from tests.chaos.client import PATIENCE_S, Client, Model, State
 from tests.chaos.worker import Seen, Worker
 from tests.servers import MODEL, Server
 
@@ -73,14 +73,25 @@ class Place:
 
     def _kill(self, victim: str) -> None:
         api = psutil.Process(self.server.process.pid)
+        if victim != "server":
+            found = self._random.choice(self._await(api, victim))
+            self.kills.append((victim, time.monotonic()))
+            return found.kill()
         children = api.children(recursive=True)
         self.kills.append((victim, time.monotonic()))
-        if victim != "server":
-            return self._random.choice([child for child in children if _is(child, victim)]).kill()
         self.server.kill()
         _, orphans = psutil.wait_procs(children, timeout=ORPHAN_S)
         assert not orphans, f"outlive their server: {[' '.join(orphan.cmdline()) for orphan in orphans]}"
         self.start()
+
+    def _await(self, api: psutil.Process, victim: str) -> list[psutil.Process]:
+        """The processes of a kind; one that was just killed is there again soon."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if found := [child for child in api.children(recursive=True) if _is(child, victim)]:
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"no {victim} was started again")
 
 
 def _is(process: psutil.Process, victim: str) -> bool:
