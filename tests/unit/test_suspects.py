@@ -82,6 +82,22 @@ async def test_what_two_servers_in_turn_ended_at_fails_by_name_and_what_was_besi
             assert not (await after.result(await after.forward_backward(3, model_id=name))).failed
 
 
+async def test_of_many_fewer_are_begun_at_once_with_every_end_until_one_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths = Deaths(monkeypatch)
+    async with server(tmp_path / "data") as before:
+        samples = [await before.sample(number) for number in range(20)]
+        left = await deaths.crash(tmp_path / "data", 20)
+    for begun_at_once in (20, 3, 1):
+        async with server(left):
+            left = await deaths.crash(left, begun_at_once)
+    deaths.is_deadly = False
+    async with server(left) as after:
+        results = [await after.result(request_id) for request_id in samples]
+    assert [one.failed for one in results].count(True) == 1
+
+
 async def test_a_server_that_is_told_to_stop_blames_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deaths = Deaths(monkeypatch)
     async with server(tmp_path / "data") as before:

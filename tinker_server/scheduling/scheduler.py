@@ -84,6 +84,7 @@ class Scheduler:
         created = {operation.lane for operation in unfinished if operation.seq_id == 0}
         lanes = {operation.lane for operation in unfinished if operation.operation_kind != "sample"}
         alive = {lane for lane in lanes if lane in created or await self._runner.is_to_be_had(lane)}
+        self._suspects.take_up(unfinished)
         for operation in unfinished:
             if operation.operation_kind == "sample":
                 await self._resume_sample(operation)
@@ -350,6 +351,7 @@ class Scheduler:
         return Result.of_error(error)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
+        self._suspects.forget(operation.request_id)
         self._complete(operation, self._failed(operation, error))
 
     def _complete(self, operation: Operation, result: Result, *, logged: bool = False) -> Result:
