@@ -56,7 +56,8 @@ function tables(name) {
 }
 
 function options(curve) {
-  const line = (name, width) => ({ stroke: () => color(name), width, points: { show: width > 1 && own.step.length < 3 } });
+  const isAlone = (plot, index) => plot.data[index].filter((value) => value !== null && value !== undefined).length < 3;
+  const line = (name, width) => ({ stroke: () => color(name), width, points: { show: width > 1 ? isAlone : false } });
   const ink = { stroke: () => color("--ink-2"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
   const value = (_, raw) => (raw === null || raw === undefined ? "–" : Number(raw.toPrecision(4)).toString());
   const series = [
