@@ -107,7 +107,7 @@ class ImageChunk(Request):
 
 
 class ImageAssetPointerChunk(Request):
-    """An image by path or URL. Refused by name; send the file's bytes."""
+    """An image by path or URL, where the operator named its directory or host; else refused by name."""
 
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
     format: Literal["png", "jpeg"]

@@ -7,6 +7,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from backends.config import BackendConfig
+from tinker_server.image_addresses import ImageAddresses
 
 
 class Settings(BaseSettings):
@@ -57,9 +58,15 @@ class Settings(BaseSettings):
     samples_shown: int = Field(default=50, ge=0)
     """Samples of one owner that the dashboard shows, the latest, kept in memory alone; 0 keeps none."""
     image_hosts: list[str] = []
-    """Hosts, with the port where an address has one, whose images the chat endpoints fetch; others are refused."""
+    """Hosts, with the port where an address has one, that images named by their address are fetched from."""
+    image_directories: list[Path] = []
+    """Directories that images named by their path are read from, by whoever may use the server."""
     drain_s: float = Field(default=5, ge=0)
     """How long running work may go on when the server is told to stop; `docker stop` kills after 10 s."""
+
+    def image_addresses(self) -> ImageAddresses:
+        """Where images that are named by their address may come from."""
+        return ImageAddresses([host.lower() for host in self.image_hosts], self.image_directories)
 
     def resolved_keys_file(self) -> Path:
         """The file in use, with the default filled in."""

@@ -1,13 +1,14 @@
 """Chats on the samplers: whose weights a name means, how much an owner may ask at once, and what was used."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from backends.protocol import BackendFailed, ChatTask, InvalidInput
 from tinker_server.chat.images import with_data
 from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
+from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models import Models
 from tinker_server.scheduling.admission import Admission
 from tinker_server.store.checkpoints import CheckpointStore
@@ -45,7 +46,7 @@ class Chats:
             base, path = "", name
         return await find_weights(self._models, self._checkpoints, base or None, path or None, owner)
 
-    async def answer(self, request: ChatRequest, owner: str, image_hosts: Sequence[str]) -> AsyncGenerator[str, None]:
+    async def answer(self, request: ChatRequest, owner: str, addresses: ImageAddresses) -> AsyncGenerator[str, None]:
         """The answer in its vendor's form, as its parts come. Closing stops the work.
 
         Raises what `find` does, Busy, InvalidInput, ChatFailed.
@@ -55,7 +56,7 @@ class Chats:
         counts = (owner, request.num_sequences, request.size_bytes)
         self._admission.enter_sample(*counts)
         try:
-            await with_data(request.endpoint, request.body, image_hosts)
+            await with_data(request.endpoint, request.body, addresses)
             task = ChatTask(request.endpoint, request.body, weights, owner)
             async for part in self._parts(task, found.base_model):
                 yield part

@@ -61,7 +61,7 @@ def _answering(endpoint: ChatEndpoint) -> Handler:
         content = await http.body()
         slow = len(content) > _SLOW_BYTES
         request = await asyncio.to_thread(read, endpoint, content) if slow else read(endpoint, content)
-        parts = server.chats.answer(request, http.state.owner, server.settings.image_hosts)
+        parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
         told = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
         if told is None:
             return Response(status_code=CLIENT_GONE)

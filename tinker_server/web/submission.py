@@ -3,6 +3,7 @@
 A refused operation still uses up its number, so the scheduler is told not to wait for it.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, TypeVar
@@ -15,12 +16,14 @@ from pydantic import BaseModel, ValidationError
 from api_schemas import ids, wire
 from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
+from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardRequest
 from tinker_server.errors import BadRequest
 from tinker_server.offload import off_loop
 from tinker_server.scheduling.operations import OPERATIONS, OperationKind
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.store.operations import ImagePlace, Operation
+from tinker_server.web.asset_pointers import with_images
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Server, Services
 from tinker_server.web.image_places import image_places
@@ -43,7 +46,9 @@ class Submission(Generic[R]):
 
     def with_request(self, request: R) -> "Submission[R]":
         """Another request in the place of what came; a repeat of what came is a repeat still."""
-        return replace(self, request=request, body=request.model_dump_json(exclude_none=True).encode(), images=())
+        body = request.model_dump_json(exclude_none=True).encode()
+        images = _places(request, body, wire.JSON)
+        return replace(self, request=request, body=body, content_type=wire.JSON, images=images)
 
     async def accept(self, scheduler: Scheduler, owner: str, lane: str, seq_id: int) -> UntypedFuture:
         """Queue it; answered as soon as that is durable."""
@@ -130,7 +135,16 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
             raise
         # What leaves the gradient alone is of a kind of its own, however it is asked for.
         name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
-        return Submission(name, request, body, content_type, digest, images)
+        submission = Submission(name, request, body, content_type, digest, images)
+        try:
+            with_files = await with_images(request, settings.image_addresses(), settings.max_body_bytes)
+        except BadRequest:
+            if isinstance(request, ForwardBackwardRequest | ForwardRequest):
+                await models.note_refusal(request.model_id, request.seq_id, name)
+            raise
+        if with_files is None:
+            return submission
+        return await asyncio.to_thread(submission.with_request, with_files)
 
     return read
 
@@ -139,10 +153,13 @@ def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Reques
     if content_type == wire.JSON:
         require_few_values(body)
     request = kind.decode(body, content_type)
-    images: tuple[ImagePlace, ...] = ()
+    return request, kind.digest(body, content_type), _places(request, body, content_type)
+
+
+def _places(request: Request, body: bytes, content_type: str) -> tuple[ImagePlace, ...]:
     if isinstance(request, ForwardBackwardRequest) and not request.forward_only:  # the only ones that logs keep
-        images = image_places(body, content_type, request)
-    return request, kind.digest(body, content_type), images
+        return image_places(body, content_type, request)
+    return ()
 
 
 def _content_type(http: HttpRequest, kind: OperationKind) -> str:

@@ -1,0 +1,148 @@
+"""Images that requests name by their address, `image_asset_pointer` chunks, are read where the operator allows it.
+
+pytest tests/contract/test_asset_pointers.py
+"""
+
+import base64
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from api_schemas.inputs import ImageChunk
+from api_schemas.sampling import SampleResponse
+from backends.protocol import EncodedBatch, SamplingTask
+from backends.trainer.checks import decode_batch
+from tests.factories import photo
+from tests.fake_server import Running
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that is allowed, with what should and should not be read from it."""
+    directory = tmp_path_factory.mktemp("allowed") / "pictures"
+    (directory / "inner").mkdir(parents=True)
+    (directory / "inner" / "a b.png").write_bytes(photo(32, 32))
+    (directory.parent / "secret.png").write_bytes(photo(32, 32))
+    (directory / "link.png").symlink_to(directory.parent / "secret.png")
+    os.mkfifo(directory / "pipe.png")
+    with (directory / "huge.png").open("wb") as file:
+        file.truncate(21 << 20)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("server"), image_directories=[pictures])
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def batches(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[EncodedBatch]:
+    """What comes to the trainer."""
+    seen, trainer = [], server.backend.tiny.trainer
+    run = trainer.forward_backward
+
+    async def noted(model_id: str, batch: EncodedBatch, **rest: Any) -> Any:
+        seen.append(batch)
+        return await run(model_id, batch, **rest)
+
+    monkeypatch.setattr(trainer, "forward_backward", noted)
+    return seen
+
+
+def by_address(location: str) -> dict[str, Any]:
+    return {"type": "image_asset_pointer", "format": "png", "location": location}
+
+
+def batch_of(chunk: dict[str, Any]) -> dict[str, Any]:
+    """In JSON, as old clients send it: those that send protobuf send no addresses."""
+    weights = np.array([0.1, 1 / 3, np.pi, 1e-30, -0.0], np.float32)
+    tensors = {
+        "target_tokens": {"data": [0, 1, 2, 3, 4], "dtype": "int64", "shape": [5]},
+        "weights": {"data": weights.tolist(), "dtype": "float32", "shape": [5]},
+    }
+    chunks = [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}, chunk]
+    return {"data": [{"model_input": {"chunks": chunks}, "loss_fn_inputs": tensors}], "loss_fn": "cross_entropy"}
+
+
+def test_a_datum_with_an_address_is_the_datum_with_the_file(server: Running, pictures: Path, batches) -> None:
+    model_id, numbers = server.model(), itertools.count(1)
+    data = base64.b64encode((pictures / "inner" / "a b.png").read_bytes()).decode()
+    file = {"type": "image", "format": "png", "data": data}
+    for location in (f"{pictures}/inner/a b.png", f"file://{pictures}/inner/a%20b.png"):
+        for chunk in (file, by_address(location)):
+            batch = batch_of(chunk | {"expected_tokens": 1})
+            fields = {"model_id": model_id, "seq_id": next(numbers), "forward_backward_input": batch}
+            assert server.result(server.post("/forward_backward", **fields)).status_code == 200
+        inline, read = (decode_batch(batch) for batch in batches[-2:])
+        assert inline.loss_fn == read.loss_fn
+        (one,), (other,) = inline.data, read.data
+        assert [chunk.type for chunk in other.model_input.chunks] == ["encoded_text", "image"]
+        assert one.model_input.chunks[1] == other.model_input.chunks[1]
+        assert np.array_equal(one.model_input.chunks[0].tokens, other.model_input.chunks[0].tokens)
+        for name, expected in one.loss_fn_inputs.items():
+            got = other.loss_fn_inputs[name]
+            assert got.dtype == expected.dtype and got.tobytes() == expected.tobytes(), name
+
+
+def test_a_sample_sees_the_file(server: Running, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, sampler = [], server.backend.tiny.sampler
+    draw = sampler.sample
+
+    async def noted(task: SamplingTask) -> SampleResponse:
+        tasks.append(task)
+        return await draw(task)
+
+    monkeypatch.setattr(sampler, "sample", noted)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}, by_address(f"{pictures}/inner/a b.png")]}
+    assert server.result(server.sample(server.sampler(), prompt=prompt)).status_code == 200
+    chunk = tasks[-1].prompt.chunks[1]
+    assert isinstance(chunk, ImageChunk) and chunk.data == (pictures / "inner" / "a b.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/etc/passwd", "image_directories"),
+        ("{}/../secret.png", "image_directories"),
+        ("file://{}/%2e%2e/secret.png", "image_directories"),
+        ("{}/link.png", "image_directories"),
+        ("file://elsewhere{}/inner/a b.png", "image_directories"),
+        ("http://127.0.0.1:1/a.png", "image_hosts"),
+        ("inner/a b.png", "image_directories"),
+        ("{}/absent.png", "cannot be read"),
+        ("{}/inner", "cannot be read"),
+        ("{}/pipe.png", "cannot be read"),
+        ("{}/huge.png", "more than"),
+        ("http://[", "image_hosts"),
+    ],
+)
+def test_nothing_else_is_read(server: Running, pictures: Path, name: str, reason: str) -> None:
+    refused = server.sample(server.sampler(), prompt={"chunks": [by_address(name.format(pictures))]})
+    assert refused.status_code == 400 and reason in refused.text
+
+
+def test_where_the_operator_names_nothing_the_refusal_says_how(tmp_path: Path) -> None:
+    running = Running(tmp_path)
+    try:
+        refused = running.sample(running.sampler(), prompt={"chunks": [by_address("/etc/passwd")]})
+    finally:
+        running.stop()
+    assert refused.status_code == 400
+    assert "image_hosts" in refused.text and "image_directories" in refused.text
+
+
+def test_a_refused_image_makes_the_gradient_incomplete_and_the_model_goes_on(server: Running) -> None:
+    model_id = server.model()
+    batch = batch_of(by_address("/etc/passwd"))
+    refused = server.post("/forward_backward", model_id=model_id, seq_id=1, forward_backward_input=batch)
+    assert refused.status_code == 400
+    adam = {"learning_rate": 1e-4}
+    step = server.result(server.post("/optim_step", model_id=model_id, seq_id=2, adam_params=adam))
+    assert "incomplete" in step.text

@@ -1,0 +1,74 @@
+"""Images that a request names by their address (`image_asset_pointer` chunks): read before it is accepted, so that it
+means the same whenever it runs."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from api_schemas.base import Request
+from api_schemas.inputs import ImageAssetPointerChunk, ImageChunk, ModelInput
+from api_schemas.old_clients.forward import ForwardRequest
+from api_schemas.sampling import SampleRequest
+from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinker_server.errors import BadRequest
+from tinker_server.image_addresses import ImageAddresses
+
+R = TypeVar("R", bound=Request)
+
+
+async def with_images(request: R, addresses: ImageAddresses, max_bytes: int) -> R | None:
+    """The request with each pointer's image in its place; None where it has no pointers.
+
+    Raises BadRequest for what may not be read, or cannot, and for more than `max_bytes` in all.
+    """
+    pointers = [chunk for one in _inputs(request) for chunk in one.chunks if isinstance(chunk, ImageAssetPointerChunk)]
+    if not pointers:
+        return None
+    if not addresses.hosts and not addresses.directories:
+        raise BadRequest(
+            "image_asset_pointer chunks are not supported here: the operator names no host (setting image_hosts) and no"
+            " directory (image_directories) that images are read from; send image chunks with the file's bytes"
+        )
+    files: dict[str, bytes] = {}
+    for location in dict.fromkeys(pointer.location for pointer in pointers):
+        files[location] = await addresses.read(location)
+        if sum(len(files[pointer.location]) for pointer in pointers if pointer.location in files) > max_bytes:
+            raise BadRequest(f"the images that image_asset_pointer chunks name have more than {max_bytes} bytes in all")
+    return _replaced(request, files)
+
+
+def _inputs(request: Request) -> Sequence[ModelInput]:
+    match request:
+        case SampleRequest():
+            return [request.prompt]
+        case ForwardBackwardRequest():
+            return [datum.model_input for datum in request.forward_backward_input.data]
+        case ForwardRequest():
+            return [datum.model_input for datum in request.forward_input.data]
+    return []
+
+
+def _replaced(request: R, files: dict[str, bytes]) -> R:
+    match request:
+        case SampleRequest():
+            return request.model_copy(update={"prompt": _input(request.prompt, files)})
+        case ForwardBackwardRequest():
+            of_data = _batch(request.forward_backward_input, files)
+            return request.model_copy(update={"forward_backward_input": of_data})
+        case ForwardRequest():
+            return request.model_copy(update={"forward_input": _batch(request.forward_input, files)})
+    return request
+
+
+def _batch(batch: ForwardBackwardInput, files: dict[str, bytes]) -> ForwardBackwardInput:
+    data = [datum.model_copy(update={"model_input": _input(datum.model_input, files)}) for datum in batch.data]
+    return batch.model_copy(update={"data": data})
+
+
+def _input(model_input: ModelInput, files: dict[str, bytes]) -> ModelInput:
+    chunks = [
+        ImageChunk(data=files[chunk.location], format=chunk.format, expected_tokens=chunk.expected_tokens)
+        if isinstance(chunk, ImageAssetPointerChunk)
+        else chunk
+        for chunk in model_input.chunks
+    ]
+    return model_input.model_copy(update={"chunks": chunks})
