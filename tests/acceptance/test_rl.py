@@ -23,7 +23,7 @@ MODES = {
     "sync, stable_reinforce": (),
     "async": ("max_steps_off_policy=2",),
     "stream": ("stream_minibatch_config.groups_per_batch=4", "stream_minibatch_config.num_minibatches=2"),
-    "importance_sampling, KL penalty": ("loss_fn=importance_sampling", "kl_penalty_coef=0.1", "compute_post_kl=True"),
+    "importance_sampling, KL after the step": ("loss_fn=importance_sampling", "compute_post_kl=True"),
     "ppo": ("loss_fn=ppo", "num_substeps=2"),
     "cispo": ("loss_fn=cispo",),
 }
