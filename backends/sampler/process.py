@@ -6,6 +6,7 @@ engine dies, so that the server sees it.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, S
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import sampling_params
-from backends.sampler.sequences import Sequences, end_process
+from backends.sampler.sequences import Sequences, end_process, ending_with
 from backends.sampler.turns import Turns
 
 T = TypeVar("T")
@@ -108,6 +109,10 @@ class SamplerProcess:
             await asyncio.sleep(_WATCH_S)
         end_process()
 
+    def ending_with_engine(self) -> AbstractContextManager[None]:
+        """Around a command: the process ends where it fails because the engine is dead."""
+        return ending_with(self._engine)
+
     def shutdown(self) -> None:
         """End the engine."""
         self._watching.cancel()
@@ -132,21 +137,22 @@ async def main() -> None:
     async def handle(
         command: Start | Sample | Chat | Publish | CountProgress | CountRows, tell: Hearer
     ) -> SampleResponse | ChatUsage | EngineUse | int | None:
-        match command:
-            case Start(config):
-                started.append(await SamplerProcess.start(config))
-                return None
-            case Sample(task):
-                return await started[0].sample(task)
-            case Chat(chat):
-                return await started[0].chat(chat, tell)
-            case Publish(weights):
-                await started[0].publish(weights)
-                return None
-            case CountProgress():
-                return await started[0].count_progress()
-            case CountRows():
-                return started[0].count_rows()
+        if isinstance(command, Start):
+            started.append(await SamplerProcess.start(command.config))
+            return None
+        with started[0].ending_with_engine():
+            match command:
+                case Sample(task):
+                    return await started[0].sample(task)
+                case Chat(chat):
+                    return await started[0].chat(chat, tell)
+                case Publish(weights):
+                    await started[0].publish(weights)
+                    return None
+                case CountProgress():
+                    return await started[0].count_progress()
+                case CountRows():
+                    return started[0].count_rows()
 
     await serve_async(handle)
     for process in started:

@@ -3,8 +3,8 @@
 import itertools
 import logging
 import os
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput
@@ -64,6 +64,17 @@ class Sequences:
         if not outputs:
             raise BackendFailed("the engine ended a request without a result")
         return outputs[-1]
+
+
+@contextmanager
+def ending_with(engine: AsyncLLM) -> Iterator[None]:
+    """What fails because the engine is dead fails nobody: the process ends, and the server runs it on the next."""
+    try:
+        yield
+    except Exception as error:
+        if engine.errored or isinstance(error, EngineDeadError):
+            end_process()
+        raise
 
 
 def end_process() -> None:
