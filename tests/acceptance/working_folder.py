@@ -95,7 +95,7 @@ def chat(number: int, turns: int = 1) -> list[dict[str, str]]:
 
 def write_texts(folder: Path) -> None:
     """One row shape for each dataset that a recipe names."""
-    chats = [{"prompt": f"Say {sentence(i)}.", "messages": chat(i, 1 + i % 2)} for i in range(288)]
+    chats = [{"prompt": f"Say {sentence(i)}.", "messages": chat(i, 1 + i % 2)} for i in range(384)]
     write_jsonl(folder / "HuggingFaceH4" / "no_robots", {"train": chats[:256], "test": chats[256:]})
     write_jsonl(folder / "allenai" / "tulu-3-sft-mixture", {"train": chats})
     sums = [
