@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check pictures models proto serve clean
+.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check docs pictures models proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine"
@@ -23,6 +23,7 @@ help:
 	@echo "make acceptance   recipes of the cookbook, unmodified, each by what it wrote"
 	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
+	@echo "make docs    build the documentation into build/site; a broken link is an error"
 	@echo "make pictures   write docs/pictures from what the tests in a browser see"
 	@echo "make models   write docs/models.md from what the server says of each kind"
 	@echo "make proto   compile the protobuf schema again"
@@ -71,6 +72,9 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Of the dashboard's pages, as the tests in a browser see them.
 pictures: $(STAMP)

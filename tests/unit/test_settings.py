@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
 
 
 def documented(model: type[BaseModel], prefix: str = "TINKER_SERVER_") -> Iterator[str]:
-    """A row of the README's table for each setting."""
+    """A row of the page's table for each setting."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from documented(field.annotation, f"{prefix}{name.upper()}__")
@@ -121,9 +121,9 @@ def documented(model: type[BaseModel], prefix: str = "TINKER_SERVER_") -> Iterat
             yield f"| `{prefix}{name.upper()}` | {default} | {description} |"
 
 
-def test_the_readme_lists_every_setting() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    table = [line for line in readme.splitlines() if line.startswith("| `TINKER_SERVER_")]
+def test_the_settings_page_lists_every_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs/settings.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| `TINKER_SERVER_")]
     assert table == list(documented(Settings))
 
 

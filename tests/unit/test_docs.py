@@ -1,0 +1,28 @@
+"""The documentation is a whole site: no link of it leads nowhere, and the README is one screen."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Broken links, anchors, and pages that the navigation leaves out are errors."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {page.relative_to(tmp_path).name for page in tmp_path.glob("*.html")}
+    assert {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")} <= pages
+    fetched = re.compile(r"<(?:link|script|img)[^>]+(?:href|src)=\"https?://(?!127\.0\.0\.1)")
+    assert [page.name for page in tmp_path.glob("*.html") if fetched.search(page.read_text())] == []
+
+
+def test_the_readme_is_one_screen_and_its_links_lead_somewhere() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 50
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", readme) if not link.startswith("http")]
+    assert len(links) > 10 and [link for link in links if not (ROOT / link).exists()] == []
