@@ -53,6 +53,20 @@ def create_backend(config: BackendConfig) -> Backend:
     return LocalBackend(config)
 
 
+def _plan(model: LocalModel) -> str:
+    """What it takes, and what it is then good for."""
+    parts = [
+        f"{model.weight_bytes / 2**30:.2f} GiB of weights each",
+        f"contexts of {model.info.max_context_length} tokens",
+        f"ranks up to {model.info.max_lora_rank}",
+    ]
+    place = model.placement
+    if place.gpus:
+        parts.append(f"GPUs {', '.join(map(str, place.gpus))} with {place.trainer_bytes / 2**30:.1f} GiB for each rank")
+        parts.append(f"the sampler with {place.sampler_fraction:.2f} of GPU {place.gpus[0]}")
+    return ", ".join(parts)
+
+
 async def start_models(models: list[LocalModel]) -> None:
     """Load trainers and samplers, a progress line for each model. Raises the first failure.
 
@@ -64,16 +78,14 @@ async def start_models(models: list[LocalModel]) -> None:
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
-        size_gib = model.weight_bytes / 2**30
-        log.info("%s: loading trainer and sampler, %.2f GiB of weights for each", model.info.name, size_gib)
+        log.info("%s: loading trainer and sampler: %s", model.info.name, _plan(model))
         if model.placement.gpus:
             await asyncio.gather(*trainers.values())
             async with turns[model.placement.gpus[0]]:
                 await model.sampler.start()
         else:
             await asyncio.gather(trainers[id(model)], model.sampler.start())
-        spent_s = time.monotonic() - began
-        log.info("%s: ready after %.0f s, %.2f GiB a second", model.info.name, spent_s, 2 * size_gib / spent_s)
+        log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 
     loading = [*trainers.values(), *(asyncio.create_task(start(model)) for model in models)]
     try:
