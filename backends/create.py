@@ -78,7 +78,7 @@ async def start_models(models: list[LocalModel]) -> None:
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
-        log.info("%s: loading trainer and sampler: %s", model.info.name, _plan(model))
+        log.info("%s: loading trainer and sampler, %s", model.info.name, _plan(model))
         if model.placement.gpus:
             await asyncio.gather(*trainers.values())
             async with turns[model.placement.gpus[0]]:

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium")
+PATIENCE_MS = 30_000
+"""Beside an engine and another test's processes, on two cores, five seconds are soon gone."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +33,7 @@ def browser() -> Iterator[Browser]:
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """A browser of somebody who has not been here. It may not wait forever for anything."""
     made = browser.new_context(viewport={"width": 1280, "height": 860}, accept_downloads=True, reduced_motion="reduce")
-    made.set_default_timeout(10_000)
+    made.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
     yield made
     made.close()
