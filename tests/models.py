@@ -43,8 +43,6 @@ SPECIALS = [
     "<|vision_pad|>",
     "<|image_pad|>",
     "<|video_pad|>",
-    "<think>",
-    "</think>",
 ]
 CONTEXT = 4096
 CHAT_TEMPLATE = """\

@@ -9,7 +9,7 @@ import tinker
 import torch
 from safetensors.torch import load_file
 from tinker import types
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests.acceptance.recipes import PYTHON, Cookbook
 from tests.models import make_tiny_qwen3_5, make_tiny_vl
@@ -32,6 +32,10 @@ def server_of_true_models(
         DEFAULT: make_tiny_qwen3_5(folder / DEFAULT, moe=True),
         NAMED: make_tiny_vl(folder / NAMED, moe=True),
     }
+    for directory in models.values():  # the renderers of Qwen3.5 want each of these to be one token
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer.add_tokens(["<think>", "</think>"])
+        tokenizer.save_pretrained(directory)
     (folder / "dpdl-benchmark").symlink_to(cookbook_of_session.folder / "dpdl-benchmark")
     server = Server(folder.parent / "data", models).start()
     yield Cookbook(folder, server)
