@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -94,3 +95,19 @@ def _tensor(values: np.ndarray) -> pb.Tensor:
 
 def cross_entropy(datums: Sequence[Datum]) -> EncodedBatch:
     return batch(datums, "cross_entropy")
+
+
+PAINT: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"red": {"type": "boolean"}},
+            "required": ["red"],
+            "additionalProperties": False,
+        },
+    },
+}
+"""A tool that a model may call, as OpenAI describes one."""

@@ -92,10 +92,7 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed:
     config = (Qwen3VLMoeConfig if moe else Qwen3VLConfig)(
         text_config=text_config,
         vision_config=VISION,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **_token_ids(ids),
         tie_word_embeddings=tie,
     )
     kind = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
@@ -129,10 +126,7 @@ def make_tiny_qwen3_5(directory: Path, *, moe: bool = False, seed: int = 0) -> P
     config = (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
         text_config=text_config,
         vision_config=vision_config,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **_token_ids(ids),
     )
     kind = Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration
     _save(kind, config, directory, ids, seed)
@@ -162,10 +156,7 @@ def make_tiny_qwen2_5_vl(directory: Path, *, seed: int = 0) -> Path:
             fullatt_block_indexes=[1],
             out_hidden_size=64,
         ),
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **_token_ids(ids),
         tie_word_embeddings=False,
     )
     _save(Qwen2_5_VLForConditionalGeneration, config, directory, ids, seed)
@@ -223,6 +214,12 @@ def make_tiny_moe(directory: Path, *, dense_layers: Sequence[int] = (0,), seed: 
     config = Qwen3MoeConfig(**_text_sizes(tokenizer, ids, False), **EXPERTS, mlp_only_layers=list(dense_layers))
     _save(Qwen3MoeForCausalLM, config, directory, ids, seed)
     return directory
+
+
+def _token_ids(ids: dict[str, int]) -> dict[str, int]:
+    """What stands for images, as a config names it."""
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{name}_token_id": ids[f"<|{token}|>"] for name, token in names.items()}
 
 
 def _text_sizes(tokenizer: PreTrainedTokenizerFast, ids: dict[str, int], tie: bool) -> dict[str, object]:

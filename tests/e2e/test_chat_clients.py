@@ -13,7 +13,7 @@ import openai
 import pytest
 from tinker import types
 
-from tests.factories import photo
+from tests.factories import PAINT, photo
 from tests.servers import KEY, MODEL, Server
 
 MESSAGES: Any = [{"role": "user", "content": "hello world"}]
@@ -21,21 +21,7 @@ URI = f"data:image/png;base64,{base64.b64encode(photo(64, 64)).decode()}"
 SEEING: Any = [
     {"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "image_url", "image_url": {"url": URI}}]}
 ]
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "paint",
-            "strict": True,
-            "parameters": {
-                "type": "object",
-                "properties": {"red": {"type": "boolean"}},
-                "required": ["red"],
-                "additionalProperties": False,
-            },
-        },
-    }
-]
+TOOLS: Any = [PAINT]
 
 
 @pytest.fixture(scope="module", params=["/oai/api/v1", "/v1"])

@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.protocol import ChatTask, ChatUsage, InvalidInput
 from backends.sampler.commands import CountProgress
-from tests.factories import photo
+from tests.factories import PAINT, photo
 from tests.sampling import assert_close, request, sample, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -30,19 +30,6 @@ TEXT = [
     {"role": "assistant", "content": "a small corpus"},
     {"role": "user", "content": "image  what\n"},
 ]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "paint",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"red": {"type": "boolean"}},
-            "required": ["red"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 def uri(data: bytes) -> str:
@@ -239,10 +226,10 @@ async def test_weights_that_diverged_are_told_and_not_sampled(sampler, reference
 
 async def test_a_tool_that_must_be_called_is_called_with_what_its_schema_allows(sampler):
     for choice in ("required", {"type": "function", "function": {"name": "paint"}}):
-        answer = await chat(sampler, TEXT, tools=[TOOL], tool_choice=choice, max_tokens=80, temperature=0)
+        answer = await chat(sampler, TEXT, tools=[PAINT], tool_choice=choice, max_tokens=80, temperature=0)
         (call,) = answer["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "paint" and set(json.loads(call["function"]["arguments"])) == {"red"}
-    free = await chat(sampler, TEXT, tools=[TOOL], tool_choice="auto", temperature=0)
+    free = await chat(sampler, TEXT, tools=[PAINT], tool_choice="auto", temperature=0)
     assert free["choices"][0]["message"]["content"] and free["usage"]["prompt_tokens"] > 100
 
 
