@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.browser.learning import LearningBackend
 from tests.browser.pages import Watched
@@ -181,6 +181,45 @@ def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(
     part.get_by_role("button", name="Delete").click()
     seen.answer("Delete mine for good?", yes=True)
     expect(part).to_contain_text("Nothing saved yet")
+
+
+def test_a_part_that_was_replaced_listens_from_the_first_moment(seen: Watched, run_id: str) -> None:
+    page = seen.open(f"/runs/{run_id}")
+    select = page.locator("#checkpoints select")
+    select.wait_for()
+    page.evaluate(
+        """() => {
+            const part = document.getElementById("checkpoints");
+            new MutationObserver((_, observer) => {
+                observer.disconnect();
+                part.querySelector("select").dispatchEvent(new Event("change", {bubbles: true}));
+            }).observe(part, {childList: true});
+            htmx.trigger(part, "sse:changed");
+        }"""
+    )
+    seen.answer("Change when step-40 expires?", yes=False)
+
+
+def test_what_is_on_its_way_does_not_take_the_asked_thing_away(seen: Watched, owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.save(run_id, 1, "mine")
+    page = seen.open(f"/runs/{run_id}")
+    part = page.locator("#checkpoints")
+    part.get_by_label("expires").wait_for()
+    held: list[Route] = []
+    page.route("**/checkpoints", lambda route: held.append(route))
+    with page.expect_request("**/checkpoints"):
+        page.evaluate("() => htmx.trigger(document.getElementById('checkpoints'), 'sse:changed')")
+    part.get_by_label("expires").select_option("86400")
+    question = page.get_by_role("dialog")
+    question.wait_for()
+    with page.expect_response("**/checkpoints"):
+        for route in held:
+            route.continue_()
+    page.unroute("**/checkpoints")
+    seen.answer("Change when mine expires?", yes=True)
+    expect(part).to_contain_text("in 24 h")
 
 
 def test_a_sample_is_opened_with_its_photograph_and_its_tokens(seen: Watched, picture: Picture) -> None:

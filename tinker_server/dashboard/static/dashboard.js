@@ -34,11 +34,19 @@ document.addEventListener("change", (event) => {
   if (event.target.matches("select[data-submit]")) event.target.form.submit();
 });
 
-// A part of a page is not replaced under the hands of somebody who is in it.
+// A part of a page is not replaced under the hands of somebody who is in it: it is not asked for anew, and what was asked
+// for before they came is left out. (base.html sets htmx's settle delay to 0: until a new part is settled, it is deaf.)
+function isUnderHands(request, part) {
+  const isOwn = request.triggeringEvent?.type?.startsWith("sse:");
+  return isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")));
+}
+
 document.addEventListener("htmx:beforeRequest", (event) => {
-  const part = event.detail.elt;
-  const isOwn = event.detail.requestConfig.triggeringEvent?.type?.startsWith("sse:");
-  if (isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")))) event.preventDefault();
+  if (isUnderHands(event.detail.requestConfig, event.detail.elt)) event.preventDefault();
+});
+
+document.addEventListener("htmx:beforeSwap", (event) => {
+  if (isUnderHands(event.detail.requestConfig, event.detail.target)) event.detail.shouldSwap = false;
 });
 
 function tell(text) {
