@@ -1,0 +1,131 @@
+"""What open pages of the dashboard take from a run that trains, in turns of watched and unwatched steps.
+
+    python benchmarks/watched_training.py [--turns 6] [--steps 10] [--pages 2]
+
+A server with the small model that comes with it, as a user starts it, and batches of photographs through the SDK. Each
+page is a process that holds the stream of events open and asks for what the page of a run asks for, as often.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import httpx
+import tinker
+import tinker.types as types
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from api_schemas.inputs import ImageChunk
+from backends.rendering import Renderer
+from tests.factories import datum, make_renderer, prompt, words
+from tests.photographs import photographs
+from tests.servers import Server, sdk_datum
+
+MODEL = Path(__file__).resolve().parents[1] / "tinker_server" / "tiny_vl"
+BATCH = 16
+PARTS = ("summary", "operations", "checkpoints", "curves.json")
+
+
+def main() -> None:
+    """Both kinds of turns, and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--pages", type=int, default=2)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder) / "data", {"tiny": MODEL}).start()
+        try:
+            measure(server, arguments.turns, arguments.steps, arguments.pages)
+        finally:
+            server.stop()
+
+
+def measure(server: Server, num_turns: int, num_steps: int, num_pages: int) -> None:
+    """Steps of one run; the first turn warms up."""
+    training = server.client().create_lora_training_client("tiny", rank=8)
+    url = f"{server.base_url}/runs/{training.get_info().model_id}"
+    renderer = make_renderer(MODEL)
+    batches = itertools.cycle([batch(number, renderer) for number in range(4)])
+    times: dict[bool, list[float]] = {False: [], True: []}
+    asked = 0
+    for turn in range(2 * num_turns + 1):
+        is_watched = turn % 2 == 1
+        with Pages(server.base_url, url, num_pages if is_watched else 0) as pages:
+            steps = [step(training, next(batches)) for _ in range(num_steps)]
+        asked += pages.num_asked()
+        if turn:
+            times[is_watched] += steps
+    bare, watched = (statistics.median(times[kind]) for kind in (False, True))
+    print(
+        f"a step of {BATCH} photographs: {1e3 * bare:.1f} ms unwatched, {1e3 * watched:.1f} ms beside {num_pages} pages"
+    )
+    print(f"watched over unwatched: {watched / bare:.3f}; {asked} requests of pages in {num_turns * num_steps} steps")
+
+
+def step(training: tinker.TrainingClient, data: list[types.Datum]) -> float:
+    """Seconds of a forward_backward and its optim_step."""
+    began = time.perf_counter()
+    passed = training.forward_backward(data, "cross_entropy")
+    stepped = training.optim_step(types.AdamParams(learning_rate=1e-4))
+    passed.result()
+    stepped.result()
+    return time.perf_counter() - began
+
+
+def batch(number: int, renderer: Renderer) -> list[types.Datum]:
+    """Photographs and a few tokens after each."""
+    photos = photographs("train", BATCH * (number + 1))[-BATCH:]
+    inputs = [prompt(ImageChunk(data=photo.jpeg, format="jpeg"), words(8)) for photo in photos]
+    return [sdk_datum(datum(one, renderer)) for one in inputs]
+
+
+class Pages:
+    """So many open pages, from the first answer of each until the end of the block."""
+
+    def __init__(self, base_url: str, url: str, number: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ended = context.Event()
+        self._counts = [context.Value("i", 0) for _ in range(number)]
+        self._open = [
+            context.Process(target=watch, args=(base_url, url, self._ended, count), daemon=True)
+            for count in self._counts
+        ]
+
+    def __enter__(self) -> "Pages":
+        for process in self._open:
+            process.start()
+        while not all(count.value for count in self._counts):
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for process in self._open:
+            process.join(30)
+
+    def num_asked(self) -> int:
+        """Requests of all pages."""
+        return sum(count.value for count in self._counts)
+
+
+def watch(base_url: str, url: str, ended: Event, count: "multiprocessing.sharedctypes.Synchronized[int]") -> None:
+    """What the page of a run does in a browser."""
+    with httpx.Client(timeout=60) as client, client.stream("GET", f"{base_url}/live") as events:
+        for line in itertools.chain(["event: changed"], events.iter_lines()):
+            if ended.is_set():
+                return
+            if line == "event: changed":
+                for part in PARTS:
+                    client.get(f"{url}/{part}").raise_for_status()
+                    count.value += 1
+
+
+if __name__ == "__main__":
+    main()
