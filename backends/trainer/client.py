@@ -349,5 +349,6 @@ async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody will ask for
         await asyncio.wait([task])
         raise
