@@ -1,7 +1,7 @@
 """Typed calls from the server to a child process, and the child's side of them.
 
-A call is a message over a socket: (id, command) there, (id, outcome, value) back, after parts of its answer where it
-tells some. A command is an object
+A call is a message over a socket: (id, command) there, (id, outcome, value, when it worked) back, after parts of its
+answer where it tells some. A command is an object
 whose type says what to do and what the answer is; the child matches it by that type. A child ends itself when
 the server's end closes. How a child is started and ended, `launcher` knows.
 """
@@ -13,15 +13,17 @@ import logging
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from backends.messages import STREAM_LIMIT, Outbox, parts, read_message, receive
 from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
+from backends.spans import ANSWERED, UNANSWERED, ProcessSpan, tell
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -65,6 +67,17 @@ class Process:
     """Waits so many seconds for the process to end by itself, then ends it and everything that it started."""
 
 
+@dataclass(eq=False)
+class _Call:
+    """One that has no answer yet, or just got it."""
+
+    hear: Hearer | None
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    outcome: str = UNANSWERED
+    worked_ns: tuple[int, int] | None = None
+    """When the child began and ended it, in Unix nanoseconds."""
+
+
 class Child:
     """The server's end of one child process."""
 
@@ -72,8 +85,7 @@ class Child:
         self.name = name
         self.process = process
         self._outbox = Outbox(writer, name)
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._hearers: dict[int, Hearer] = {}
+        self._calls: dict[int, _Call] = {}
         self._ids = itertools.count()
         self.died = asyncio.Event()
         """Set once the process no longer answers."""
@@ -92,11 +104,9 @@ class Child:
         """
         if self.died.is_set():
             raise ChildDied(f"the {self.name} process has ended")
-        call_id = next(self._ids)
-        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = answer
-        if hear is not None:
-            self._hearers[call_id] = hear
+        call_id, asked_ns = next(self._ids), time.time_ns()
+        call = self._calls[call_id] = _Call(hear)
+        answer: asyncio.Future[R] = call.answer
         try:
             self._outbox.send((call_id, command))
             if patience_s is not None:
@@ -107,7 +117,8 @@ class Child:
             raise
         finally:
             self._calls.pop(call_id, None)
-            self._hearers.pop(call_id, None)
+            began_ns, ended_ns = call.worked_ns or (asked_ns, time.time_ns())
+            tell(ProcessSpan(self.name, type(command).__name__, began_ns, ended_ns, call.outcome))
 
     async def _wait(self, answer: asyncio.Future[R], patience_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -130,22 +141,25 @@ class Child:
             self.died.set()
             self._outbox.close()
             for call in self._calls.values():
-                if not call.done():
-                    call.set_exception(ChildDied(f"the {self.name} process ended while it worked"))
+                if not call.answer.done():
+                    call.answer.set_exception(ChildDied(f"the {self.name} process ended while it worked"))
 
-    def _settle(self, call_id: int | None, outcome: str, value: Any) -> None:
+    def _settle(self, call_id: int | None, outcome: str, value: Any, worked_ns: tuple[int, int] | None = None) -> None:
         if call_id is None:  # it asks for so many seconds
             self._patient_until_s = asyncio.get_running_loop().time() + value
             return
         call = self._calls.get(call_id)
-        if call is None or call.done():
+        if call is None or call.answer.done():
             return
         if outcome == "part":
-            self._hearers[call_id](value)
-        elif outcome == "value":
-            call.set_result(value)
+            assert call.hear is not None, "only a call that has a hearer is told parts"
+            call.hear(value)
+            return
+        call.outcome, call.worked_ns = outcome, worked_ns
+        if outcome == ANSWERED:
+            call.answer.set_result(value)
         else:
-            call.set_exception(_ERRORS[outcome](value))
+            call.answer.set_exception(_ERRORS[outcome](value))
 
     async def stop(self, grace_s: float = 10) -> None:
         """Close our end, which the child takes as its signal to end, and see that it has ended."""
@@ -168,21 +182,21 @@ def serve(make: Callable[[KeepWaiting], Callable[[Any], Any]]) -> None:
         with turn, contextlib.suppress(ConnectionError):  # the server has closed its end: `receive` will say so
             connection.sendall(data)
 
-    def answer(call_id: int, result: Callable[[], Any]) -> None:
+    def answer(call_id: int, result: Callable[[], Any], began_ns: int) -> None:
         try:
             value = result()
             if isinstance(value, Future):
-                value.add_done_callback(lambda done: answer(call_id, done.result))
+                value.add_done_callback(lambda done: answer(call_id, done.result, began_ns))
                 return
-            send(call_id, "value", value)
+            send(call_id, ANSWERED, value, (began_ns, time.time_ns()))
         except Exception as error:  # noqa: BLE001 - what goes wrong in a child is told to the server
-            send(call_id, *_failure(error))
+            send(call_id, *_failure(error), (began_ns, time.time_ns()))
 
     handle = make(lambda seconds: send(None, "wait", seconds))
     while (message := receive(connection)) is not None:
         call_id, command = message
         if command is not None:  # else a cancelled call: it has run by now
-            answer(call_id, partial(handle, command))
+            answer(call_id, partial(handle, command), time.time_ns())
 
 
 async def serve_async(handle: Callable[[Any, Hearer], Awaitable[Any]]) -> None:
@@ -194,11 +208,12 @@ async def serve_async(handle: Callable[[Any, Hearer], Awaitable[Any]]) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(call_id: int, command: Any) -> None:
+        began_ns = time.time_ns()
         try:
             answer = await handle(command, lambda part: outbox.send((call_id, "part", part), MAX_ANSWER_BYTES))
-            outbox.send((call_id, "value", answer), MAX_ANSWER_BYTES)
+            outbox.send((call_id, ANSWERED, answer, (began_ns, time.time_ns())), MAX_ANSWER_BYTES)
         except Exception as error:  # noqa: BLE001 - what goes wrong in a child is told to the server
-            outbox.send((call_id, *_failure(error)))
+            outbox.send((call_id, *_failure(error), (began_ns, time.time_ns())))
         finally:
             running.pop(call_id, None)
 

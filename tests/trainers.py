@@ -61,7 +61,7 @@ def together(
     finished: dict[int, ForwardBackwardOutput | Exception] = {}
     arriving: list[commands.NewPass] = new
     while left:
-        finished |= dict(rank.compute_rows(arriving, left))
+        finished |= dict(rank.compute_rows(arriving, left).finished)
         arriving = []
         left = [number for number in left if number in rank._passes]
     return [finished.get(one.number) for one in new]

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import Context
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,7 +124,8 @@ class SamplerClient:
         if self._child is not None and not self._child.died.is_set():
             return self._child
         if self._starting is None or self._starting.done():
-            self._starting = asyncio.create_task(self._start_again(), name=f"start of sampler {self._config.name}")
+            name = f"start of sampler {self._config.name}"
+            self._starting = asyncio.create_task(self._start_again(), name=name, context=Context())
         return await asyncio.shield(self._starting)
 
     async def _start_again(self) -> Child:
@@ -150,7 +152,8 @@ class SamplerClient:
             raise
         log.info("%s: the sampler is ready after %.0f s", name, time.monotonic() - began)
         self._child = child
-        self._watching[child] = asyncio.create_task(self._watch(child), name=f"watch over sampler {name}")
+        watching = self._watch(child)
+        self._watching[child] = asyncio.create_task(watching, name=f"watch over sampler {name}", context=Context())
         return child
 
     async def _watch(self, child: Child) -> None:

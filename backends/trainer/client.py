@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
+from contextvars import Context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRes
 from backends.children import Child, ChildBroke, ChildDied, Command
 from backends.launcher import launch_trainer
 from backends.protocol import BackendFailed, EncodedBatch, ModelLost, ProcessState
+from backends.spans import Listener, ProcessSpan, current_listener, heard_by
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
 from backends.turns import FairTurns
@@ -49,6 +51,8 @@ class _Pass:
     finished: asyncio.Future[ForwardBackwardOutput] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    listener: Listener | None = field(default_factory=current_listener)
+    """Who is told of its rows."""
 
     def finish(self, outcome: ForwardBackwardOutput | Exception) -> None:
         """Done, or failed."""
@@ -97,7 +101,10 @@ class TrainerClient:
         except BaseException:
             await self._end(_LAST_GRACE_S)
             raise
-        self._watching = asyncio.create_task(self._watch(self._ranks), name=f"watch over trainer {self._config.name}")
+        watching = self._watch(self._ranks)
+        self._watching = asyncio.create_task(
+            watching, name=f"watch over trainer {self._config.name}", context=Context()
+        )
 
     async def stop(self) -> None:
         """End every rank."""
@@ -186,9 +193,24 @@ class TrainerClient:
             await _to_the_end(self._computed(commands.ComputeRows(new, tuple(one.new.number for one in passes))))
 
     async def _computed(self, command: commands.ComputeRows) -> None:
-        for number, outcome in await self._on_all_or_end(command):
+        spans: list[ProcessSpan] = []
+        concerned = {command.order[0]}
+        try:
+            with heard_by(spans.append):
+                rows = await self._on_all_or_end(command)
+            concerned = {*rows.in_rows, *dict(rows.finished)}
+        finally:
+            self._tell(spans, concerned)
+        for number, outcome in rows.finished:
             if (one := self._passes.get(number)) is not None and not one.finished.done():
                 one.finish(outcome)
+
+    def _tell(self, spans: list[ProcessSpan], numbers: set[int]) -> None:
+        """Those whose rows they were: some were computed in another's turn."""
+        for number in numbers & self._passes.keys():
+            if (listener := self._passes[number].listener) is not None:
+                for span in spans:
+                    listener(span)
 
     async def _leave(self, this: "_Pass") -> None:
         """Of one that nobody waits for any more the ranks are told."""

@@ -77,7 +77,17 @@ FinishedPass = tuple[int, ForwardBackwardOutput | Exception]
 
 
 @dataclass(frozen=True)
-class ComputeRows(Command[list[FinishedPass]]):
+class ComputedRows:
+    """What came of it."""
+
+    finished: list[FinishedPass]
+    """On rank 0 those that are now done, and on all ranks those that failed."""
+    in_rows: tuple[int, ...]
+    """Numbers of those that had datums in it."""
+
+
+@dataclass(frozen=True)
+class ComputeRows(Command[ComputedRows]):
     """Take up forward_backwards, and compute the next row; only rank 0 answers with outputs."""
 
     new: tuple[NewPass, ...]

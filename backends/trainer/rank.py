@@ -17,7 +17,7 @@ from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLo
 from backends.trainer.base import FrozenBase
 from backends.trainer.canary import score_canary
 from backends.trainer.checks import check_forward_backward, decode_batch, published
-from backends.trainer.commands import FinishedPass, NewPass, TrainerConfig
+from backends.trainer.commands import ComputedRows, FinishedPass, NewPass, TrainerConfig
 from backends.trainer.forward_backward import BatchPass, choose_rows, plan_pass
 from backends.trainer.packed_row import RowComputer
 from backends.trainer.parallel import World, agreed, agreed_each, gather_objects, sum_gradients
@@ -74,20 +74,19 @@ class TrainerRank:
 
     # ---- training
 
-    def compute_rows(self, new: Sequence[NewPass], order: Sequence[int]) -> list[FinishedPass]:
+    def compute_rows(self, new: Sequence[NewPass], order: Sequence[int]) -> ComputedRows:
         """Take up `new` forward_backwards, then compute one row: of the first in `order`, and where there is room of
-        the others with it.
-
-        Returns, on rank 0, those that are now done, and on all ranks those that failed, whose gradient is then
-        incomplete.
+        the others with it. The gradient of those that fail is then incomplete.
         """
         failures = self._take_up(new)
         for number in order:
             if number not in self._passes and number not in failures:
                 failures[number] = BackendFailed("this forward_backward is not under way")
         passes = [self._passes[number] for number in order if number in self._passes]
+        in_rows: tuple[int, ...] = ()
         if passes:
             rows = choose_rows(passes, self._world.size, min(self._max_tokens, self._longest_row))
+            in_rows = tuple({one.number for row in rows for one in row})
             failures |= {one.number: error for one, error in self._rows.compute(rows).items()}
         self.drop_passes(list(failures))
         finished: list[FinishedPass] = list(failures.items())
@@ -101,7 +100,7 @@ class TrainerRank:
                 finished.append((one.number, one.output(shares)))
         if not self._passes:
             self._rows.forget_expected()
-        return finished
+        return ComputedRows(finished, in_rows)
 
     def _take_up(self, new: Sequence[NewPass]) -> dict[int, Exception]:
         """Those that fail."""

@@ -5,6 +5,7 @@ pytest tests/contract/test_shared_rows.py
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from api_schemas.inputs import Datum, ImageChunk, ModelInput
 from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.protocol import EncodedBatch, InvalidInput
 from backends.rendering import Renderer
+from backends.spans import ProcessSpan, heard_by
 from backends.trainer import batching
 from backends.trainer.client import TrainerClient
 from backends.trainer.forward_backward import Row
@@ -296,6 +298,37 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_
         await client.optim_step("flood", SMOOTH)
     finally:
         await client.stop()
+
+
+@pytest.mark.slow
+async def test_each_is_told_of_the_rows_that_held_its_datums(tiny_text: Path, renderer: Renderer) -> None:
+    long = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(4)])
+    short = cross_entropy([datum(prompt(words(24)), renderer)])
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_rows=True), num_ranks=1)
+    told: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
+
+    async def compute(name: str, batch: EncodedBatch) -> None:
+        with heard_by(told[name].append):
+            await client.forward_backward(name, batch, backward=True)
+
+    await client.start()
+    try:
+        for name, owner in zip(told, "abb", strict=True):
+            await client.create_model(name, LORA, owner)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            group.create_task(compute("long", long))
+            await until(lambda: client.last_turn("long") > client.last_turn("shorter"))
+            for name in ("short", "shorter"):
+                group.create_task(compute(name, short))
+    finally:
+        await client.stop()
+    (shared,) = told["short"]
+    assert told["shorter"] == [shared] and len(told["long"]) == 4
+    rows = sorted((one.began_ns, one.ended_ns) for one in [shared, *told["long"]])
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
+    assert {(one.process, one.command, one.outcome) for one in [shared, *told["long"]]} == {
+        ("trainer tiny rank 0", "ComputeRows", "value")
+    }
 
 
 async def test_a_caller_who_leaves_harms_nobody_in_the_row(tiny_text: Path, renderer: Renderer) -> None:
