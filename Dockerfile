@@ -23,7 +23,7 @@ RUN useradd --create-home --uid 1000 tinker \
 WORKDIR /srv/tinker-server
 COPY . .
 # Outside the CPU build everything is on PyPI: torch's CUDA wheels bring CUDA's libraries themselves.
-RUN --mount=type=cache,target=/root/.cache/pip .ci/install.sh /srv/venv "$EXTRA,postgres"
+RUN --mount=type=cache,target=/root/.cache/pip .ci/install.sh /srv/venv "$EXTRA,postgres,otel"
 
 # HF_HOME: base models fetched from the hub survive with the rest of the data.
 ENV PATH=/srv/venv/bin:$PATH \

@@ -1,10 +1,12 @@
 """A backend that satisfies the protocol and computes next to nothing."""
 
 import asyncio
+import contextlib
 import json
 import os
+import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,7 @@ from backends.protocol import (
     SamplingTask,
 )
 from backends.sampler.checks import check_support
+from backends.spans import ANSWERED, ProcessSpan, tell
 from backends.trainer.checks import decode_batch
 from backends.turns import FairTurns
 
@@ -76,6 +79,10 @@ class FakeTrainer:
         self.steps.pop(model_id, None)
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
+        with _told("trainer tiny rank 0", "ComputeRows"):
+            return await self._forward_backward(model_id, batch, backward)
+
+    async def _forward_backward(self, model_id: str, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput:
         self._held(model_id)
         loss_input = decode_batch(batch)
         async with self.turns.turn(self.owners[model_id], model_id):
@@ -188,7 +195,8 @@ class FakeSampler:
         self.num_begun += 1
         self.running += 1
         try:
-            await self.gate.wait()
+            with _told("sampler tiny", "Sample"):
+                await self.gate.wait()
         finally:
             self.running -= 1
         token = 100 if task.weights is None else int((task.weights / "steps").read_text())
@@ -279,6 +287,17 @@ class FakeBackend:
 def _write_steps(directory: Path, steps: int) -> None:
     directory.mkdir(parents=True)
     (directory / "steps").write_text(str(steps))
+
+
+@contextlib.contextmanager
+def _told(process: str, command: str) -> Iterator[None]:
+    """As a call of a child process is."""
+    began_ns, outcome = time.time_ns(), "invalid"
+    try:
+        yield
+        outcome = ANSWERED
+    finally:
+        tell(ProcessSpan(process, command, began_ns, time.time_ns(), outcome))
 
 
 def _first_token(datum: Datum) -> int:

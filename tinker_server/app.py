@@ -53,6 +53,7 @@ from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
+from tinker_server.tracing.hooks import Tracing, start_tracing
 from tinker_server.web import openapi
 from tinker_server.web.callers import caller
 from tinker_server.web.deps import Services
@@ -113,6 +114,7 @@ async def serving(
     Raises StartFailed, BackendFailed.
     """
     async with AsyncExitStack() as stack:
+        tracing = start_tracing(settings)
         stack.enter_context(hold(settings.data_dir))
         db = Database(settings.resolved_database_url(), synchronous=settings.synchronous)
         stack.push_async_callback(db.close)
@@ -121,8 +123,9 @@ async def serving(
         backend = backend or _described_backend(settings)
         stack.push_async_callback(backend.stop)
         await backend.start()
-        services = build_services(settings, db, backend, clock)
+        services = build_services(settings, db, backend, tracing, clock)
         stack.callback(services.archives.close)
+        stack.push_async_callback(tracing.close)
         await stack.enter_async_context(working(services))
         yield services
 
@@ -133,12 +136,14 @@ def _described_backend(settings: Settings) -> Backend:
     return create_backend(settings.resolved_backend())
 
 
-def build_services(settings: Settings, db: Database, backend: Backend, clock: Callable[[], float]) -> Services:
+def build_services(
+    settings: Settings, db: Database, backend: Backend, tracing: Tracing, clock: Callable[[], float]
+) -> Services:
     """The services on an open database and loaded models; nothing runs yet."""
     storage = Storage(settings.data_dir, db)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
-    futures = FutureStore(db, RECENT_RESULTS_BYTES)
+    futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
     models = Models(backend.models, runs, storage, Recovery(futures, checkpoints, storage))
     limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
     snapshots = Snapshots(models, runs, futures, storage, limits)
@@ -156,7 +161,7 @@ def build_services(settings: Settings, db: Database, backend: Backend, clock: Ca
         BODIES_IN_FLIGHT * settings.max_body_bytes,
         QUEUED_BODIES * settings.max_body_bytes,
     )
-    scheduler = Scheduler(futures, OperationRunner(executors), admission, measured, settings.gap_grace_s)
+    scheduler = Scheduler(futures, OperationRunner(executors), admission, measured, tracing, settings.gap_grace_s)
     stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, storage)
     return Services(
         settings=settings,

@@ -12,6 +12,7 @@ from tinker_server.recovery import Recovery
 from tinker_server.store.directories import Storage
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
+from tinker_server.tracing.hooks import note
 
 
 class Models:
@@ -53,6 +54,7 @@ class Models:
     async def alone(self, base_model: str, model_id: str) -> AsyncIterator[Trainer]:
         """The trainer of a base model; nothing else is done to this model meanwhile."""
         base = self.base(base_model)
+        note(base_model=base_model)
         lock = self._locks.setdefault(model_id, asyncio.Lock())
         async with lock:
             yield base.trainer

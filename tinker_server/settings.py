@@ -53,6 +53,8 @@ class Settings(BaseSettings):
     """What answered requests outlive in SQLite: `full` power loss too, for an fsync a commit; `normal` crashes."""
     metrics_open: bool = False
     """Whether `/metrics` asks for no key where the scraper is on this machine and no proxy stands between."""
+    otel_endpoint: str = Field(default="", pattern=r"^(https?://[^\s?#]+)?$")
+    """Where a collector takes OpenTelemetry traces (OTLP/HTTP), such as http://127.0.0.1:4318; empty: none are made."""
     steps_kept_s: float = Field(default=90 * 24 * 3600, ge=3600)
     """How long the steps of runs, which the dashboard draws, are kept."""
     samples_shown: int = Field(default=50, ge=0)

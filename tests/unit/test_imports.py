@@ -11,7 +11,14 @@ FILES = [
     for package in ("api_schemas", "backends", "migrations", "tinker_server")
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
-SEEN_OF_BACKENDS = ("backends.protocol", "backends.config", "backends.create", "backends.files", "backends.lru")
+SEEN_OF_BACKENDS = (
+    "backends.protocol",
+    "backends.config",
+    "backends.create",
+    "backends.files",
+    "backends.lru",
+    "backends.spans",
+)
 
 
 def imported_names(path: Path) -> Iterator[str]:
@@ -71,6 +78,10 @@ def test_only_families_know_a_kind_of_model_by_name() -> None:
     others = [path for path in FILES if path.parts[0] == "backends" and path.parts[1] != "families"]
     knowing = [str(path) for path in others if names.search((ROOT / path).read_text())]
     assert knowing == []
+
+
+def test_opentelemetry_stays_in_its_room() -> None:
+    assert all(path.startswith("tinker_server/tracing/") for path in importers("opentelemetry"))
 
 
 def test_routes_do_not_import_sqlalchemy() -> None:

@@ -32,6 +32,7 @@ from tinker_server.store.directories import Storage
 from tinker_server.store.records import Checkpoint, TrainingRun
 from tinker_server.store.runs import RunStore
 from tinker_server.store.usage import UsageStore
+from tinker_server.tracing.hooks import note
 
 
 class ModelOperations:
@@ -60,6 +61,7 @@ class ModelOperations:
         # Every position of every datum; images as many as they are expanded to.
         tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
         self._usage.count("training", run.owner, run.session_id, run.base_model, tokens)
+        note(trained_tokens=tokens)
         return output
 
     async def mark_incomplete(self, model_id: str) -> None:

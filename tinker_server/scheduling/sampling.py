@@ -13,6 +13,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.usage import NO_SESSION, UsageStore
+from tinker_server.tracing.hooks import note
 from tinker_server.weights.lookup import find_weights
 
 
@@ -45,6 +46,7 @@ class Sampling:
                         "the weights of the sampling session were deleted: they had no name, and were not used for long"
                     )
                 session_id, base_model = sampler.session_id, sampler.base_model
+                note(base_model=base_model)
                 self._models.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
                 weights = self._weights(sampler.directory, sampler.model_path or "the weights of the sampling session")
                 task = SamplingTask.from_request(request, weights, owner)
@@ -55,6 +57,7 @@ class Sampling:
             base_model, directory, _ = await find_weights(
                 self._models, self._checkpoints, request.base_model, request.model_path, owner
             )
+            note(base_model=base_model)
             weights = self._weights(directory, f"{request.model_path}")
             task = SamplingTask.from_request(request, weights, owner)
             response = await self._models.base(base_model).sampler.sample(task)
@@ -75,10 +78,12 @@ class Sampling:
         if length is None:
             length = await asyncio.to_thread(self._models.base(base_model).check_sample, request)
         cached = min(response.prompt_cache_hit_tokens, length)
+        sampled = sum(len(sequence.tokens) for sequence in response.sequences)
         used = (owner, session_id, base_model)
         self._usage.count("prefill", *used, length - cached)
         self._usage.count("cached_prefill", *used, cached)
-        self._usage.count("sampled", *used, sum(len(sequence.tokens) for sequence in response.sequences))
+        self._usage.count("sampled", *used, sampled)
+        note(prompt_tokens=length, cached_tokens=cached, sampled_tokens=sampled)
 
 
 def _known_length(prompt: ModelInput) -> int | None:

@@ -19,6 +19,7 @@ from tinker_server.scheduling.suspects import Suspects
 from tinker_server.store.futures import FutureStore
 from tinker_server.store.operations import Accepted, Operation, PastOperation
 from tinker_server.store.results import Result
+from tinker_server.tracing.hooks import Tracing
 
 log = logging.getLogger(__name__)
 UNLOAD_SUFFIX = ":unload"
@@ -62,11 +63,18 @@ class Runner(Protocol):
 class Scheduler:
     """Owns every running operation."""
 
-    def __init__(
-        self, futures: FutureStore, runner: Runner, admission: Admission, metrics: Metrics, gap_grace_s: float
+    def __init__(  # noqa: PLR0913
+        self,
+        futures: FutureStore,
+        runner: Runner,
+        admission: Admission,
+        metrics: Metrics,
+        tracing: Tracing,
+        gap_grace_s: float,
     ) -> None:
         self._futures = futures
         self._metrics = metrics
+        self._tracing = tracing
         self._runner = runner
         self._admission = admission
         self._gap_grace_s = gap_grace_s
@@ -86,6 +94,7 @@ class Scheduler:
         alive = {lane for lane in lanes if lane in created or await self._runner.is_to_be_had(lane)}
         self._suspects.take_up(unfinished)
         for operation in unfinished:
+            self._tracing.accepted(operation, operation.request_id)
             if operation.operation_kind == "sample":
                 await self._resume_sample(operation)
             elif operation.operation_kind == "unload_model":
@@ -148,6 +157,7 @@ class Scheduler:
         accepted = await self._futures.enqueue(operation)
         if accepted.is_new:
             self._metrics.accepted(operation.operation_kind)
+            self._tracing.accepted(operation, accepted.request_id)
         return accepted
 
     async def _submit_unload(self, operation: Operation) -> str:
@@ -308,11 +318,12 @@ class Scheduler:
         self._complete(operation, await self._result(operation, ""))
 
     async def _result(self, operation: Operation, missing: str) -> Result:
-        try:
-            async with self._suspects.trial(operation):
-                return await self._tried(operation, missing)
-        except BackendFailed as error:  # of the trial
-            return self._failed(operation, error)
+        with self._tracing.running(operation):
+            try:
+                async with self._suspects.trial(operation):
+                    return await self._tried(operation, missing)
+            except BackendFailed as error:  # of the trial
+                return self._failed(operation, error)
 
     async def _tried(self, operation: Operation, missing: str) -> Result:
         deaths = lost = outages = 0
@@ -357,4 +368,5 @@ class Scheduler:
     def _complete(self, operation: Operation, result: Result, *, logged: bool = False) -> Result:
         stored = self._futures.complete(operation.request_id, result, logged=logged)
         self._metrics.ended(operation.operation_kind, stored.failure_category)
+        self._tracing.ended(operation.request_id, stored.failure_category)
         return stored

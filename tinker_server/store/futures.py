@@ -40,9 +40,12 @@ class FutureStore:
         recent_bytes: int,
         clock: Callable[[], float] = time.time,
         max_result_bytes: int = MAX_RESULT_BYTES,
+        on_stored: Callable[[str], None] = lambda request_id: None,
     ) -> None:
+        """`on_stored` is told of each operation whose result is stored."""
         self._rows = FutureRows(db)
         self._max_result_bytes = max_result_bytes
+        self._on_stored = on_stored
         self._recent: LRU[str, Result] = LRU(recent_bytes, lambda result: len(result.body))
         self._waiters = Waiters()
         self._completions = Completions(self._rows.completions)
@@ -140,6 +143,7 @@ class FutureStore:
         self.changes.note(result.owner)
         target, cursor = result.completion
         self._completions.note(target, Completion(cursor, request_id, result.failed, len(result.body)))
+        self._on_stored(request_id)
 
     async def wait(self, request_id: str, owner: str, hold_s: float) -> Result | None:
         """The result; None where it is not there within `hold_s`. Raises UnknownFuture, ResultExpired."""

@@ -43,6 +43,8 @@ class Operation:
     """Of one that an earlier server left unfinished: how many servers began it since then, and did not end it."""
     images: tuple[ImagePlace, ...] = ()
     """In the body, in order: what is stored once, though other bodies have it too."""
+    traceparent: str = field(default="", compare=False, repr=False)
+    """Whose trace it belongs to, as its client sent it (W3C Trace Context). It is not stored."""
 
 
 @dataclass(frozen=True, slots=True)

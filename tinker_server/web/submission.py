@@ -31,6 +31,8 @@ from tinker_server.web.limits import largest_body, require_few_values
 
 R = TypeVar("R", bound=Request)
 FORWARD = "forward"
+MAX_TRACEPARENT = 128
+"""Characters; one of today's version has 55."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Submission(Generic[R]):
     content_type: str
     digest: str
     images: tuple[ImagePlace, ...] = ()
+    traceparent: str = ""
 
     def with_request(self, request: R) -> "Submission[R]":
         """Another request in the place of what came; a repeat of what came is a repeat still."""
@@ -63,6 +66,7 @@ class Submission(Generic[R]):
             len(self.body),
             request=None if OPERATIONS[self.operation_kind].decoded_elsewhere else self.request,
             images=self.images,
+            traceparent=self.traceparent,
         )
         return UntypedFuture(request_id=await scheduler.submit(operation))
 
@@ -135,7 +139,8 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
             raise
         # What leaves the gradient alone is of a kind of its own, however it is asked for.
         name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
-        submission = Submission(name, request, body, content_type, digest, images)
+        traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
+        submission = Submission(name, request, body, content_type, digest, images, traceparent)
         try:
             with_files = await with_images(request, settings.image_addresses(), settings.max_body_bytes)
         except BadRequest:
