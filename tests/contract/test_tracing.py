@@ -18,6 +18,7 @@ from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
+from tinker_server.tracing import exporter
 from tinker_server.tracing.exporter import FLUSH_S
 from tinker_server.tracing.hooks import start_tracing
 from tinker_server.tracing.trace import MAX_HEARD
@@ -36,8 +37,9 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def serve(collector: Collector, tmp_path: Path) -> Iterator[Serve]:
+def serve(collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Starts a server that sends to the collector; the next one finds what the one before left."""
+    monkeypatch.setattr(exporter, "FLUSH_S", 15.0)  # on a busy machine
     started: list[Running] = []
 
     def start(**settings: Any) -> Running:
@@ -190,18 +192,18 @@ def test_a_collector_that_is_away_costs_its_spans_and_one_line(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    monkeypatch.setattr(exporter, "FLUSH_S", FLUSH_S)
     with socket.socket() as nobody:  # bound, and not listening
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         with caplog.at_level(logging.INFO):
             server = serve(otel_endpoint=f"http://{address}")
             model_id = server.model()
+            _until(lambda: len(lines_on_tracing(caplog)) > 0)
             for number in range(1, 6):
                 forward_backward(server, model_id, number)
                 time.sleep(0.1)
-            began = time.monotonic()
-            server.stop()
-    assert time.monotonic() - began < FLUSH_S + 15
+            server.stop()  # fails where it takes too long
     (level, text), *more = lines_on_tracing(caplog)
     assert level == "WARNING" and more == []
     assert f"the collector at {address} takes no traces, which are dropped after some tries: " in text

@@ -37,6 +37,6 @@ async def test_calls_are_told_with_the_times_of_their_process_and_what_became_of
         ("trainer tiny rank 0", "Zeros", "invalid"),
         ("trainer tiny rank 0", "Nap", "unanswered"),
     ]
-    assert heard[0].ended_ns - heard[0].began_ns >= 1e9
+    assert heard[0].ended_ns - heard[0].began_ns >= 0.9e9
     times_ns = [time for one in heard for time in (one.began_ns, one.ended_ns)]
     assert times_ns == sorted(times_ns) and times_ns[0] >= began_ns and times_ns[-1] <= time.time_ns()
