@@ -80,6 +80,8 @@ async def launch_trainer(name: str, *, num_ranks: int, device: Device, gpus: Seq
     """
     env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     env |= _for_device(device, gpus)
+    # Threads of transformers would convert tensors far ahead of where they go, and fill main memory with them.
+    env["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if device == "cuda":
         # Sequences of all lengths would leave memory in pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -5,7 +5,8 @@ nothing: here they range over about -9 .. -2.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -280,3 +281,16 @@ def _save(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]
     )
     model.save_pretrained(directory)
+
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "Llama": partial(make_tiny_of, "llama"),
+    "Mistral": partial(make_tiny_of, "mistral"),
+    "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
+    "Qwen3 MoE": make_tiny_moe,
+    "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
+    "Qwen2.5-VL": make_tiny_qwen2_5_vl,
+    "Qwen3.5": make_tiny_qwen3_5,
+    "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
+}
+"""A tiny one of every family that is served."""

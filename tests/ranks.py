@@ -27,6 +27,7 @@ def on_two_ranks(function: Callable[Concatenate[World, P], T], *args: P.args, **
 
 def _as_rank(rank: int, port: int, function: Callable[..., T], args: tuple, kwargs: dict) -> T:  # type: ignore[type-arg]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # as the launcher has it
     world = join_world("cpu")
     try:
         return function(world, *args, **kwargs)

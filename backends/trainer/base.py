@@ -1,23 +1,24 @@
-"""The frozen base model of one rank: loaded, tested, sharded when there are several ranks."""
+"""The frozen base model of one rank: loaded, tested, compiled."""
 
 import logging
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from backends.families.family import Family
 from backends.protocol import BackendFailed
 from backends.rendering import Renderer
-from backends.trainer import attention
+from backends.sources import BYTES_PER_NUMBER, count_parameters
 from backends.trainer.activations import Memory
 from backends.trainer.batching import Microbatch
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.compiling import compile_layers, run_text, text_row, warm_up
 from backends.trainer.graphs import Graphs
+from backends.trainer.loading import load
 from backends.trainer.lora import Adapters
-from backends.trainer.parallel import World, shard
+from backends.trainer.parallel import World
 from backends.trainer.scoring import Scorer
 from backends.trainer.self_test import own_logprobs, packing_is_exact
 from backends.trainer.vision import FrozenVision
@@ -38,22 +39,21 @@ class FrozenBase:
             pixel_dtype=getattr(torch, config.dtype),
         )
         family = self.renderer.family
-        model = load(config, family, world)
+        self.is_sharded = world.size > 1 and not _fits_whole(config)
+        """Whether ranks wait for each other within a row. Where each has the whole base, none does."""
+        root = load(config, family, world, is_sharded=self.is_sharded)
+        model = root.model
         vision = family.vision
         self.vision = FrozenVision(vision, model.base_model, config.image_cache_bytes) if vision is not None else None
         self.num_parameters = model.num_parameters()
-        own = own_logprobs(model, self.renderer, world.device)
+        own = own_logprobs(root, self.renderer, world.device)
         self.adapters = Adapters(model, family.lora_modules(model), config.max_lora_rank)
-        self.scorer = Scorer(model, self.vision, self.adapters).eval()
+        self.scorer = Scorer(root, self.vision, self.adapters).eval()
         is_exact = packing_is_exact(self.scorer, self.renderer, own, world.device)
         self.packs = is_exact and not family.has_linear_attention
         """Whether samples may stand in one row."""
         if not self.packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
-        self.is_sharded = world.size > 1 and not _fits_whole(model, config)
-        """Whether ranks wait for each other within a row. Where each has the whole base, none does."""
-        if self.is_sharded:
-            shard(self.scorer, model.get_decoder().layers, world)
         self.memory: Memory | None = None
         """Of the GPU, where rows are made to fit into it."""
         self._graphs: Graphs | None = None
@@ -101,18 +101,7 @@ class FrozenBase:
         return memory
 
 
-def _fits_whole(model: PreTrainedModel, config: TrainerConfig) -> bool:
+def _fits_whole(config: TrainerConfig) -> bool:
     """Whether each rank may hold the whole base, with as much memory left for rows."""
-    weights = sum(tensor.nbytes for tensor in model.parameters())
+    weights = count_parameters(Path(config.source)) * BYTES_PER_NUMBER[config.dtype]
     return config.gpu_memory_bytes is not None and 2 * weights <= config.gpu_memory_bytes
-
-
-def load(config: TrainerConfig, family: Family, world: World) -> PreTrainedModel:
-    """The frozen base, on this rank's device (FSDP moves it there itself when there are several ranks)."""
-    dtype = getattr(torch, config.dtype)
-    decoder = attention.implementation(world.device, dtype)
-    model: PreTrainedModel = family.model_class.from_pretrained(
-        config.source, dtype=dtype, attn_implementation=family.attention(decoder)
-    )
-    model.requires_grad_(False)
-    return model.to(world.device)

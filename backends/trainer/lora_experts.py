@@ -60,7 +60,8 @@ class LoraExperts(nn.Module):
 
     def __init__(self, base: StackedExperts, row: RowScales) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn, self._row = base.gate_up_proj, base.down_proj, base.act_fn, row
+        # FSDP2 knows the experts by their module: it stays where their weights are.
+        self.base, self._row = base, row
         num_experts, hidden, inner = base.down_proj.shape
         self.adapters = {
             "gate_proj": ExpertAdapters(num_experts, inner, hidden),
@@ -70,7 +71,7 @@ class LoraExperts(nn.Module):
 
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """[T, H]: the sum of each token's experts, by the router's weights."""
-        num_experts, _, inner = self.down_proj.shape
+        num_experts, _, inner = self.base.down_proj.shape
         experts_S, order_S = experts_TK.flatten().sort(stable=True)
         ends_E = torch.searchsorted(
             experts_S, torch.arange(num_experts, device=experts_S.device), right=True, out_int32=True
@@ -79,10 +80,10 @@ class LoraExperts(nn.Module):
         x_SH, scales_SR = hidden_TH[token_S], self._row.scales_TR[token_S]
         gate_SI, up_SI = (
             lora_grouped(x_SH, weight, *self.adapters[name].all, scales_SR, ends_E)[0]
-            for name, weight in zip(PROJECTIONS, self.gate_up_proj.split(inner, dim=1), strict=False)
+            for name, weight in zip(PROJECTIONS, self.base.gate_up_proj.split(inner, dim=1), strict=False)
         )
-        inner_SI = self.act_fn(gate_SI) * up_SI
-        y_SH = lora_grouped(inner_SI, self.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]
+        inner_SI = self.base.act_fn(gate_SI) * up_SI
+        y_SH = lora_grouped(inner_SI, self.base.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]
         y_SH = y_SH * weights_TK.flatten()[order_S, None]
         # Back to the tokens' order and summed there: adding by index is not deterministic on a GPU.
         place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))

@@ -37,9 +37,20 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, row: RowScales) -> None:
         super().__init__()
-        self.weight, self.bias, self._row = base.weight, base.bias, row
+        # FSDP2 knows the linear by its module: it stays where its weight is.
+        self.base, self._row = base, row
 
     num_matrices = 1
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I], the linear's own."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[O], the linear's own."""
+        return self.base.bias
 
     @property
     def matrix_shape(self) -> torch.Size:

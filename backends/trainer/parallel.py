@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
 
 from backends.protocol import BackendFailed, InvalidInput
 
@@ -50,13 +51,26 @@ def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
     return World(rank, size, device)
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], world: World) -> None:
+class Root(nn.Module):
+    """The frozen base as FSDP2's root: what is called through it finds all that belongs to no layer gathered."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `function` returns, which may use any part of the model. Where that is sharded, all ranks call it with
+        what runs the same layers."""
+        return function(*args, **kwargs)
+
+
+def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
     """Shard the frozen base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower,
     head) in the root's unit, gathered by every rank at each forward whether or not it has an image."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(root, mesh=mesh)
 
 
 def sum_gradients(parameters: list[nn.Parameter], world: World) -> None:

@@ -16,6 +16,7 @@ from backends.trainer import attention
 from backends.trainer.batching import Microbatch
 from backends.trainer.lora import Adapters
 from backends.trainer.lora_linear import LoraLinear, add_product, lora_linear_backward, scaled
+from backends.trainer.parallel import Root
 from backends.trainer.vision import FrozenVision
 
 MAX_LOGITS = 2**27
@@ -23,16 +24,24 @@ MAX_LOGITS = 2**27
 
 
 class Scorer(nn.Module):
-    """A model whose forward gives target log probabilities; FSDP's root, so that the head is gathered too."""
+    """A model whose forward gives target log probabilities."""
 
-    def __init__(self, model: PreTrainedModel, vision: FrozenVision | None, adapters: Adapters) -> None:
+    def __init__(self, root: Root, vision: FrozenVision | None, adapters: Adapters) -> None:
         super().__init__()
-        self.model = model
+        self._root = root
         self._vision = vision
         self.adapters = adapters
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """The base that it scores with."""
+        return self._root.model
+
     def forward(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         """[T, K] float32, nats: of a packed row's targets, whose tokens have these scales of the loaded adapters."""
+        return cast(Tensor, self._root(self._scored, batch, scales_TR))
+
+    def _scored(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         self.adapters.use(scales_TR)
         with ExitStack() as forward:
             image_inputs: dict[str, Tensor] = {}

@@ -3,20 +3,20 @@
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from backends.protocol import BackendFailed
 from backends.rendering import Rendered, Renderer
 from backends.trainer import attention
 from backends.trainer.batching import pack
+from backends.trainer.parallel import Root
 from backends.trainer.scoring import Scorer
 
 Sample = tuple[Rendered, np.ndarray]
 
 
-def own_logprobs(model: PreTrainedModel, renderer: Renderer, device: torch.device) -> list[Tensor]:
+def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
     """[T, 1] nats of each of two short texts, by the model's own forward, as it was loaded."""
-    return [_own_logprobs(model, *sample, device) for sample in _samples(renderer)]
+    return [_own_logprobs(root, *sample, device) for sample in _samples(renderer)]
 
 
 def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], device: torch.device) -> bool:
@@ -57,10 +57,10 @@ def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
     return np.where(np.isin(text, list(renderer.family.placeholders)), 0, text)
 
 
-def _own_logprobs(model: PreTrainedModel, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
+def _own_logprobs(root: Root, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
     input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
     length = input_ids.shape[1]
     extra = attention.bounds(torch.tensor([0, length], dtype=torch.int32, device=device), length)
     with torch.no_grad():
-        logits: Tensor = model(input_ids=input_ids, use_cache=False, **extra).logits[0].float()
+        logits: Tensor = root(root.model, input_ids=input_ids, use_cache=False, **extra).logits[0].float()
     return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None].to(device))

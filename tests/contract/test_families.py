@@ -4,9 +4,7 @@ pytest tests/contract/test_families.py
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +23,7 @@ from backends.trainer.lora import ALPHA
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
-from tests.models import make_tiny_moe, make_tiny_of, make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
+from tests.models import FAMILIES, make_tiny_moe
 from tests.ranks import on_two_ranks
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
@@ -40,16 +38,6 @@ from tests.trainers import (
     trainer,
 )
 
-FAMILIES: dict[str, Callable[[Path], Path]] = {
-    "Llama": partial(make_tiny_of, "llama"),
-    "Mistral": partial(make_tiny_of, "mistral"),
-    "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
-    "Qwen3 MoE": make_tiny_moe,
-    "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
-    "Qwen2.5-VL": make_tiny_qwen2_5_vl,
-    "Qwen3.5": make_tiny_qwen3_5,
-    "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
-}
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
 ADAPTERS = {
     "a": LORA,
