@@ -139,16 +139,19 @@ def find(name: str, directory: Path, device: Device, config: BackendConfig, mach
     except (OSError, ValueError) as error:
         raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
     check_tokenizer(directory)
-    numbers_per_rank = check_coverage(renderer.family, renderer.config, source)
+    numbers = check_coverage(renderer.family, renderer.config, source)
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
     two_contexts = 2 * context * kv_bytes_per_token(text_config, dtype)
     least_kv_cache = max(SMALLEST_DEFAULT_KV_CACHE, two_contexts) if device == "cpu" else LEAST_KV_CACHE_ON_CUDA
     kv_cache_bytes = config.kv_cache_bytes or least_kv_cache
-    size = ModelSize(name, count_parameters(directory) * BYTES_PER_NUMBER[dtype], kv_cache_bytes)
+    number_bytes = BYTES_PER_NUMBER[dtype]
+    size = ModelSize(
+        name, count_parameters(directory) * number_bytes, kv_cache_bytes, gathered_bytes=numbers.gathered * number_bytes
+    )
     room = machine.main_bytes if device == "cpu" else min(machine.gpu_bytes, default=0) * config.gpu_memory_fraction
-    rank_bytes = config.adapter_slots * numbers_per_rank * BYTES_PER_NUMBER[dtype]
+    rank_bytes = config.adapter_slots * numbers.adapter * number_bytes
     max_lora_rank = config.max_lora_rank or default_lora_rank(rank_bytes, room)
     return FoundModel(name, source, directory, renderer, context, dtype, size, max_lora_rank)
 

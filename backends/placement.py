@@ -1,8 +1,9 @@
 """Where every base model computes: which GPUs, and how much of their memory; or that this machine cannot hold them.
 
-A model stands in memory twice, in its trainer and in its sampler. On the CPU each trainer rank and the sampler hold
-a copy in main memory. On CUDA, of every GPU that a model uses, `sampler_fraction` belongs to samplers, and the rest
-to trainers; where several models share a GPU, each gets what it cannot do without and an equal part of what is left.
+A model stands in memory twice, in its trainer and in its sampler. Several trainer ranks share its weights, from when
+they are read, unless each has room for all. On the CPU everything is in main memory. On CUDA, of every GPU that a
+model uses, `sampler_fraction` belongs to samplers, and the rest to trainers; where several models share a GPU, each
+gets what it cannot do without and an equal part of what is left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,14 @@ class ModelSize:
     """One copy of its weights, in the precision that it is loaded in."""
     kv_cache_bytes: int
     """The least that its sampler can do with."""
+    gathered_bytes: int
+    """Of its weights, what each of several trainer ranks that share them has whole while it computes."""
+
+    def rank_bytes(self, num_ranks: int) -> int:
+        """Weights in each of so many trainer ranks, at the least: its part, and what it gathers from the others, which
+        stands there twice, as it came and as it is used."""
+        shared = -(-self.weight_bytes // num_ranks) + 2 * self.gathered_bytes
+        return self.weight_bytes if num_ranks == 1 else min(self.weight_bytes, shared)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def place(
     if len(machine.gpu_bytes) < num_ranks:
         raise BackendFailed(f"{num_ranks} ranks on CUDA need as many GPUs; torch sees {len(machine.gpu_bytes)}")
     gpus = _spread(models, len(machine.gpu_bytes), num_ranks)
-    trainers = {model.name: model.weight_bytes + _LEAST_TRAINER_BYTES + _CONTEXT_BYTES for model in models}
+    trainers = {model.name: model.rank_bytes(num_ranks) + _LEAST_TRAINER_BYTES + _CONTEXT_BYTES for model in models}
     samplers = {model.name: model.weight_bytes + model.kv_cache_bytes for model in models}
     trainer_fraction = {model.name: 1.0 for model in models}
     sampler_fractions: dict[str, float] = {}
@@ -97,12 +106,13 @@ def place(
 
 
 def _check_main_memory(models: Sequence[ModelSize], free: int, num_ranks: int) -> None:
-    copies = num_ranks + 1
-    needed = {model.name: copies * (model.weight_bytes + _PROCESS_BYTES) + model.kv_cache_bytes for model in models}
+    processes = num_ranks + 1
+    weights = {model.name: model.weight_bytes + num_ranks * model.rank_bytes(num_ranks) for model in models}
+    needed = {model.name: weights[model.name] + processes * _PROCESS_BYTES + model.kv_cache_bytes for model in models}
     if sum(needed.values()) > free:
         parts = "; ".join(
-            f"{model.name} {_gib(needed[model.name])} ({copies} copies of {_gib(model.weight_bytes)},"
-            f" {copies} processes of {_gib(_PROCESS_BYTES)}, {_gib(model.kv_cache_bytes)} of KV cache)"
+            f"{model.name} {_gib(needed[model.name])} ({_gib(weights[model.name])} of weights in sampler and trainer,"
+            f" {processes} processes of {_gib(_PROCESS_BYTES)}, {_gib(model.kv_cache_bytes)} of KV cache)"
             for model in models
         )
         raise BackendFailed(

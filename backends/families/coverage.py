@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,11 +13,20 @@ from backends.families.family import Family
 from backends.protocol import BackendFailed
 
 
-def check_coverage(family: Family, config: PretrainedConfig, source: str) -> int:
+@dataclass(frozen=True)
+class Numbers:
+    """How many numbers a model's tensors hold."""
+
+    adapter: int
+    """Of an adapter that trains all, for each of its ranks."""
+    gathered: int
+    """Of what several trainer ranks gather of a sharded base at once: all but the layers, and two of them."""
+
+
+def check_coverage(family: Family, config: PretrainedConfig, source: str) -> Numbers:
     """Refuse a model unless every weight matrix is trained by exactly one flag, or frozen by its family.
 
-    Builds the model of `config` without memory for its weights. Returns how many numbers each rank of an adapter
-    adds where all is trained. Raises BackendFailed naming the weights.
+    Builds the model of `config` without memory for its weights. Raises BackendFailed naming the weights.
     """
     model = _without_memory(family, config, source)
     modules = [name for names in family.lora_modules(model).values() for name in names]
@@ -28,7 +38,13 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str) -> int
             f" {', '.join(dict.fromkeys(_without_numbers([*missing, *twice])))}"
         )
     shapes = [parameter.shape for name in modules for parameter in model.get_submodule(name).parameters()]
-    return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
+    adapter = sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
+    layers = [_count(layer) for layer in model.get_decoder().layers]
+    return Numbers(adapter, gathered=_count(model) - sum(layers) + 2 * max(layers))
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _without_memory(family: Family, config: PretrainedConfig, source: str) -> PreTrainedModel:

@@ -6,21 +6,25 @@ from backends.placement import Machine, ModelSize, place
 from backends.protocol import BackendFailed
 
 GIB = 1 << 30
-SMALL, LARGE = ModelSize("small", 2 * GIB, GIB), ModelSize("large", 16 * GIB, GIB)
+SMALL, LARGE = ModelSize("small", 2 * GIB, GIB, GIB // 4), ModelSize("large", 16 * GIB, GIB, GIB)
 
 
 def test_memory_of_all_models_is_summed_and_refused_with_each_ones_figures() -> None:
     one = 2 * (2 * GIB + 3 * GIB // 2) + GIB
-    models = [SMALL, ModelSize("other", 2 * GIB, GIB)]
+    models = [SMALL, ModelSize("other", 2 * GIB, GIB, GIB // 4)]
     place(models[:1], Machine(one), "cpu", num_ranks=1, sampler_fraction=0.4)
     place(models, Machine(2 * one), "cpu", num_ranks=1, sampler_fraction=0.4)
     with pytest.raises(BackendFailed, match=r"15\.\d GiB are free, 16\.0 .* needed: small 8\.0 GiB .*; other 8\.0 "):
         place(models, Machine(2 * one - GIB // 2), "cpu", num_ranks=1, sampler_fraction=0.4)
 
 
-def test_every_rank_on_the_cpu_counts_as_a_copy() -> None:
-    with pytest.raises(BackendFailed, match=r"small 11\.5 GiB \(3 copies of 2\.0 GiB"):
-        place([SMALL], Machine(11 * GIB), "cpu", num_ranks=2, sampler_fraction=0.4)
+def test_ranks_on_the_cpu_share_one_copy_and_each_gathers_some_of_it() -> None:
+    needed = 2 * GIB + 2 * (GIB + GIB // 2) + 3 * 3 * GIB // 2 + GIB
+    place([SMALL], Machine(needed), "cpu", num_ranks=2, sampler_fraction=0.4)
+    with pytest.raises(
+        BackendFailed, match=r"small 10\.5 GiB \(5\.0 GiB of weights in sampler and trainer, 3 processes"
+    ):
+        place([SMALL], Machine(needed - 1), "cpu", num_ranks=2, sampler_fraction=0.4)
 
 
 def test_a_model_alone_on_a_gpu_gets_all_of_it() -> None:
@@ -41,7 +45,7 @@ def test_models_on_one_gpu_share_it_and_no_byte_is_given_twice() -> None:
 
 def test_models_that_fit_one_by_one_but_not_together_are_refused() -> None:
     machine = Machine(0, [80 * GIB])
-    twins = [ModelSize("first", 20 * GIB, GIB), ModelSize("second", 20 * GIB, GIB)]
+    twins = [ModelSize("first", 20 * GIB, GIB, GIB), ModelSize("second", 20 * GIB, GIB, GIB)]
     for model in twins:
         place([model], machine, "cuda", num_ranks=1, sampler_fraction=0.5)
     with pytest.raises(
@@ -57,9 +61,17 @@ def test_models_spread_over_the_gpus_with_the_fewest_weights() -> None:
     assert (found["large"].gpus, found["small"].gpus) == ((0, 1), (2, 3))
 
 
-def test_every_gpu_must_hold_the_whole_base_which_it_does_while_it_loads() -> None:
+def test_gpus_share_a_base_that_none_of_them_could_hold_and_are_refused_where_that_is_not_enough() -> None:
+    machine = Machine(0, [40 * GIB] * 2)
     with pytest.raises(BackendFailed, match=r"trainers on GPU 0 have 14\.0 GiB and need 19\.0 GiB: large"):
-        place([LARGE], Machine(0, [40 * GIB] * 2), "cuda", num_ranks=2, sampler_fraction=0.65)
+        place([LARGE], machine, "cuda", num_ranks=1, sampler_fraction=0.65)
+    place([LARGE], machine, "cuda", num_ranks=2, sampler_fraction=0.65)
+    with pytest.raises(BackendFailed, match=r"trainers on GPU 0 have 12\.0 GiB and need 13\.0 GiB: large"):
+        place([LARGE], machine, "cuda", num_ranks=2, sampler_fraction=0.7)
+
+
+def test_a_rank_is_never_counted_with_more_than_the_whole_base() -> None:
+    assert ModelSize("flat", 3 * GIB, GIB, 2 * GIB).rank_bytes(4) == 3 * GIB
 
 
 def test_a_gpu_without_a_sampler_gives_no_memory_to_one() -> None:
