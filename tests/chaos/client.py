@@ -21,7 +21,7 @@ class Unanswered(AssertionError):
     """A request that should have had an answer by now."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Told:
     """An operation, and the one answer it may ever have."""
 
@@ -40,6 +40,8 @@ class Client:
 
     base_url: str
     told: list[Told] = field(default_factory=list)
+    under_way: list[Told] = field(default_factory=list)
+    """What was asked for and has no result."""
 
     def __post_init__(self) -> None:
         self._http = httpx.Client(base_url=f"{self.base_url}/api/v1", timeout=60, headers={"X-API-Key": KEY})
@@ -67,7 +69,10 @@ class Client:
 
     def submit(self, path: str, body: Json) -> Told:
         """Accepted; `result` waits for what comes of it."""
-        return Told(path, body, self.post(path, body)["request_id"], {}, -time.monotonic())
+        told = Told(path, body, "", {}, -time.monotonic())
+        self.under_way.append(told)
+        told.request_id = self.post(path, body)["request_id"]
+        return told
 
     def result(self, told: Told) -> Json:
         """What comes of an operation, for good."""
@@ -75,6 +80,7 @@ class Client:
         told.at_s = time.monotonic()
         told.seconds += told.at_s
         self.told.append(told)
+        self.under_way.remove(told)
         return told.result
 
     def do(self, path: str, body: Json) -> Json:

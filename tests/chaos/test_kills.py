@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.chaos.client import PATIENCE_S, Client, Model, State
+from tests.chaos.client import PATIENCE_S, Client, Model, State, Told
 from tests.chaos.worker import Seen, Worker
 from tests.servers import MODEL, Server
 
@@ -37,6 +37,8 @@ class Place:
         self.starts_s: list[float] = []
         self.kills: list[tuple[str, float]] = []
         """Who, and when."""
+        self._hit: dict[str, list[Told]] = {}
+        """By victim, what was under way at its last kill."""
         self.saved: dict[str, State] = {}
         self.sampled: dict[str, State] = {}
         self.start()
@@ -72,6 +74,7 @@ class Place:
                 raise worker.error
 
     def _kill(self, victim: str) -> None:
+        self._spare_what_was_hit("sampler" if victim == "engine" else victim)
         api = psutil.Process(self.server.process.pid)
         if victim != "server":
             found = self._random.choice(self._await(api, victim))
@@ -83,6 +86,15 @@ class Place:
         _, orphans = psutil.wait_procs(children, timeout=ORPHAN_S)
         assert not orphans, f"outlive their server: {[' '.join(orphan.cmdline()) for orphan in orphans]}"
         self.start()
+
+    def _spare_what_was_hit(self, victim: str) -> None:
+        """An operation under which a process ends twice is blamed for it, by name: it must not be by our hand."""
+        deadline = time.monotonic() + PATIENCE_S
+        hit = self._hit.get(victim, [])
+        while self._may_go_on() and any(one in worker.client.under_way for worker in self.workers for one in hit):
+            assert time.monotonic() < deadline, "what was under way at a kill is not answered"
+            time.sleep(0.02)
+        self._hit[victim] = [one for worker in self.workers for one in list(worker.client.under_way)]
 
     def _await(self, api: psutil.Process, victim: str) -> list[psutil.Process]:
         """The processes of a kind; one that was just killed is there again soon."""
