@@ -43,6 +43,8 @@ def main(out: str, runs: dict[str, Path]) -> None:
     for number, run in enumerate(runs):
         for name, style in (("reward", "-"), ("validation", "o")):
             points = [(row["step"], row[name]) for row in rows if row["run"] == run and name in row]
+            if not points:
+                continue
             label = f"{run}, training" if name == "reward" else f"{run}, validation"
             axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label, alpha=0.8)
     axes.set(xlabel="step", ylabel="mean reward of an episode", ylim=(0, 1.02))
