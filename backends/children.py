@@ -172,9 +172,10 @@ KeepWaiting = Callable[[float], None]
 """What a child calls before it works for longer: the number of seconds that the server should wait from now."""
 
 
-def serve(make: Callable[[KeepWaiting], Callable[[Any], Any]]) -> None:
+def serve(make: Callable[[KeepWaiting], Callable[[Any, Hearer], Any]]) -> None:
     """A child's whole life, one command at a time: what `make` returns takes it and returns its answer, or a Future
-    of it, which is answered when it is done, while the next command runs."""
+    of it, which is answered when it is done, while the next command runs. What it calls with a part of its answer
+    tells the server that part."""
     connection, turn = _connection(), threading.Lock()
 
     def send(*message: Any) -> None:
@@ -196,7 +197,7 @@ def serve(make: Callable[[KeepWaiting], Callable[[Any], Any]]) -> None:
     while (message := receive(connection)) is not None:
         call_id, command = message
         if command is not None:  # else a cancelled call: it has run by now
-            answer(call_id, partial(handle, command), time.time_ns())
+            answer(call_id, partial(handle, command, partial(send, call_id, "part")), time.time_ns())
 
 
 async def serve_async(handle: Callable[[Any, Hearer], Awaitable[Any]]) -> None:

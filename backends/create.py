@@ -9,7 +9,7 @@ from backends.config import BackendConfig
 from backends.describe import LocalModel, describe_models
 from backends.examine import examine as examine
 from backends.gpus import read_gpus
-from backends.protocol import Backend, GpuState
+from backends.protocol import Backend, GpuState, LoadingHearer, unheard
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 class LocalBackend:
     """`protocol.Backend` on this machine."""
 
-    def __init__(self, config: BackendConfig) -> None:
+    def __init__(self, config: BackendConfig, hear: LoadingHearer = unheard) -> None:
         self._config = config
+        self._hear = hear
         self._models: dict[str, LocalModel] = {}
 
     @property
@@ -30,7 +31,7 @@ class LocalBackend:
         """Load all models, side by side where they do not count each other's memory."""
         self._models = await asyncio.to_thread(describe_models, self._config)
         try:
-            await start_models(self._loaded())
+            await start_models(self._loaded(), self._hear)
         except BaseException:
             await self.stop()
             raise
@@ -48,9 +49,9 @@ class LocalBackend:
         return list({id(model.trainer): model for model in reversed(self._models.values())}.values())[::-1]
 
 
-def create_backend(config: BackendConfig) -> Backend:
-    """A backend that has not started."""
-    return LocalBackend(config)
+def create_backend(config: BackendConfig, hear: LoadingHearer = unheard) -> Backend:
+    """A backend that has not started. `hear` is told what its processes do whenever they get ready."""
+    return LocalBackend(config, hear)
 
 
 def _plan(model: LocalModel) -> str:
@@ -67,14 +68,14 @@ def _plan(model: LocalModel) -> str:
     return ", ".join(parts)
 
 
-async def start_models(models: list[LocalModel]) -> None:
-    """Load trainers and samplers, a progress line for each model. Raises the first failure.
+async def start_models(models: list[LocalModel], hear: LoadingHearer) -> None:
+    """Load trainers and samplers. Raises the first failure.
 
     A sampler on CUDA starts when all trainers have loaded and no other sampler loads on its GPU: vLLM takes for
     its own whatever memory is filled while it measures.
     """
     turns = {model.placement.gpus[0]: asyncio.Lock() for model in models if model.placement.gpus}
-    trainers = {id(model): asyncio.create_task(model.trainer.start()) for model in models}
+    trainers = {id(model): asyncio.create_task(model.trainer.start(hear)) for model in models}
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
@@ -82,9 +83,9 @@ async def start_models(models: list[LocalModel]) -> None:
         if model.placement.gpus:
             await asyncio.gather(*trainers.values())
             async with turns[model.placement.gpus[0]]:
-                await model.sampler.start()
+                await model.sampler.start(hear)
         else:
-            await asyncio.gather(trainers[id(model)], model.sampler.start())
+            await asyncio.gather(trainers[id(model)], model.sampler.start(hear))
         log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 
     loading = [*trainers.values(), *(asyncio.create_task(start(model)) for model in models)]

@@ -28,6 +28,8 @@ _GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
 the group that it ends, the guard also keeps the group's number from being given to others."""
 _LAST_WORDS_S = 0.1
 """For the answers that a process sent just before it ended."""
+_WITHOUT_BARS = {"TQDM_DISABLE": "1"}
+"""Libraries draw none where several processes write; what is loaded is told to the server (`progress.py`)."""
 _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation once other
 processes want the cores: a training step of 2 s took 14."""
@@ -43,9 +45,10 @@ async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
             *("/bin/sh", "-c", _GUARDED, str(guarding)),
             *(sys.executable, "-m", module, str(theirs.fileno())),
             pass_fds=[theirs.fileno(), guarding],
-            env={**os.environ, **env},
+            env={**os.environ, **_WITHOUT_BARS, **env},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,  # the server's own output is for its user alone
+            stderr=sys.stderr,
             start_new_session=True,
         )
 
@@ -89,7 +92,7 @@ async def launch_trainer(name: str, *, num_ranks: int, device: Device, gpus: Seq
     try:
         for rank in range(num_ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(await launch(f"trainer {name} rank {rank}", "backends.trainer.process", env | own))
+            ranks.append(await launch(rank_name(name, rank), "backends.trainer.process", env | own))
     except BaseException:
         await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
         raise
@@ -113,7 +116,17 @@ async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ())
     else:
         # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return await launch(f"sampler {name}", "backends.sampler.process", env)
+    return await launch(sampler_name(name), "backends.sampler.process", env)
+
+
+def rank_name(name: str, rank: int) -> str:
+    """What the process of a base model's trainer rank is called."""
+    return f"trainer {name} rank {rank}"
+
+
+def sampler_name(name: str) -> str:
+    """What the process of a base model's sampler is called."""
+    return f"sampler {name}"
 
 
 def _for_device(device: Device, gpus: Sequence[int]) -> dict[str, str]:

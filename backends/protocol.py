@@ -85,6 +85,24 @@ class ProcessState:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """What a process that gets ready does now."""
+
+    doing: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+    """0: it is no matter of bytes, or nobody knows of how many."""
+
+
+LoadingHearer = Callable[[str, Loading | None], None]
+"""Hears on the event loop which process gets ready, by its name, and what it does; None: it is ready, or has failed."""
+
+
+def unheard(process: str, loading: Loading | None) -> None:
+    """Nobody listens."""
+
+
+@dataclass(frozen=True)
 class EngineUse:
     """What a sampler's engine has to do now."""
 

@@ -53,6 +53,11 @@ def count_parameters(directory: Path) -> int:
     return total
 
 
+def tensor_bytes(directory: Path) -> dict[str, int]:
+    """By tensor, what it takes in the safetensors files."""
+    return {tensor.name: tensor.num_bytes for path in _weight_files(directory) for tensor in _read_header(path)}
+
+
 def fingerprint(directory: Path) -> str:
     """A hash by which a base model is known again: 64 hexadecimal digits.
 

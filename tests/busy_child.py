@@ -43,7 +43,7 @@ class Unloadable:
         return (pickle.loads, ("no bytes",))
 
 
-def handle(command: object) -> object:
+def handle(command: object, _: object) -> object:
     """What each command does."""
     match command:
         case Grandchild():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.protocol import BackendFailed
-from tinker_server import logs
+from tinker_server import logs, progress
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
@@ -127,15 +127,16 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         this.cancel()
 
     on_signal(interrupt)
-    app = create_app(settings)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("loading %s", ", ".join(f"{n} from {s}" for n, s in settings.backend.models.items()))
-    async with app.router.lifespan_context(app):
-        server = Server(app, app.state.services.drain, lambda: print(url, flush=True))
-        on_signal(lambda: server.handle_exit(signal.SIGINT, None))
-        await server.serve(sockets=[listener])
-        log.info("stopping")
+    with progress.shown() as hear:
+        app = create_app(settings, hear=hear)
+        async with app.router.lifespan_context(app):
+            server = Server(app, app.state.services.drain, lambda: print(url, flush=True))
+            on_signal(lambda: server.handle_exit(signal.SIGINT, None))
+            await server.serve(sockets=[listener])
+            log.info("stopping")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from backends.protocol import Backend
+from backends.protocol import Backend, LoadingHearer, unheard
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
@@ -76,15 +76,21 @@ QUEUED_BODIES = 4
 """An owner's training requests that wait are bound to so many of the largest bodies; beyond it, 429."""
 
 
-def create_app(settings: Settings, backend: Backend | None = None, clock: Callable[[], float] = time.time) -> FastAPI:
-    """The server; without a `backend`, the one that the settings describe is made and loaded.
+def create_app(
+    settings: Settings,
+    backend: Backend | None = None,
+    clock: Callable[[], float] = time.time,
+    hear: LoadingHearer = unheard,
+) -> FastAPI:
+    """The server; without a `backend`, the one that the settings describe is made and loaded, and `hear` is told how
+    far that is.
 
     `clock` says how old things are, in Unix seconds.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with serving(settings, backend, clock) as app.state.services:
+        async with serving(settings, backend, clock, hear) as app.state.services:
             yield
 
     app = FastAPI(title="tinker-server", lifespan=lifespan)
@@ -107,7 +113,10 @@ def create_app(settings: Settings, backend: Backend | None = None, clock: Callab
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, backend: Backend | None, clock: Callable[[], float] = time.time
+    settings: Settings,
+    backend: Backend | None,
+    clock: Callable[[], float] = time.time,
+    hear: LoadingHearer = unheard,
 ) -> AsyncIterator[Services]:
     """All services, from an open database and loaded models to the end of the last child process.
 
@@ -120,7 +129,7 @@ async def serving(
         stack.push_async_callback(db.close)
         await stack.enter_async_context(db.sole_use())
         await db.migrate()
-        backend = backend or _described_backend(settings)
+        backend = backend or _described_backend(settings, hear)
         stack.push_async_callback(backend.stop)
         await backend.start()
         services = build_services(settings, db, backend, tracing, clock)
@@ -130,10 +139,10 @@ async def serving(
         yield services
 
 
-def _described_backend(settings: Settings) -> Backend:
+def _described_backend(settings: Settings, hear: LoadingHearer) -> Backend:
     from backends.create import create_backend  # slow to import: brings torch and vLLM
 
-    return create_backend(settings.resolved_backend())
+    return create_backend(settings.resolved_backend(), hear)
 
 
 def build_services(

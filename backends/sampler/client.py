@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,8 +19,18 @@ import numpy as np
 from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleResponse, SamplingParams
 from backends.children import Child, ChildDied, Command
-from backends.launcher import launch_sampler
-from backends.protocol import BackendFailed, ChatTask, ChatUsage, EngineUse, ProcessState, SamplingTask
+from backends.launcher import launch_sampler, sampler_name
+from backends.protocol import (
+    BackendFailed,
+    ChatTask,
+    ChatUsage,
+    EngineUse,
+    Loading,
+    LoadingHearer,
+    ProcessState,
+    SamplingTask,
+    unheard,
+)
 from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.trials import EngineDied, Trials
 
@@ -27,6 +38,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _PROGRESS_S = 15
+"""Between two looks at whether the engine gets on."""
 _PROMPT_S = 0.5
 """For an answer that is there at once, or not worth waiting for."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1, 60
@@ -53,9 +65,11 @@ class SamplerClient:
         self._watching: dict[Child, asyncio.Task[None]] = {}
         """Every child that has not been cleared away."""
         self._trials = Trials(self._running)
+        self._hear: LoadingHearer = unheard
 
-    async def start(self) -> None:
-        """Returns once the engine can sample. Raises BackendFailed."""
+    async def start(self, hear: LoadingHearer = unheard) -> None:
+        """Returns once the engine can sample. `hear` is told of this and of later starts. Raises BackendFailed."""
+        self._hear = hear
         await self._start()
 
     async def stop(self) -> None:
@@ -142,14 +156,19 @@ class SamplerClient:
     async def _start(self) -> Child:
         name, began = self._config.name, time.monotonic()
         self._starts += 1
-        child = await self._launch(name, device=self._config.device, gpus=self._config.gpus)
+        tell = partial(self._hear, sampler_name(name))
         try:
-            async with _progress(name):
-                await child.call(Start(self._config))
+            tell(Loading("starts"))
+            child = await self._launch(name, device=self._config.device, gpus=self._config.gpus)
+            try:
+                await child.call(Start(self._config), hear=tell)
+                tell(Loading("draws a first token"))
                 await child.call(Sample(_FIRST_TASK))
-        except BaseException:
-            await child.stop(grace_s=1)
-            raise
+            except BaseException:
+                await child.stop(grace_s=1)
+                raise
+        finally:
+            tell(None)
         log.info("%s: the sampler is ready after %.0f s", name, time.monotonic() - began)
         self._child = child
         watching = self._watch(child)
@@ -178,20 +197,3 @@ class SamplerClient:
                     seen, since = progress, time.monotonic()
         await child.stop(grace_s=0)
         self._watching.pop(child, None)
-
-
-@contextlib.asynccontextmanager
-async def _progress(name: str) -> AsyncIterator[None]:
-    """Say every few seconds that the engine is still loading."""
-
-    async def report() -> None:
-        began = time.monotonic()
-        while True:
-            await asyncio.sleep(_PROGRESS_S)
-            log.info("%s: the sampler is loading, %.0f s so far", name, time.monotonic() - began)
-
-    reporting = asyncio.create_task(report())
-    try:
-        yield
-    finally:
-        reporting.cancel()

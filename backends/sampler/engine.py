@@ -69,6 +69,7 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         enable_mixed_moe_lora_format=True,  # adapters of experts are matrix by matrix, whatever form the model's have
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         enable_log_requests=False,
         **_device_args(config),
         **({} if vision is None else _vision_args(config, vision)),

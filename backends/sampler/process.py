@@ -16,6 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from api_schemas.sampling import SampleResponse
 from backends.children import Hearer, serve_async
+from backends.progress import Progress
 from backends.protocol import ChatTask, ChatUsage, EngineUse, SamplingTask
 from backends.rendering import Renderer
 from backends.sampler.adapters import EngineAdapters
@@ -32,6 +33,7 @@ from backends.sampler.turns import Turns
 T = TypeVar("T")
 
 _WATCH_S = 0.2
+_TOLD_S = 0.01
 
 
 class SamplerProcess:
@@ -52,8 +54,9 @@ class SamplerProcess:
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def start(cls, config: SamplerConfig) -> "SamplerProcess":
-        """Load the model. Raises BackendFailed for a KV cache that is too small, or another version of vLLM."""
+    async def start(cls, config: SamplerConfig, progress: Progress | None = None) -> "SamplerProcess":
+        """Load the model; `progress` is told how far that is. Raises BackendFailed for a KV cache that is too small,
+        or another version of vLLM."""
         check_version()
         renderer = Renderer(
             config.source,
@@ -62,6 +65,8 @@ class SamplerProcess:
             pixel_dtype=getattr(torch, config.dtype),
         )
         check_kv_cache(renderer, config)
+        (progress or Progress()).does("reads weights and prepares kernels")
+        await asyncio.sleep(_TOLD_S)  # what was said is on its way before the engine takes the event loop
         engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))
         await engine.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders),))
         return cls(config, engine, renderer)
@@ -138,7 +143,7 @@ async def main() -> None:
         command: Start | Sample | Chat | Publish | CountProgress | CountRows, tell: Hearer
     ) -> SampleResponse | ChatUsage | EngineUse | int | None:
         if isinstance(command, Start):
-            started.append(await SamplerProcess.start(command.config))
+            started.append(await SamplerProcess.start(command.config, Progress(tell)))
             return None
         with started[0].ending_with_engine():
             match command:

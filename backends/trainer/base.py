@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from backends.progress import Progress
 from backends.protocol import BackendFailed
 from backends.rendering import Renderer
 from backends.sources import BYTES_PER_NUMBER, count_parameters
@@ -15,6 +16,7 @@ from backends.trainer.activations import Memory
 from backends.trainer.batching import Microbatch
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.compiling import compile_layers, run_text, text_row, warm_up
+from backends.trainer.counting import counted
 from backends.trainer.graphs import Graphs
 from backends.trainer.loading import load
 from backends.trainer.lora import Adapters
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 class FrozenBase:
     """What all tenants share. `scorer` is the only way through the model, `renderer` the only way into it."""
 
-    def __init__(self, config: TrainerConfig, world: World) -> None:
+    def __init__(self, config: TrainerConfig, world: World, progress: Progress) -> None:
         """Raises BackendFailed for a model that cannot be trained here."""
         # Pixels are not kept: what the vision tower makes of them is.
         self.renderer = Renderer(
@@ -41,7 +43,9 @@ class FrozenBase:
         family = self.renderer.family
         self.is_sharded = world.size > 1 and not _fits_whole(config)
         """Whether ranks wait for each other within a row. Where each has the whole base, none does."""
-        root = load(config, family, world, is_sharded=self.is_sharded)
+        with counted(Path(config.source), progress):
+            root = load(config, family, world, is_sharded=self.is_sharded)
+        progress.does("tests the model")
         model = root.model
         vision = family.vision
         self.vision = FrozenVision(vision, model.base_model, config.image_cache_bytes) if vision is not None else None
@@ -58,6 +62,7 @@ class FrozenBase:
         """Of the GPU, where rows are made to fit into it."""
         self._graphs: Graphs | None = None
         if world.device.type == "cuda" and config.dtype == "bfloat16":
+            progress.does("compiles")
             compile_layers(model.get_decoder().layers)
             warm_up(self.scorer, self.renderer, world)
             if config.gpu_memory_bytes is not None:

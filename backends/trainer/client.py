@@ -13,13 +13,22 @@ import time
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.children import Child, ChildBroke, ChildDied, Command
-from backends.launcher import launch_trainer
-from backends.protocol import BackendFailed, EncodedBatch, ModelLost, ProcessState
+from backends.launcher import launch_trainer, rank_name
+from backends.protocol import (
+    BackendFailed,
+    EncodedBatch,
+    Loading,
+    LoadingHearer,
+    ModelLost,
+    ProcessState,
+    unheard,
+)
 from backends.spans import Listener, ProcessSpan, current_listener, heard_by
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
@@ -71,6 +80,7 @@ class TrainerClient:
         self._num_ranks = num_ranks
         self._patience_s = patience_s
         self._ranks: list[Child] = []
+        self._hear: LoadingHearer = unheard
         self._owners: dict[str, str] = {}
         """Of the models that are loaded."""
         self._begun: dict[str, int] = {}
@@ -91,16 +101,27 @@ class TrainerClient:
         self._num_restarts = 0
         self._restart = asyncio.Condition()
 
-    async def start(self) -> None:
-        """Load the base on every rank. Raises BackendFailed."""
-        self._ranks = await launch_trainer(
-            self._config.name, num_ranks=self._num_ranks, device=self._config.device, gpus=self._config.gpus
-        )
+    async def start(self, hear: LoadingHearer = unheard) -> None:
+        """Load the base on every rank. `hear` is told of this and of later starts. Raises BackendFailed."""
+        self._hear = hear
+        await self._start()
+
+    async def _start(self) -> None:
+        names, began = [rank_name(self._config.name, rank) for rank in range(self._num_ranks)], time.monotonic()
         try:
-            await self._on_all(commands.Start(self._config), _START_PATIENCE_S)
+            for name in names:
+                self._hear(name, Loading("starts"))
+            self._ranks = await launch_trainer(
+                self._config.name, num_ranks=self._num_ranks, device=self._config.device, gpus=self._config.gpus
+            )
+            await self._on_all(commands.Start(self._config), _START_PATIENCE_S, self._hear)
         except BaseException:
             await self._end(_LAST_GRACE_S)
             raise
+        finally:
+            for name in names:
+                self._hear(name, None)
+        log.info("%s: the trainer is ready after %.0f s", self._config.name, time.monotonic() - began)
         watching = self._watch(self._ranks)
         self._watching = asyncio.create_task(
             watching, name=f"watch over trainer {self._config.name}", context=Context()
@@ -268,7 +289,7 @@ class TrainerClient:
         while not await self._alive():
             log.warning("starting the trainer of %s again", self._config.name)
             try:
-                await self.start()
+                await self._start()
             except (BackendFailed, OSError) as error:
                 log.error("%s: %s; training waits, the next try is in %s s", self._config.name, error, pause_s)
                 await asyncio.sleep(pause_s)
@@ -343,10 +364,12 @@ class TrainerClient:
                 raise error if isinstance(error, ChildDied) else ChildDied(str(error)) from error
             raise
 
-    async def _on_all(self, command: Command[R], patience_s: float) -> R:
-        """Rank 0's answer, once every rank has one. Raises what the ranks agree on; ChildDied or ChildBroke as
-        soon as one of them will not answer, or has failed by itself."""
-        calls = [asyncio.ensure_future(rank.call(command, patience_s)) for rank in self._ranks]
+    async def _on_all(self, command: Command[R], patience_s: float, hear: LoadingHearer = unheard) -> R:
+        """Rank 0's answer, once every rank has one; `hear` gets what each of them tells before. Raises what the ranks
+        agree on; ChildDied or ChildBroke as soon as one of them will not answer, or has failed by itself."""
+        calls = [
+            asyncio.ensure_future(rank.call(command, patience_s, partial(hear, rank.name))) for rank in self._ranks
+        ]
         try:
             waiting = set(calls)
             while waiting:

@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 from typing import assert_never
 
-from backends.children import KeepWaiting, serve
+from backends.children import Hearer, KeepWaiting, serve
+from backends.progress import Progress
 from backends.trainer import commands
 from backends.trainer.parallel import join_world
 from backends.trainer.rank import TrainerRank
@@ -18,13 +19,13 @@ class Process:
         self._keep_waiting = keep_waiting
         self._rank: TrainerRank | None = None
 
-    def handle(self, command: commands.Start | commands.ModelCommand) -> object:
+    def handle(self, command: commands.Start | commands.ModelCommand, tell: Hearer) -> object:
         """Run one command; its answer is of the type that the command names."""
         if isinstance(command, commands.Start):
             config = command.config
             self._keep_waiting(files_s(sum(file.stat().st_size for file in Path(config.source).iterdir())))
             world = join_world(config.device, config.gpu_memory_fraction)
-            self._rank = TrainerRank(config, world, self._keep_waiting)
+            self._rank = TrainerRank(config, world, self._keep_waiting, Progress(tell))
             return None
         assert self._rank is not None, "the first command is Start"
         return run(self._rank, command)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
+from backends.progress import Progress
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base import FrozenBase
 from backends.trainer.canary import score_canary
@@ -35,13 +36,17 @@ class TrainerRank:
     """Loads the base and does what `protocol.Trainer` says, on one rank of `world`."""
 
     def __init__(
-        self, config: TrainerConfig, world: World, keep_waiting: Callable[[float], None] = lambda seconds: None
+        self,
+        config: TrainerConfig,
+        world: World,
+        keep_waiting: Callable[[float], None] = lambda seconds: None,
+        progress: Progress | None = None,
     ) -> None:
-        """`keep_waiting` is told how many seconds the next piece of work may take."""
+        """`keep_waiting` is told how many seconds the next piece of work may take, `progress` how far loading is."""
         self._config = config
         self._world = world
         self._keep_waiting = keep_waiting
-        self.base = FrozenBase(config, world)
+        self.base = FrozenBase(config, world, progress or Progress())
         self._files = WeightFiles(config.name, world)
         self._rows = RowComputer(self.base, world, keep_waiting)
         self._max_tokens = config.max_tokens_per_microbatch if self.base.packs else 1

@@ -1,0 +1,173 @@
+"""What people see of processes that get ready: on a terminal a bar for each, elsewhere lines of the log."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from backends.protocol import Loading, LoadingHearer
+
+log = logging.getLogger(__name__)
+LINES_S = 10.0
+"""Between two lines of the log for a process."""
+_REDRAWN_PER_S = 4
+_BAR_COLUMNS = 20
+_LAST_LINES_S = 2.0
+"""For what ended children have written to be copied; one that lives on holds nobody up."""
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[LoadingHearer]:
+    """Inside, whoever looks at standard error sees what is heard."""
+    terminal = sys.stderr
+    if terminal.isatty() and not Console(file=terminal).is_dumb_terminal:
+        with Bars(terminal) as bars:
+            yield bars.hear
+    else:
+        yield Lines().hear
+
+
+class Processes:
+    """Those that get ready, in order of their beginnings."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, tuple[float, Loading]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._now)
+
+    def note(self, process: str, loading: Loading | None) -> None:
+        """As a LoadingHearer."""
+        if loading is None:
+            self._now.pop(process, None)
+        else:
+            began, _ = self._now.get(process, (time.monotonic(), None))
+            self._now[process] = began, loading
+
+    def rows(self) -> list[tuple[str, Loading, float]]:
+        """With the seconds that each has taken so far."""
+        return [(name, loading, time.monotonic() - began) for name, (began, loading) in list(self._now.items())]
+
+
+class Lines:
+    """A line of the log for each process, every few seconds; that it is ready, others log."""
+
+    def __init__(self, every_s: float = LINES_S) -> None:
+        self._every_s = every_s
+        self._processes = Processes()
+        self._next: asyncio.TimerHandle | None = None
+
+    def hear(self, process: str, loading: Loading | None) -> None:
+        """A LoadingHearer."""
+        self._processes.note(process, loading)
+        if self._next is not None and not self._processes:
+            self._next.cancel()
+            self._next = None
+        elif self._next is None and self._processes:
+            self._next = asyncio.get_running_loop().call_later(self._every_s, self._say)
+
+    def _say(self) -> None:
+        for process, loading, seconds in self._processes.rows():
+            parts = [loading.doing, amount(loading), f"{seconds:.0f} s"]
+            log.info("loading: %s %s", process, ", ".join(filter(None, parts)))
+        self._next = asyncio.get_running_loop().call_later(self._every_s, self._say)
+
+
+class Bars:
+    """A bar for each process on `terminal`, redrawn in place while there are any.
+
+    From the first on, until this is closed, everything else that this process and its children write to standard error
+    passes through here, and stands above the bars: what they wrote by themselves, the next drawing would wipe out.
+    """
+
+    def __init__(self, terminal: TextIO) -> None:
+        self._terminal = terminal
+        self._console = Console(file=terminal)
+        self._processes = Processes()
+        self._live: Live | None = None
+        self._sharing = contextlib.ExitStack()
+        self._copying: threading.Thread | None = None
+
+    def __enter__(self) -> "Bars":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._draw(is_needed=False)
+        self._sharing.close()
+        if self._copying is not None:
+            self._copying.join(_LAST_LINES_S)
+
+    def hear(self, process: str, loading: Loading | None) -> None:
+        """A LoadingHearer."""
+        if self._copying is None:
+            self._share()
+        self._processes.note(process, loading)
+        self._draw(is_needed=bool(self._processes))
+
+    def _draw(self, *, is_needed: bool) -> None:
+        """Begin or end. A terminal that has gone away disturbs nothing else."""
+        with contextlib.suppress(OSError):
+            if is_needed and self._live is None:
+                self._live = Live(
+                    console=self._console,
+                    get_renderable=self._table,
+                    refresh_per_second=_REDRAWN_PER_S,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._live.start()
+            elif self._live is not None and not is_needed:
+                live, self._live = self._live, None
+                live.stop()
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        for _ in range(5):
+            table.add_column(no_wrap=True)
+        for process, loading, seconds in self._processes.rows():
+            known = loading.total_bytes > 0
+            bar = ProgressBar(loading.total_bytes or None, loading.done_bytes, _BAR_COLUMNS, pulse=not known)
+            table.add_row(process, bar, f"{seconds:.0f} s", loading.doing, amount(loading))
+        return table
+
+    def _share(self) -> None:
+        reading, writing = os.pipe()
+        writer = self._sharing.enter_context(os.fdopen(writing, "w", buffering=1))
+        self._sharing.enter_context(contextlib.redirect_stderr(writer))
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._terminal:
+                handler.setStream(writer)
+                self._sharing.callback(handler.setStream, self._terminal)
+        self._copying = threading.Thread(target=self._copy, args=(reading,), name="standard error", daemon=True)
+        self._copying.start()
+
+    def _copy(self, reading: int) -> None:
+        """Until nobody can write any more. What the terminal does not take is lost: who writes must not wait for it."""
+        with os.fdopen(reading, errors="replace") as lines:
+            for line in lines:
+                with contextlib.suppress(OSError, ValueError):
+                    self._console.print(line.rstrip("\n"), markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def amount(loading: Loading) -> str:
+    """How much of how much; empty where that is not known."""
+    if not loading.total_bytes:
+        return ""
+    unit, suffix = pick_unit_and_suffix(loading.total_bytes, ["bytes", "KiB", "MiB", "GiB", "TiB"], 1024)
+    digits = 0 if unit == 1 else 1
+    return f"{loading.done_bytes / unit:.{digits}f} of {loading.total_bytes / unit:.{digits}f} {suffix}"
