@@ -103,6 +103,18 @@ def unheard(process: str, loading: Loading | None) -> None:
 
 
 @dataclass(frozen=True)
+class EngineBatch:
+    """What the engine's own scheduler had in hand between two of its steps."""
+
+    running: int
+    """Sequences in its batch."""
+    waiting: int
+    """Those that it was given and does not compute: not yet begun, or put back for want of cache."""
+    cache_used: float
+    """Part of the KV cache that they hold, from 0 to 1. What is kept of ended ones is free to take."""
+
+
+@dataclass(frozen=True)
 class EngineUse:
     """What a sampler's engine has to do now."""
 
@@ -113,6 +125,8 @@ class EngineUse:
     adapters: int
     """Those that have a slot."""
     max_adapters: int
+    batch: EngineBatch | None = None
+    """As of the engine's last answer; None before the first."""
 
 
 @dataclass(frozen=True)

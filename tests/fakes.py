@@ -27,6 +27,7 @@ from backends.protocol import (
     ChatTask,
     ChatUsage,
     EncodedBatch,
+    EngineBatch,
     EngineUse,
     GpuState,
     InvalidInput,
@@ -263,7 +264,7 @@ class FakeBaseModel:
         return [ProcessState("trainer", os.getpid(), True, 0), ProcessState("sampler", os.getpid(), True, 1)]
 
     async def engine_use(self) -> EngineUse | None:
-        return EngineUse(self.sampler.running, 0, 256, 0, 8)
+        return EngineUse(self.sampler.running, 0, 256, 0, 8, EngineBatch(self.sampler.running, 2, 0.375))
 
 
 class FakeBackend:

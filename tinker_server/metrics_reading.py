@@ -96,6 +96,12 @@ def _engines(uses: dict[str, EngineUse]) -> Iterator[Metric]:
         adapters |= {(name, "running"): use.adapters, (name, "most"): use.max_adapters}
     yield _gauge("tinker_engine_sequences", "Sequences in the sampler.", ("base_model", "state"), rows)
     yield _gauge("tinker_engine_adapters", "Adapters with a slot in the sampler.", ("base_model", "state"), adapters)
+    batches = {name: use.batch for name, use in uses.items() if use.batch is not None}
+    counts = {(name, "running"): batch.running for name, batch in batches.items()}
+    counts |= {(name, "waiting"): batch.waiting for name, batch in batches.items()}
+    yield _gauge("tinker_engine_batch", "Sequences in vLLM's scheduler.", ("base_model", "state"), counts)
+    used = {(name,): batch.cache_used for name, batch in batches.items()}
+    yield _gauge("tinker_engine_kv_cache_used", "Part of the KV cache that they hold.", ("base_model",), used)
 
 
 def _gpus(gpus: list[GpuState]) -> Iterator[Metric]:

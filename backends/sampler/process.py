@@ -7,6 +7,7 @@ engine dies, so that the server sees it.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from api_schemas.sampling import SampleResponse
 from backends.children import Hearer, serve_async
 from backends.progress import Progress
-from backends.protocol import ChatTask, ChatUsage, EngineUse, SamplingTask
+from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
 from backends.rendering import Renderer
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 _WATCH_S = 0.2
 _TOLD_S = 0.01
+_BATCH_S = 0.2
+"""For an engine whose step is short; less than the server waits (`client.py`)."""
 
 
 class SamplerProcess:
@@ -51,6 +54,8 @@ class SamplerProcess:
         room = Room(self._sequences, self._turns, self._adapters, renderer, self._end_tokens, self._placeholders)
         self._chats = Chats(engine, room)
         self._tasks_done = 0
+        self._batch: EngineBatch | None = None
+        self._counting: asyncio.Task[None] | None = None
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
@@ -105,9 +110,17 @@ class SamplerProcess:
         (steps,) = await self._engine.collective_rpc("count_steps")
         return int(steps) + self._tasks_done
 
-    def count_rows(self) -> EngineUse:
-        """What the engine has to do now."""
-        return self._turns.use
+    async def count_rows(self) -> EngineUse:
+        """What the engine has to do now. Its own batch is as it was last known where a step takes long: it answers
+        between steps."""
+        if self._counting is None or self._counting.done():
+            self._counting = asyncio.create_task(self._count_batch())
+        await asyncio.wait({self._counting}, timeout=_BATCH_S)
+        return replace(self._turns.use, batch=self._batch)
+
+    async def _count_batch(self) -> None:
+        with self.ending_with_engine():
+            self._batch = EngineBatch(*await self._engine.engine_core.call_utility_async("count_batch"))
 
     async def _watch(self) -> None:
         while not self._engine.errored:  # noqa: ASYNC110 - vLLM keeps a flag and tells nobody
@@ -121,6 +134,8 @@ class SamplerProcess:
     def shutdown(self) -> None:
         """End the engine."""
         self._watching.cancel()
+        if self._counting is not None:
+            self._counting.cancel()
         self._engine.shutdown()
 
 
@@ -157,7 +172,7 @@ async def main() -> None:
                 case CountProgress():
                     return await started[0].count_progress()
                 case CountRows():
-                    return started[0].count_rows()
+                    return await started[0].count_rows()
 
     await serve_async(handle)
     for process in started:

@@ -235,6 +235,11 @@ def test_no_samples_are_kept_where_the_operator_wants_none(tmp_path: Path) -> No
     server.stop()
 
 
+def test_the_machine_shows_the_engines_batch_and_how_full_its_cache_is(alice: Owner) -> None:
+    text = alice.get("/machine/now").text
+    assert "KV cache 38 % in use" in text and "In its batch 0, 2 waiting in it" in text
+
+
 def test_of_what_waits_another_owner_sees_the_kind_alone(alice: Owner, bob: Owner) -> None:
     run_id = alice.new_run()
     gate = alice.server.backend.tiny.trainer.gates["cross_entropy"]

@@ -76,6 +76,8 @@ def test_requests_operations_tokens_queues_and_processes_are_measured(server: Ru
     assert found["tinker_process_up", "tiny", "sampler"] == 1
     assert found["tinker_process_restarts_total", "tiny", "sampler"] == 1
     assert found["tinker_engine_sequences", "tiny", "most"] == 256
+    assert found["tinker_engine_batch", "tiny", "waiting"] == 2
+    assert found["tinker_engine_kv_cache_used", "tiny"] == 0.375
     assert found["tinker_disk_free_bytes",] > 0
 
 
