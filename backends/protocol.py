@@ -264,6 +264,8 @@ class ChatTask:
     """As in SamplingTask."""
     owner: str
     """Likewise."""
+    kept_bytes: int = 0
+    """Whether people want to read what was drawn, and so many bytes of each prompt and its continuations at most."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,8 @@ class ChatUsage:
     cached: int = 0
     """Of these, found in the prefix cache."""
     sampled: int = 0
+    drawn: tuple[tuple[SampleRequest, SampleResponse], ...] = ()
+    """Each prompt as if a sample had been asked for, where the task wants to keep it and it is not too large."""
 
 
 class Sampler(Protocol):

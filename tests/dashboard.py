@@ -84,6 +84,13 @@ class Owner:
     def save(self, run_id: str, seq_id: int, name: str) -> None:
         self.post("/save_weights", model_id=run_id, seq_id=seq_id, path=name)
 
+    def chat(self, said: str, **fields: Any) -> None:
+        """With the base model, which says this."""
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "user": said, **fields}
+        url = f"{self.server.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers={"x-api-key": self.key}, timeout=20)
+        assert answer.status_code == 200, answer.text
+
     def sample(self, *chunks: dict[str, Any], tokens: Sequence[int] = (1, 2, 3)) -> None:
         """From the base model: what follows these tokens and chunks."""
         prompt = {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}, *chunks]}

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from api_schemas.inputs import Datum, EncodedTextChunk
-from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse
+from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import (
     AdamParams,
     ForwardBackwardOutput,
@@ -227,7 +227,7 @@ class FakeSampler:
                 tell(json.dumps({"said": words}))
         finally:
             self.running -= 1
-        return ChatUsage(prompt=7, cached=2, sampled=len(words))
+        return ChatUsage(prompt=7, cached=2, sampled=len(words), drawn=_drawn(len(words)) if task.kept_bytes else ())
 
     async def publish(self, weights: Path, owner: str) -> None:
         self.published.append(weights)
@@ -305,6 +305,15 @@ def _first_token(datum: Datum) -> int:
     """-1 where it does not begin with text."""
     chunk = next(iter(datum.model_input.chunks), None)
     return int(chunk.tokens[0]) if isinstance(chunk, EncodedTextChunk) and len(chunk.tokens) else -1
+
+
+def _drawn(num_tokens: int) -> tuple[tuple[SampleRequest, SampleResponse], ...]:
+    """A chat's prompt of the token 7, and what was drawn from it."""
+    prompt = ModelInput(chunks=[EncodedTextChunk(tokens=np.array([7]))])
+    request = SampleRequest(prompt=prompt, sampling_params=SamplingParams(temperature=0.5, seed=3))
+    tokens, logprobs = np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -0.5, np.float32)
+    sequence = SampledSequence(stop_reason="stop", tokens=tokens, logprobs=logprobs)
+    return ((request, SampleResponse(sequences=[sequence])),)
 
 
 def _open() -> asyncio.Event:

@@ -157,7 +157,7 @@ def build_services(
     limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
     snapshots = Snapshots(models, runs, futures, storage, limits)
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
-    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown)
+    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, noted=futures.changes.note)
     executors = Executors(
         ModelOperations(keys, models, runs, checkpoints, storage, usage),
         Saving(models, checkpoints, samplers, storage, usage, audit),
@@ -194,7 +194,7 @@ def build_services(
         admission=admission,
         storage=storage,
         snapshots=snapshots,
-        chats=Chats(models, checkpoints, storage, usage, admission),
+        chats=Chats(models, checkpoints, storage, usage, admission, gallery),
         copying=Copying(sessions, runs, checkpoints, storage),
         archives=Archives(storage),
         links=Links(settings.data_dir),

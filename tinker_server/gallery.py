@@ -4,6 +4,7 @@ import itertools
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from api_schemas.inputs import ImageChunk, ModelInput
@@ -17,6 +18,8 @@ PROMPT_TOKENS = 20_000
 """A longer prompt is not kept, nor one with larger images than the next."""
 IMAGE_BYTES = 8 << 20
 _TOKEN_BYTES = 8
+CHAT_BYTES = IMAGE_BYTES + PROMPT_TOKENS * _TOKEN_BYTES + (1 << 20)
+"""What a sampler's process sends of one prompt of a chat, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +43,15 @@ class Shown:
 class Gallery:
     """`per_owner` samples of each owner, fewer where they are large."""
 
-    def __init__(self, per_owner: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, per_owner: int, max_bytes: int = MAX_BYTES, noted: Callable[[str], None] = lambda owner: None
+    ) -> None:
+        """`noted` is told whose samples have changed."""
         self.per_owner = per_owner
+        self.chat_bytes = CHAT_BYTES if per_owner else 0
+        """`protocol.ChatTask.kept_bytes`."""
         self._max_bytes = max_bytes
+        self._noted = noted
         self._of: dict[str, deque[Shown]] = {}
         self._bytes: dict[str, int] = {}
 
@@ -69,6 +78,7 @@ class Gallery:
             self._drop_oldest(owner)
         while sum(self._bytes.values()) > self._max_bytes:
             self._drop_oldest(max(self._bytes, key=lambda one: self._bytes[one]))
+        self._noted(owner)
 
     def of(self, owner: str) -> list[Shown]:
         """The newest first."""

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -94,7 +95,7 @@ class Chats:
                 raise
             except Exception as error:
                 raise engine.failure or _refusal(create_error_response(error), error) from error
-            return engine.usage
+            return replace(engine.usage, drawn=engine.drawn())
 
     async def _tell(self, task: ChatTask, engine: ChatEngine, tell: Callable[[str], None]) -> None:
         if task.body.get("tools") and self._tool_parser is None:

@@ -10,11 +10,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
 
+from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
 from backends.rendering import Renderer
 from backends.sampler.adapters import Adapter, EngineAdapters
 from backends.sampler.answers import check_finite, diverged
 from backends.sampler.chat_prompts import MODEL_INPUT
+from backends.sampler.chat_record import Record
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import derived_seed
 from backends.sampler.sequences import Sequences
@@ -43,8 +45,13 @@ class ChatEngine:
         self.errored = False
         """A dead engine ends this process."""
         self.usage = ChatUsage()
+        self._records: list[Record] = []
         self.failure: InvalidInput | BackendFailed | None = None
         """What the handler was told by an exception; it may have made an event of it."""
+
+    def drawn(self) -> tuple[tuple[SampleRequest, SampleResponse], ...]:
+        """As ChatUsage has it."""
+        return tuple(found for record in self._records if (found := record.read()) is not None)
 
     def check_admission(self, n: int) -> None:
         """The server has admitted the request."""
@@ -57,11 +64,14 @@ class ChatEngine:
         rendered = Prompt(self._room.renderer, prompt[MODEL_INPUT])
         num_tokens, finals = len(prompt["prompt_token_ids"]), {}
         self.usage = replace(self.usage, prompt=self.usage.prompt + num_tokens)
+        record = Record(prompt[MODEL_INPUT], sampling_params, self._task.kept_bytes)
+        self._records.append(record)
         streams = [self._sequence(rendered, sampling_params, index) for index in range(sampling_params.n)]
         try:
             async with aclosing(merge_async_iterators(*streams)) as merged:
                 async for index, output in merged:
                     self._count(output, index, num_tokens)
+                    record.add(index, output.outputs[0])
                     output.outputs[0].index = index
                     output.prompt = prompt["prompt"]
                     if sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:

@@ -1,5 +1,6 @@
 """The dashboard's pages, without a browser: what they say, to whom, and what they let be changed."""
 
+import asyncio
 import base64
 import csv
 import io
@@ -17,6 +18,7 @@ from tests.photographs import photographs
 from tinker_server.auth import keys
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
+from tinker_server.gallery import IMAGE_BYTES
 
 PHOTO = photographs("test", 1)[0]
 PAGES = ("/", "/samples", "/playground", "/machine")
@@ -231,7 +233,27 @@ def test_no_samples_are_kept_where_the_operator_wants_none(tmp_path: Path) -> No
     server, (key,) = with_keys(tmp_path, "alice", samples_shown=0)
     with Owner(server, key) as alice:
         alice.sign_in().sample()
+        alice.chat("one two")
+        assert server.backend.tiny.sampler.chats[-1].kept_bytes == 0
         assert "samples_shown is 0" in alice.get("/samples").text
+    server.stop()
+
+
+def test_chats_are_among_the_samples_of_their_owner_alone_and_open_pages_are_told(tmp_path: Path) -> None:
+    server, made = with_keys(tmp_path, "alice", "bob")
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        changes = server.app.state.services.futures.changes
+        with changes.watching("alice") as watch:
+            alice.sign_in().chat("one two")
+            assert asyncio.run_coroutine_threadsafe(watch.next(20), server.loop).result(30)
+        alice.chat("one two three", stream=True)
+        bob.sign_in()
+        assert server.backend.tiny.sampler.chats[-1].kept_bytes > IMAGE_BYTES
+        assert " word0 word1 word2" in alice.get("/samples").text
+        page = alice.get(f"/samples/{sample_id(alice)}").text
+        assert " word7" in page and "temperature 0.5 · seed 3" in page and "nats, token 2" in page
+        assert "word" not in bob.get("/samples").text
+        assert bob.get(f"/samples/{sample_id(alice)}").status_code == 404
     server.stop()
 
 

@@ -8,6 +8,7 @@ from backends.protocol import BackendFailed, ChatTask, InvalidInput
 from tinker_server.chat.images import with_data
 from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
+from tinker_server.gallery import Gallery
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models import Models
 from tinker_server.scheduling.admission import Admission
@@ -22,29 +23,29 @@ SCHEME = "tinker://"
 class Chats:
     """What the chat endpoints ask of the server."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         models: Models,
         checkpoints: CheckpointStore,
         storage: Storage,
         usage: UsageStore,
         admission: Admission,
+        gallery: Gallery,
     ) -> None:
         self._models = models
         self._checkpoints = checkpoints
         self._storage = storage
         self._usage = usage
         self._admission = admission
+        self._gallery = gallery
 
     async def find(self, name: str, owner: str) -> FoundWeights:
         """What a `model` means: a base model's name, a tinker:// path, or both as `base;path`.
 
         Raises BadRequest, UnknownBaseModel, UnknownCheckpoint, OtherBaseModel.
         """
-        base, _, path = name.partition(";")
-        if base.startswith(SCHEME):
-            base, path = "", name
-        return await find_weights(self._models, self._checkpoints, base or None, path or None, owner)
+        base_model, path = _names(name)
+        return await find_weights(self._models, self._checkpoints, base_model, path, owner)
 
     async def answer(self, request: ChatRequest, owner: str, addresses: ImageAddresses) -> AsyncGenerator[str, None]:
         """The answer in its vendor's form, as its parts come. Closing stops the work.
@@ -57,15 +58,15 @@ class Chats:
         self._admission.enter_sample(*counts)
         try:
             await with_data(request.endpoint, request.body, addresses)
-            task = ChatTask(request.endpoint, request.body, weights, owner)
-            async for part in self._parts(task, found.base_model):
+            task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
+            async for part in self._parts(task, found):
                 yield part
         finally:
             self._admission.leave_sample(*counts)
 
-    async def _parts(self, task: ChatTask, base_model: str) -> AsyncGenerator[str, None]:
+    async def _parts(self, task: ChatTask, found: FoundWeights) -> AsyncGenerator[str, None]:
         parts: asyncio.Queue[str | None] = asyncio.Queue()
-        work = asyncio.create_task(self._models.base(base_model).sampler.chat(task, parts.put_nowait))
+        work = asyncio.create_task(self._models.base(found.base_model).sampler.chat(task, parts.put_nowait))
         work.add_done_callback(lambda _: parts.put_nowait(None))
         try:
             while (part := await parts.get()) is not None:
@@ -78,12 +79,22 @@ class Chats:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-        used = (task.owner, NO_SESSION, base_model)
+        used = (task.owner, NO_SESSION, found.base_model)
         self._usage.count("prefill", *used, usage.prompt - usage.cached)
         self._usage.count("cached_prefill", *used, usage.cached)
         self._usage.count("sampled", *used, usage.sampled)
+        for drawn in usage.drawn:
+            self._gallery.note(*drawn, task.owner, (found.base_model, _names(task.body["model"])[1]))
 
     def _weights(self, directory: str | None, name: str) -> Path | None:
         if directory is not None and not self._storage.holds(directory):
             raise UnknownCheckpoint(f"{name} were deleted")
         return None if directory is None else self._storage.path(directory)
+
+
+def _names(name: str) -> tuple[str | None, str | None]:
+    """The base model and the path that a `model` names."""
+    base, _, path = name.partition(";")
+    if base.startswith(SCHEME):
+        base, path = "", name
+    return base or None, path or None

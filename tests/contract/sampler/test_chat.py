@@ -281,3 +281,30 @@ async def test_a_field_of_the_wrong_type_is_named(sampler):
         await told(sampler, "chat_completions", messages=TEXT, max_tokens="many")
     with pytest.raises(InvalidInput, match="response_format"):
         await told(sampler, "chat_completions", messages=TEXT, response_format={"type": "poem"})
+
+
+async def test_what_is_drawn_can_be_read_as_a_sample_with_its_images(sampler, renderer):
+    body = {"messages": seeing(PNG), "max_tokens": 6, "seed": 3, "n": 2, "return_token_ids": True, "logprobs": True}
+    whole = await kept(sampler, 1 << 20, **body)
+    answer = json.loads(whole[0][0])
+    ((asked, drawn),) = whole[1].drawn
+    assert read(asked.prompt) == read(as_model_input(answer["prompt_token_ids"], [PNG], renderer))
+    assert (asked.sampling_params.seed, asked.sampling_params.temperature, asked.num_samples) == (3, 1, 2)
+    for choice, sequence in zip(answer["choices"], drawn.sequences, strict=True):
+        assert choice["token_ids"] == sequence.tokens.tolist()
+        assert_close(sequence.logprobs, logprobs(choice))
+    _, streamed = await kept(sampler, 1 << 20, **body, stream=True)
+    ((_, same),) = streamed.drawn
+    assert [one.tokens.tolist() for one in same.sequences] == [one.tokens.tolist() for one in drawn.sequences]
+    for too_little in (0, len(PNG) + 8):
+        assert (await kept(sampler, too_little, **body))[1].drawn == ()
+
+
+def read(prompt: ModelInput) -> list[Any]:
+    return [one.tokens.tolist() if isinstance(one, EncodedTextChunk) else one.data for one in prompt.chunks]
+
+
+async def kept(sampler, kept_bytes: int, **body) -> tuple[list[str], ChatUsage]:
+    parts: list[str] = []
+    task = ChatTask("chat_completions", {"model": "tiny", **body}, None, "somebody", kept_bytes)
+    return parts, await sampler.chat(task, parts.append)
