@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,25 +33,75 @@ from tests.factories import cross_entropy, photo
 from tests.models import make_tiny_vl
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
 
-HIDDEN, HEADS, HEAD_SIZE, VOCAB, RANK = 2560, 32, 128, 151936, 32
+HEADS, KEY_HEADS, HEAD_SIZE, VOCAB, RANK = 32, 8, 128, 151936, 32
 CONTEXT = 65536
 DEVICE = torch.device("cuda", 0)
 
 
-def make_model(directory: Path, num_layers: int) -> Path:
-    """Random weights in the shape of Qwen3-VL-4B, with the tiny model's tokenizer and processor."""
+@dataclass(frozen=True)
+class Shape:
+    """Of a Qwen3-VL; heads are the same in all of them."""
+
+    hidden: int
+    inner: int
+    vision: dict[str, Any]
+    tied: bool
+    num_layers: int = 36
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the linears that a token of text passes, the head among them."""
+        attention = self.hidden * HEAD_SIZE * (2 * HEADS + 2 * KEY_HEADS)
+        return self.num_layers * (attention + 3 * self.hidden * self.inner) + self.hidden * VOCAB
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Of forward and backward of samples, as said above."""
+        attention = 3.5 * sum(2 * n * n * HEADS * HEAD_SIZE * self.num_layers for n in lengths)
+        return 4 * self.num_parameters * sum(lengths) + attention
+
+
+SHAPES = {
+    "4b": Shape(
+        hidden=2560,
+        inner=9728,
+        vision={
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        tied=True,
+    ),
+    "8b": Shape(
+        hidden=4096,
+        inner=12288,
+        vision={
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+        tied=False,
+    ),
+}
+
+
+def make_model(directory: Path, shape: Shape) -> Path:
+    """Random weights in the shape of a Qwen3-VL, with the tiny model's tokenizer and processor."""
     make_tiny_vl(directory)
     tiny = Qwen3VLConfig.from_pretrained(directory)
     text = {
         "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 9728,
-        "num_hidden_layers": num_layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.num_layers,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": KEY_HEADS,
         "head_dim": HEAD_SIZE,
         "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "eos_token_id": tiny.text_config.eos_token_id,
         "rope_parameters": {
             "rope_type": "default",
@@ -58,20 +110,12 @@ def make_model(directory: Path, num_layers: int) -> Path:
             "mrope_interleaved": True,
         },
     }
-    vision = {
-        "depth": 24,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_heads": 16,
-        "out_hidden_size": HIDDEN,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [5, 11, 17],
-    }
+    vision = {**shape.vision, "out_hidden_size": shape.hidden, "num_position_embeddings": 2304}
     ids = {
         f"{name}_token_id": getattr(tiny, f"{name}_token_id")
         for name in ("image", "video", "vision_start", "vision_end")
     }
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied, **ids)
     config.architectures = ["Qwen3VLForConditionalGeneration"]
     with DEVICE:
         model = Qwen3VLForConditionalGeneration(config).to(torch.bfloat16)
@@ -143,18 +187,16 @@ def picture(rank: TrainerRank, seed: int) -> Datum:
 class Report:
     """Prints a line for each case."""
 
-    def __init__(self, num_parameters: int, num_layers: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         self._peak = peak_flops()
-        self._num_parameters = num_parameters
-        self._num_layers = num_layers
+        self._shape = shape
         name = torch.cuda.get_device_name()
-        print(f"{name}, {self._peak / 1e12:.0f} TFLOP/s, {num_parameters / 1e9:.2f} B parameters a token")
+        print(f"{name}, {self._peak / 1e12:.0f} TFLOP/s, {shape.num_parameters / 1e9:.2f} B parameters a token")
 
     def line(self, name: str, lengths: Sequence[int], work: Callable[[], object]) -> None:
         torch.cuda.reset_peak_memory_stats()
         took_s, num_tokens = seconds(work), sum(lengths)
-        attention = 3.5 * sum(2 * n * n * HEADS * HEAD_SIZE * self._num_layers for n in lengths)
-        mfu = (4 * self._num_parameters * num_tokens + attention) / took_s / self._peak
+        mfu = self._shape.flops(lengths) / took_s / self._peak
         gib = torch.cuda.max_memory_allocated() / 2**30
         print(f"{name}: {took_s * 1e3:.0f} ms, {num_tokens / took_s:.0f} tokens/s, MFU {mfu:.3f}, {gib:.1f} GiB")
 
@@ -192,6 +234,7 @@ def trainer(directory: Path, report: Report) -> None:
     for name, lengths in (
         ("16 x 1024", [1024] * 16),
         ("ragged", random.integers(50, 900, 34).tolist()),
+        ("1 x 16384", [16384]),
         ("1 x 32768", [32768]),
         ("8 x 64", [64] * 8),
     ):
@@ -249,12 +292,11 @@ def seconds_once(work: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36, help="of the decoder (36)")
-    num_layers: int = parser.parse_args().layers
+    shape = replace(SHAPES["4b"], num_layers=parser.parse_args().layers)
     with tempfile.TemporaryDirectory() as scratch:
-        directory = make_model(Path(scratch) / "model", num_layers)
+        directory = make_model(Path(scratch) / "model", shape)
         torch.cuda.empty_cache()
-        decoder = num_layers * (HIDDEN * HEAD_SIZE * (2 * HEADS + 2 * 8) + 3 * HIDDEN * 9728)
-        report = Report(decoder + HIDDEN * VOCAB, num_layers)
+        report = Report(shape)
         trainer(directory, report)
         torch.cuda.empty_cache()
         bare(directory, report)

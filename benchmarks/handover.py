@@ -125,9 +125,9 @@ def main() -> None:
         scratch = Path(directory)
         model = given.model
         if given.four_b:
-            from benchmarks.gpu import make_model  # it takes the GPU as it is imported
+            from benchmarks.gpu import SHAPES, make_model  # it takes the GPU as it is imported
 
-            model = make_model(scratch / "model", 36)
+            model = make_model(scratch / "model", SHAPES["4b"])
         elif model is None:
             model = make_tiny_vl(scratch / "model")
         config = BackendConfig(

@@ -214,9 +214,9 @@ def main() -> None:
         scratch = Path(directory)
         source = given.model
         if given.four_b:
-            from benchmarks.gpu import make_model  # it takes the GPU as it is imported
+            from benchmarks.gpu import SHAPES, make_model  # it takes the GPU as it is imported
 
-            source = make_model(scratch / "model", 36)
+            source = make_model(scratch / "model", SHAPES["4b"])
             torch.cuda.empty_cache()
         elif source is None:
             source = make_tiny_vl(scratch / "model")

@@ -8,6 +8,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.training import Trainable
 from backends.trainer.client import TrainerClient
-from benchmarks.gpu import RANK, make_config, make_model, text
+from benchmarks.gpu import RANK, SHAPES, make_config, make_model, text
 from tests.factories import cross_entropy
 
 GIB = 2**30
@@ -53,9 +54,9 @@ async def seconds(source: Path, num_ranks: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=36, help="of the decoder (36)")
-    num_layers: int = parser.parse_args().layers
+    shape = replace(SHAPES["4b"], num_layers=parser.parse_args().layers)
     with tempfile.TemporaryDirectory() as scratch:
-        directory = make_model(Path(scratch) / "model", num_layers)
+        directory = make_model(Path(scratch) / "model", shape)
         torch.cuda.empty_cache()
         one, two = (asyncio.run(seconds(directory, num_ranks)) for num_ranks in (1, 2))
     for name in one:

@@ -48,7 +48,7 @@ class Server:
                 cwd=self._checkout,
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **self._environment},
             )
-        timer = threading.Timer(180, self.process.kill)
+        timer = threading.Timer(400, self.process.kill)
         timer.start()
         line = self.process.stdout.readline()
         timer.cancel()

@@ -1,27 +1,24 @@
 """Attention over packed rows: each sample attends to itself alone.
 
-In bfloat16 on CUDA `varlen_attn` does it from the samples' bounds, with no mask at all, through
+In bfloat16 on CUDA `packed_attention` does it from the samples' bounds, with no mask at all, through
 transformers' attention interface. Elsewhere transformers' SDPA does it, one sample after the other: over the
 whole row it would compute all pairs of tokens to throw most of them away.
 """
 
-import inspect
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from backends.protocol import BackendFailed
+from backends.trainer.packed_attention import packed_attention
 
-VARLEN = "tinker_varlen"
+PACKED = "tinker_packed"
 PER_SAMPLE = "tinker_per_sample"
-_FEWER_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""torch 2.11 takes fewer key than query heads as they are, later ones want to be told. Repeating keys gains nothing."""
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 """What some decoders ask of attention, as transformers names it, and the kernel would leave out."""
 
@@ -32,17 +29,17 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
         AttentionInterface.register(PER_SAMPLE, _per_sample_attention)
         AttentionMaskInterface.register(PER_SAMPLE, sdpa_mask)
         return PER_SAMPLE
-    AttentionInterface.register(VARLEN, _varlen_attention)
-    AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)
-    return VARLEN
+    AttentionInterface.register(PACKED, _packed_attention)
+    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+    return PACKED
 
 
-def bounds(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """The extra arguments that our implementations need in the model's forward.
+def bounds(cu_seqlens: Tensor, on_host: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """The extra arguments that our implementations need in the model's forward; `on_host` is `cu_seqlens` there.
 
     Named as nothing in transformers is: the vision tower gets them too, and must not take them for its own.
     """
-    return {"packed_bounds": cu_seqlens, "packed_longest": max_seqlen}
+    return {"packed_cu_seqlens": cu_seqlens, "packed_bounds": on_host, "packed_longest": max_seqlen}
 
 
 def _per_sample_attention(  # noqa: PLR0913
@@ -52,6 +49,7 @@ def _per_sample_attention(  # noqa: PLR0913
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    packed_cu_seqlens: Tensor,
     packed_bounds: Tensor,
     packed_longest: int,
     **kwargs: Any,
@@ -72,7 +70,7 @@ def _per_sample_attention(  # noqa: PLR0913
     return torch.cat(parts, dim=1), None
 
 
-def _varlen_attention(  # noqa: PLR0913
+def _packed_attention(  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -80,6 +78,7 @@ def _varlen_attention(  # noqa: PLR0913
     attention_mask: None,
     *,
     scaling: float,
+    packed_cu_seqlens: Tensor,
     packed_bounds: Tensor,
     packed_longest: int,
     **other: Any,
@@ -89,17 +88,5 @@ def _varlen_attention(  # noqa: PLR0913
         if other.get(name) is not None:
             raise BackendFailed(f"{name} in {type(module).__name__} is not supported in bfloat16 on CUDA; float32 is")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        packed_bounds,
-        packed_bounds,
-        packed_longest,
-        packed_longest,
-        scale=scaling,
-        window_size=(-1, 0),
-        **_FEWER_KEYS,
-    )
-    assert isinstance(out, Tensor)
+    out, _ = packed_attention(query, key, value, packed_cu_seqlens, packed_bounds, packed_longest, scaling)
     return out[None], None

@@ -71,6 +71,8 @@ class Microbatch:
     """In the order of their placeholders."""
     cu_seqlens: Tensor
     """[samples + 1] int32: where each sample begins in the row, and where the last one ends."""
+    bounds: Tensor
+    """The same, on the host."""
     max_seqlen: int
     targets_TK: Tensor
     sample_lengths: list[int]
@@ -95,11 +97,12 @@ def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device:
         "input_ids": torch.from_numpy(token_ids).to(device),
         "position_ids": torch.from_numpy(position_ids).to(device),
     }
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     return Microbatch(
         model_inputs,
         [image for rendered, _ in samples for image in rendered.images],
-        torch.from_numpy(bounds).to(device),
+        bounds.to(device),
+        bounds,
         max(lengths),
         torch.from_numpy(_in_columns([targets for _, targets in samples], 0)).to(device),
         own_lengths,

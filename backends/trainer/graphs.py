@@ -94,7 +94,9 @@ class _Graph:
         }
         bounds = torch.full((num_tokens // TOKENS_PER_SAMPLE + 1,), num_tokens, dtype=torch.int32, device=device)
         bounds[0] = 0
-        self.row = Microbatch(inputs, [], bounds, num_tokens, zeros(num_tokens, 1, dtype=torch.int64), [num_tokens])
+        unknown = torch.zeros(2, dtype=torch.int32)  # on the host; what is recorded serves rows of any lengths
+        targets_TK = zeros(num_tokens, 1, dtype=torch.int64)
+        self.row = Microbatch(inputs, [], bounds, unknown, num_tokens, targets_TK, [num_tokens])
         self.scales_TR = zeros(num_tokens, width, dtype=torch.float32)
         self.grad_TK = zeros(num_tokens, 1, dtype=torch.float32)
         gathered = [gradient.clone() for gradient in scorer.adapters.gathered]

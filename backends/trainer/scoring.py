@@ -47,7 +47,7 @@ class Scorer(nn.Module):
             image_inputs: dict[str, Tensor] = {}
             if self._vision is not None:
                 image_inputs = forward.enter_context(self._vision.shown(batch.images, scales_TR.device))
-            extra = attention.bounds(batch.cu_seqlens, batch.max_seqlen)
+            extra = attention.bounds(batch.cu_seqlens, batch.bounds, batch.max_seqlen)
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
         head = cast(LoraLinear, self.model.get_output_embeddings())
         return target_logprobs(output.last_hidden_state[0], head, scales_TR, batch.targets_TK)

@@ -60,7 +60,8 @@ def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
 def _own_logprobs(root: Root, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
     input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
     length = input_ids.shape[1]
-    extra = attention.bounds(torch.tensor([0, length], dtype=torch.int32, device=device), length)
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    extra = attention.bounds(bounds.to(device), bounds, length)
     with torch.no_grad():
         logits: Tensor = root(root.model, input_ids=input_ids, use_cache=False, **extra).logits[0].float()
     return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None].to(device))

@@ -33,7 +33,7 @@ CUDA = {"device": "cuda"}
 
 
 def on_cuda(source, dtype: str, max_tokens: int = 1024) -> TrainerRank:
-    settings = dataclasses.replace(config(source, max_tokens), dtype=dtype, **CUDA)
+    settings = dataclasses.replace(config(source, max_tokens, 8192), dtype=dtype, **CUDA)
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
 
 
@@ -107,7 +107,8 @@ def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
     assert compiled > 0
     for size in (1, 3, 32):
         rank.create_model("m", LORA.model_copy(update={"rank": size}))
-        for seed, inputs in enumerate(([*MIXED.values()], [prompt(words(1))], [*MIXED.values()] * 3)):
+        long = [prompt(words(4500)), prompt(words(20)), prompt(words(6000))]
+        for seed, inputs in enumerate(([*MIXED.values()], [prompt(words(1))], [*MIXED.values()] * 3, long, long[:1])):
             data = cross_entropy([datum(one, renderer, seed) for one in inputs])
             forward_backward(rank, "m", data, True)
             forward_backward(rank, "m", data, False)
