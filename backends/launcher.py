@@ -35,8 +35,9 @@ _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 processes want the cores: a training step of 2 s took 14."""
 
 
-async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
-    """Run `python -m module FD`, which ends in `children.serve` or `serve_async`; `env` is added to the server's."""
+async def launch(name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = ()) -> Child:
+    """Run `python -m module FD`, which ends in `children.serve` or `serve_async`; `env` is added to the server's, and
+    the process has `fds` open too."""
     ours, theirs = socket.socketpair()
     guarding, guard_fd = os.pipe()
     guard = os.fdopen(guard_fd, "w")
@@ -44,7 +45,7 @@ async def launch(name: str, module: str, env: Mapping[str, str]) -> Child:
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", _GUARDED, str(guarding)),
             *(sys.executable, "-m", module, str(theirs.fileno())),
-            pass_fds=[theirs.fileno(), guarding],
+            pass_fds=[theirs.fileno(), guarding, *fds],
             env={**os.environ, **_WITHOUT_BARS, **env},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr,  # the server's own output is for its user alone
@@ -81,21 +82,24 @@ async def launch_trainer(name: str, *, num_ranks: int, device: Device, gpus: Seq
 
     Rank i takes the i-th of `gpus`, by the server's numbers; none given: all that the server sees.
     """
-    env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    env |= _for_device(device, gpus)
+    env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", **_for_device(device, gpus)}
     # Threads of transformers would convert tensors far ahead of where they go, and fill main memory with them.
     env["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if device == "cuda":
         # Sequences of all lengths would leave memory in pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     ranks: list[Child] = []
-    try:
-        for rank in range(num_ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(await launch(rank_name(name, rank), "backends.trainer.process", env | own))
-    except BaseException:
-        await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
-        raise
+    # Rank 0 listens on a port that is taken from here on: until it is ready to, another process could take it.
+    with socket.create_server(("127.0.0.1", 0), backlog=num_ranks) as meeting:
+        env |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.fileno())}
+        try:
+            for rank in range(num_ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                fds = [meeting.fileno()] if rank == 0 else []
+                ranks.append(await launch(rank_name(name, rank), "backends.trainer.process", env | own, fds))
+        except BaseException:
+            await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
+            raise
     return ranks
 
 
@@ -142,10 +146,3 @@ def gpu_names(gpus: Sequence[int]) -> list[str]:
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(max(gpus) + 1)]
     return [names[gpu].strip() for gpu in gpus]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -130,7 +130,8 @@ class EngineAdapters:
         tasks = [adapter.linking, *([adapter.loading] if adapter.loading else [])]
         await asyncio.gather(*tasks, return_exceptions=True)
         if adapter.loading is not None:
-            await self._engine.remove_lora(adapter.request.lora_int_id)
+            with contextlib.suppress(EngineDeadError):  # which has forgotten them all
+                await self._engine.remove_lora(adapter.request.lora_int_id)
         await asyncio.to_thread(shutil.rmtree, adapter.request.lora_path, ignore_errors=True)
 
 

@@ -37,7 +37,10 @@ class World:
 
 
 def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
-    """Reads the launcher's variables (as torchrun sets them) and joins the process group when there are peers."""
+    """Reads the launcher's variables (as torchrun sets them) and joins the process group when there are peers.
+
+    Where MASTER_LISTEN_FD is set, rank 0 finds the socket of the group's meeting there, bound and listening.
+    """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
     if device_kind == "cuda":
@@ -47,7 +50,17 @@ def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
     if size > 1:
         # gloo carries the small Python objects (errors, results), nccl the tensors.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+        listening = os.environ.get("MASTER_LISTEN_FD") if rank == 0 else None
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            size,
+            is_master=rank == 0,
+            timeout=_COLLECTIVE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=None if listening is None else int(listening),
+        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
     return World(rank, size, device)
 
 

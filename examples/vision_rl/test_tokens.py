@@ -177,7 +177,8 @@ def test_the_warm_start_is_rendered_as_what_is_sampled(task: object) -> None:
     renderer = renderer_of(Served("tinker-server/tiny-vl", TINY_VL))
     messages = task(3)  # type: ignore[operator]
     for turn in range(len(messages) // 2):
-        datum = conversation_to_datum(messages[: 2 * turn + 2], renderer, None, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+        last, whole = TrainOnWhat.LAST_ASSISTANT_MESSAGE, "none"  # whole weights: each 1
+        datum = conversation_to_datum(messages[: 2 * turn + 2], renderer, None, last, whole)
         sampled_from = renderer.build_generation_prompt(messages[: 2 * turn + 1])
         answer = renderer.tokenizer.encode(messages[2 * turn + 1]["content"], add_special_tokens=False)
         assert flat(datum.model_input) == [*flat(sampled_from), *answer]

@@ -13,7 +13,7 @@ from tinker_server.store.changes import Changes
 from tinker_server.web.deps import Futures
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
-PAUSE_S = 1.5
+PAUSE_S = 2.0
 """Between two events: a run may make hundreds of steps a second."""
 QUIET_S = 20.0
 """After which a line is sent that says nothing, so that proxies keep the connection."""
