@@ -108,7 +108,7 @@ def save(training: tinker.TrainingClient, rounds: int) -> None:
         training.optim_step(STEP).result()
         stepped.append(time.perf_counter() - began)
         began = time.perf_counter()
-        training.save_weights_and_get_sampling_client().sample(given, 1, one_token).result()
+        training.save_weights_and_get_sampling_client().result().sample(given, 1, one_token).result()
         first.append(time.perf_counter() - began)
     step_ms, first_ms = (1e3 * statistics.median(times[1:]) for times in (stepped, first))
     print(
@@ -120,7 +120,7 @@ def rl_step(training: tinker.TrainingClient, number: int) -> None:
     """Groups of samples, a step by their advantages, the new weights where samples come from."""
     random = np.random.default_rng(number)
     began = time.perf_counter()
-    sampling = training.save_weights_and_get_sampling_client()
+    sampling = training.save_weights_and_get_sampling_client().result()
     prompts = [random.integers(1, 250, PROMPT).tolist() for _ in range(GROUPS)]
     params = types.SamplingParams(max_tokens=COMPLETION, stop=[])
     waiting = [sampling.sample(types.ModelInput.from_ints(prompt), GROUP_SIZE, params) for prompt in prompts]

@@ -46,7 +46,7 @@ def test_exported_weights_give_the_servers_own_numbers(cookbook: Cookbook, shows
 
     token_ids = AutoTokenizer.from_pretrained(cookbook.folder / BASE).encode(TEXT, add_special_tokens=False)
     service = cookbook.server.client()
-    served = service.create_sampling_client(model_path=last["sampler_path"])
+    served = service.create_sampling_client(model_path=last["sampler_path"]).result()
     expected = np.array(served.compute_logprobs(types.ModelInput.from_ints(token_ids)).result()[1:])
     base = Qwen3VLForConditionalGeneration.from_pretrained(cookbook.folder / BASE, dtype=torch.float32)
     untrained = np.abs(logprobs(base, token_ids) - expected).max()
