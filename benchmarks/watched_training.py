@@ -19,6 +19,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import httpx
+import psutil
 import tinker
 import tinker.types as types
 
@@ -56,15 +57,19 @@ def measure(server: Server, num_turns: int, num_steps: int, num_pages: int) -> N
     renderer = make_renderer(MODEL)
     batches = itertools.cycle([batch(number, renderer) for number in range(4)])
     times: dict[bool, list[float]] = {False: [], True: []}
+    process = psutil.Process(server.process.pid)
+    computed_s = {False: 0.0, True: 0.0}
     asked, own_s = 0, 0.0
     for turn in range(2 * num_turns + 1):
         is_watched = turn % 2 == 1
+        before_s = cpu_s(process)
         with Pages(server.base_url, url, num_pages if is_watched else 0) as pages:
             steps = [step(training, next(batches)) for _ in range(num_steps)]
         asked += pages.num_asked()
         own_s += pages.cpu_s()
         if turn:
             times[is_watched] += steps
+            computed_s[is_watched] += cpu_s(process) - before_s
     bare, watched = (statistics.median(times[kind]) for kind in (False, True))
     print(
         f"a step of {BATCH} photographs: {1e3 * bare:.1f} ms unwatched, {1e3 * watched:.1f} ms beside {num_pages} pages"
@@ -73,6 +78,17 @@ def measure(server: Server, num_turns: int, num_steps: int, num_pages: int) -> N
         f"watched over unwatched: {watched / bare:.3f}; {asked} requests of pages in {num_turns * num_steps} steps, and"
         f" {1e3 * own_s / (num_turns * num_steps):.1f} ms of the pages' own computing a step"
     )
+    server_ms = [1e3 * computed_s[kind] / (num_turns * num_steps) for kind in (False, True)]
+    print(
+        f"the server's process computes {server_ms[0]:.1f} ms a step unwatched, {server_ms[1]:.1f} ms watched, which is"
+        f" {(server_ms[1] - server_ms[0]) / (1e3 * bare):.1%} of a step more"
+    )
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Seconds that a process has computed."""
+    used = process.cpu_times()
+    return used.user + used.system
 
 
 def step(training: tinker.TrainingClient, data: list[types.Datum]) -> float:

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Depends, Form, Request, Response
 from api_schemas.checkpoints import SetTtlRequest
 from api_schemas.weights import Kind, TinkerPath
 from tinker_server.dashboard.page_route import PageRoute
-from tinker_server.dashboard.pages.run import require_run
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.routes import checkpoints as api
@@ -32,7 +31,7 @@ CheckpointPath = Annotated[TinkerPath, Depends(_path)]
 @router.get("")
 async def show(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
     """The list, newest first."""
-    await require_run(server, run_id, viewer)
+    await server.runs.require(run_id, viewer.owner)
     return await _listed(request, run_id, server, viewer)
 
 

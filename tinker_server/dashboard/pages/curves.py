@@ -8,7 +8,6 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 
 from tinker_server.dashboard.page_route import PageRoute
-from tinker_server.dashboard.pages.run import require_run
 from tinker_server.dashboard.viewer import Viewing
 from tinker_server.store.steps import Point
 from tinker_server.web.deps import Server
@@ -22,7 +21,7 @@ Bound = Annotated[int | None, Query(ge=0, lt=2**53)]
 @router.get("/curves.json")
 async def curves(run_id: str, server: Server, viewer: Viewing, first: Bound = None, last: Bound = None) -> Response:
     """Columns of equal length, from the step `first` to the step `last`; absent: all there are."""
-    await require_run(server, run_id, viewer)
+    await server.runs.require(run_id, viewer.owner)
     newest = await server.steps.last(run_id)
     end = 0 if newest is None else newest.step
     last = end if last is None else min(last, end)

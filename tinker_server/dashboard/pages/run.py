@@ -14,7 +14,7 @@ from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.pages.runs import Progress, at_work, state_of
 from tinker_server.dashboard.rendering import page, short
 from tinker_server.dashboard.viewer import Viewer, Viewing
-from tinker_server.store.catalog import Page, RunRecord, Scope
+from tinker_server.store.catalog import Page, Scope
 from tinker_server.store.records import Step
 from tinker_server.web.deps import Server, Services
 
@@ -23,11 +23,6 @@ OTHERS, OPERATIONS = 200, 30
 ROWS_AT_ONCE = 500
 """Of a download: to write so many takes a few milliseconds."""
 COLUMNS = [field.name for field in fields(Step) if field.name != "model_id"]
-
-
-async def require_run(server: Services, run_id: str, viewer: Viewer) -> RunRecord:
-    """Raises UnknownModel, also for another owner's."""
-    return await server.catalog.run(run_id, Scope(viewer.owner), time.time())
 
 
 @router.get("")
@@ -48,26 +43,26 @@ async def show_summary(request: Request, run_id: str, server: Server, viewer: Vi
 @router.get("/operations")
 async def show_operations(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
     """The latest operations."""
-    await require_run(server, run_id, viewer)
+    await server.runs.require(run_id, viewer.owner)
     return page(request, "run_operations.html", {"run_id": run_id, **await _operations(server, run_id)})
 
 
 @router.get("/steps.json")
 async def download_json(run_id: str, server: Server, viewer: Viewing) -> Response:
     """All that was recorded, one object for each operation."""
-    await require_run(server, run_id, viewer)
+    await server.runs.require(run_id, viewer.owner)
     return _download(_json_parts(server.steps.pages(run_id, ROWS_AT_ONCE)), run_id, "json", "application/json")
 
 
 @router.get("/steps.csv")
 async def download_csv(run_id: str, server: Server, viewer: Viewing) -> Response:
     """The same as CSV."""
-    await require_run(server, run_id, viewer)
+    await server.runs.require(run_id, viewer.owner)
     return _download(_csv_parts(server.steps.pages(run_id, ROWS_AT_ONCE)), run_id, "csv", "text/csv; charset=utf-8")
 
 
 async def _summary(server: Services, run_id: str, viewer: Viewer) -> dict[str, object]:
-    record = await require_run(server, run_id, viewer)
+    record = await server.catalog.run(run_id, Scope(viewer.owner), time.time())
     last = (await server.steps.recent([run_id])).get(run_id, [])
     state = state_of(record, at_work(server.scheduler.in_flight()))
     return {"record": record, "run": record.run, "run_id": run_id, "state": state, "progress": Progress.of(last)}
