@@ -21,6 +21,7 @@ from backends.protocol import EncodedBatch, InvalidInput
 from backends.rendering import Renderer
 from backends.spans import ProcessSpan, heard_by
 from backends.trainer import batching
+from backends.trainer.activations import Recomputation
 from backends.trainer.client import TrainerClient
 from backends.trainer.forward_backward import Row
 from backends.trainer.packed_row import Failures
@@ -136,7 +137,12 @@ def test_any_mix_in_rows_of_any_budget_is_as_alone(data: st.DataObject, tiny_vl:
         add_model(rank, f"m{place}", data.draw(st.sampled_from(RANKS)), place)
         loss_fn = data.draw(st.sampled_from(sorted(LOSS_INPUTS)))
         batches.append((f"m{place}", batch_for(loss_fn, inputs, renderer, 10 * place)))
-    assert_as_alone(rank, batches, together(rank, batches))
+    layers = Recomputation(rank.base.scorer.model.get_decoder().layers)
+    assert layers.num_layers == 2
+    layers.use(data.draw(st.integers(0, 2)))
+    outputs = together(rank, batches)
+    layers.use(0)
+    assert_as_alone(rank, batches, outputs)
 
 
 def test_several_targets_of_a_token_have_rows_of_their_own(
