@@ -20,7 +20,8 @@ def exact(qkv: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 16, 64), (4, 2, 16)])
-def test_long_and_short_samples_of_a_row_are_near_float32_forward_and_backward(heads):
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_long_and_short_samples_of_a_row_are_near_float32_forward_and_backward(heads, heads_first):
     num_heads, num_key_heads, size = heads
     lengths = [300, LONG + 905, 17, LONG, 6000, 2, 700]
     generator = torch.Generator("cuda").manual_seed(0)
@@ -28,8 +29,11 @@ def test_long_and_short_samples_of_a_row_are_near_float32_forward_and_backward(h
         torch.randn(sum(lengths), number, size, device="cuda", dtype=torch.bfloat16, generator=generator)
         for number in (num_heads, num_key_heads, num_key_heads, num_heads)
     )
+    if heads_first:
+        qkv = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in qkv]
     if torch.cuda.get_device_capability() >= (9, 0):
-        assert _cudnn_serves(qkv[0].device, torch.bfloat16, qkv[0].shape[1:], num_key_heads)
+        like = (qkv[0].device, torch.bfloat16, qkv[0].shape[1:], num_key_heads)
+        assert _cudnn_serves(*like, heads_first=heads_first)
     for tensor in qkv:
         tensor.requires_grad_()
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)

@@ -101,6 +101,16 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, c
     assert relative_distance(weights[1].values(), weights[0].values()) < close
 
 
+def test_long_samples_are_near_float32_among_short_ones(tiny_vl, renderer):
+    data = [datum(prompt(words(length, seed)), renderer, seed) for seed, length in enumerate((5000, 30, 4096, 700))]
+    exact, exact_gradients = scored(on_cuda(tiny_vl, "float32", max_tokens=16384), data)
+    found, found_gradients = scored(on_cuda(tiny_vl, "bfloat16", max_tokens=16384), data)
+    for one, other in zip(found, exact, strict=True):
+        assert np.abs(one - other).mean() < 0.03
+        assert np.abs(one - other).max() < 0.2
+    assert relative_distance(found_gradients.values(), exact_gradients.values()) < 0.06
+
+
 def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
     rank = on_cuda(tiny_vl, "bfloat16")
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -110,7 +110,7 @@ def one_by_one(qkv: list[Tensor], lengths: list[int]) -> Tensor:
 )
 def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, lengths, together):
     qkv = row(lengths)
-    packed._cudnn_serves(qkv[0].device, qkv[0].dtype, qkv[0].shape[1:], KEY_HEADS)
+    attend(qkv, lengths)  # at the first use the kernels are compared
     flash.spans.clear()
     out, expected = attend(qkv, lengths), one_by_one(qkv, lengths)
     assert flash.spans == together
@@ -119,6 +119,16 @@ def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, len
     assert (out - expected).abs().max() < 1e-12
     for one, other in zip(got, wanted, strict=True):
         assert (one - other).norm() < 1e-6 * other.norm()  # the log-sum-exp is float32
+
+
+def test_tokens_that_lie_side_by_side_are_taken_as_they_lie(flash):
+    qkv = [tensor.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for tensor in row([40, 5])]
+    assert qkv[0].stride(0) < qkv[0].stride(1)
+    out, expected = attend(qkv, [40, 5]), one_by_one(qkv, [40, 5])
+    got, wanted = (torch.autograd.grad(one.square().sum(), qkv) for one in (out, expected))
+    for one, other in zip([out, *got], [expected, *wanted], strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
+    assert packed._cudnn_serves.cache_info().currsize == 1
 
 
 def test_high_scores_leave_no_trace_in_what_fills_a_sample_up(flash):
