@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from backends.trainer.packed_attention import LONG
+
 GIB = 2**30
-MEASURED_TOKENS = (1024, 4096)
-"""Of the two rows that tell the constant and the part per token."""
+MEASURED_TOKENS = (1024, LONG)
+"""Of the two rows that tell the constant and the part per token: a short sample and a long one."""
 MARGIN = 0.05
 """Part of the memory that is left free: fragments, and operations larger than those measured."""
 

@@ -132,10 +132,10 @@ def _as_batch(tensor_THD: Tensor) -> Tensor:
 
 def _spans(cu_seqlens: Tensor, bounds: list[int], longest: int, *, apart: bool) -> Iterator[Span]:
     """Each long sample, and those between them together; all together where none goes apart."""
-    lengths = [end - begin for begin, end in pairwise(bounds)]
     if not apart:
         yield Span(0, bounds[-1], cu_seqlens, longest, is_long=False)
         return
+    lengths = [end - begin for begin, end in pairwise(bounds)]
     for is_long, group in groupby(range(len(lengths)), key=lambda sample: lengths[sample] >= LONG):
         samples = list(group)
         for one in [[sample] for sample in samples] if is_long else [samples]:

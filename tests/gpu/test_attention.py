@@ -2,21 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from backends.trainer.packed_attention import LONG, _cudnn_serves, packed_attention
+from tests.attention import one_by_one
 
 pytestmark = pytest.mark.gpu
-
-
-def exact(qkv: list[Tensor], lengths: list[int]) -> Tensor:
-    parts = []
-    for query, key, value in zip(*(tensor.split(lengths) for tensor in qkv), strict=True):
-        queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 16, 64), (4, 2, 16)])
@@ -40,7 +30,7 @@ def test_long_and_short_samples_of_a_row_are_near_float32_forward_and_backward(h
     out, _ = packed_attention(*qkv, bounds.cuda(), bounds, max(lengths), size**-0.5)
     got = [out, *torch.autograd.grad((out * weights).sum(), qkv)]
     floats = [tensor.detach().float().requires_grad_() for tensor in qkv]
-    expected = exact(floats, lengths)
+    expected = one_by_one(floats, lengths, size**-0.5)
     wanted = [expected, *torch.autograd.grad((expected * weights.float()).sum(), floats)]
     for one, other in zip(got, wanted, strict=True):
         for part, whole in zip(one.split(lengths), other.split(lengths), strict=True):

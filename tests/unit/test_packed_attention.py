@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backends.trainer import packed_attention as packed
 from backends.trainer.packed_attention import Span, filled_length, packed_attention
+from tests.attention import one_by_one
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 SCALE = 0.3
@@ -89,15 +89,6 @@ def attend(qkv: list[Tensor], lengths: list[int]) -> Tensor:
     return out
 
 
-def one_by_one(qkv: list[Tensor], lengths: list[int]) -> Tensor:
-    parts = []
-    for query, key, value in zip(*(tensor.split(lengths) for tensor in qkv), strict=True):
-        queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=SCALE, enable_gqa=True)
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize(
     ("lengths", "together"),
     [
@@ -112,7 +103,7 @@ def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, len
     qkv = row(lengths)
     attend(qkv, lengths)  # at the first use the kernels are compared
     flash.spans.clear()
-    out, expected = attend(qkv, lengths), one_by_one(qkv, lengths)
+    out, expected = attend(qkv, lengths), one_by_one(qkv, lengths, SCALE)
     assert flash.spans == together
     weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     got, wanted = (torch.autograd.grad((one * weights).sum(), qkv) for one in (out, expected))
@@ -124,7 +115,7 @@ def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, len
 def test_tokens_that_lie_side_by_side_are_taken_as_they_lie(flash):
     qkv = [tensor.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for tensor in row([40, 5])]
     assert qkv[0].stride(0) < qkv[0].stride(1)
-    out, expected = attend(qkv, [40, 5]), one_by_one(qkv, [40, 5])
+    out, expected = attend(qkv, [40, 5]), one_by_one(qkv, [40, 5], SCALE)
     got, wanted = (torch.autograd.grad(one.square().sum(), qkv) for one in (out, expected))
     for one, other in zip([out, *got], [expected, *wanted], strict=True):
         assert (one - other).norm() < 1e-6 * other.norm()
@@ -136,7 +127,7 @@ def test_high_scores_leave_no_trace_in_what_fills_a_sample_up(flash):
     with torch.no_grad():
         for tensor in qkv:
             tensor.mul_(40)  # exp(score) alone would be infinite
-    out, expected = attend(qkv, [41]), one_by_one(qkv, [41])
+    out, expected = attend(qkv, [41]), one_by_one(qkv, [41], SCALE)
     got, wanted = (torch.autograd.grad(one.sum(), qkv) for one in (out, expected))
     for one, other in zip(got, wanted, strict=True):
         assert torch.isfinite(one).all()
@@ -157,7 +148,7 @@ def test_a_kernel_that_differs_or_breaks_is_not_used_and_the_log_says_so(flash, 
         caplog.clear()
         flash.spans.clear()
         qkv = row([20, 30])
-        assert (attend(qkv, [20, 30]) - one_by_one(qkv, [20, 30])).abs().max() < 1e-12
+        assert (attend(qkv, [20, 30]) - one_by_one(qkv, [20, 30], SCALE)).abs().max() < 1e-12
         assert [20, 30] in flash.spans
         assert said in caplog.text
 
@@ -166,7 +157,7 @@ def test_a_row_whose_lengths_the_device_alone_knows_has_no_long_sample(flash):
     qkv = row([12])
     cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
     out, _ = packed_attention(*qkv, cu_seqlens, torch.zeros(2, dtype=torch.int32), 12 - 5, SCALE)
-    assert (out - one_by_one(qkv, [5, 7])).abs().max() < 1e-12
+    assert (out - one_by_one(qkv, [5, 7], SCALE)).abs().max() < 1e-12
 
 
 def test_samples_are_filled_up_by_an_eighth_at_most_and_to_few_lengths():
