@@ -217,6 +217,23 @@ def make_tiny_moe(directory: Path, *, dense_layers: Sequence[int] = (0,), seed: 
     return directory
 
 
+def make_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> Path:
+    """A Qwen3-Next: a layer of linear attention, then one of full attention, both with experts, one of them shared."""
+    return make_tiny_of(
+        "qwen3_next",
+        directory,
+        seed=seed,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        partial_rotary_factor=0.5,
+        shared_expert_intermediate_size=32,
+        **EXPERTS,
+    )
+
+
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:
     """What stands for images, as a config names it."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
@@ -288,6 +305,14 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Mistral": partial(make_tiny_of, "mistral"),
     "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
     "Qwen3 MoE": make_tiny_moe,
+    "Qwen3-Next": make_tiny_qwen3_next,
+    "Qwen2 MoE": partial(
+        make_tiny_of,
+        "qwen2_moe",
+        **{**EXPERTS, "norm_topk_prob": False},
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[0],
+    ),
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
     "Qwen2.5-VL": make_tiny_qwen2_5_vl,
     "Qwen3.5": make_tiny_qwen3_5,

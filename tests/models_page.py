@@ -16,10 +16,12 @@ from backends.families.coverage import check_coverage
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed
 from tests.models import (
+    FAMILIES,
     make_tiny_moe,
     make_tiny_of,
     make_tiny_qwen2_5_vl,
     make_tiny_qwen3_5,
+    make_tiny_qwen3_next,
     make_tiny_text,
     make_tiny_vl,
 )
@@ -33,6 +35,8 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
     "Qwen3": make_tiny_text,
     "Qwen3 MoE": make_tiny_moe,
+    "Qwen3-Next": make_tiny_qwen3_next,
+    "Qwen2 MoE": FAMILIES["Qwen2 MoE"],
     "Llama": partial(make_tiny_of, "llama"),
     "Mistral": partial(make_tiny_of, "mistral"),
     "Gemma 3 (text)": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
@@ -51,8 +55,6 @@ REFUSED = {
     "Gemma 3 with images": ("gemma3", "Gemma3ForConditionalGeneration"),
     "SmolVLM2": ("smolvlm", "SmolVLMForConditionalGeneration"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
-    "Qwen3-Next": ("qwen3_next", "Qwen3NextForCausalLM"),
-    "Qwen2 MoE": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "Mixtral": ("mixtral", "MixtralForCausalLM"),
     "LFM2": ("lfm2", "Lfm2ForCausalLM"),
     "Falcon-H1": ("falcon_h1", "FalconH1ForCausalLM"),
@@ -65,8 +67,8 @@ trainer's way of scoring is the model's own.
 
 Each kind below is trained and sampled in the tests as a random model of about 0.3 M parameters: trainer = transformers,
 packed = alone, saved weights merged into transformers = trainer, sampler = trainer with adapters and images, to 1e-4
-nats in float32 (Qwen3.5's sampler: bfloat16, 0.03 in the mean and 0.2 at most). Of larger sizes, docs/performance.md
-tells what was measured.
+nats in float32 (the sampler of Qwen3.5 and Qwen3-Next: bfloat16, 0.03 in the mean and 0.2 at most). Of larger sizes,
+docs/performance.md tells what was measured.
 
 | kind | architecture | images | experts | rows | `train_attn` | `train_mlp` | `train_unembed` | frozen |
 |---|---|---|---|---|---|---|---|---|
@@ -78,8 +80,8 @@ NOTES = """
 - Rows "one sample": layers with linear attention carry a state along a row, so samples do not share one.
 - Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
   model's own names, expert by expert. The cookbook's tools build and merge them. PEFT 0.21 reads those of Qwen3 MoE; of
-  Qwen3-VL MoE, and of layers without experts beside them, it leaves a part out in silence: merge those.
-- Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts.
+  other kinds with experts, and of layers without experts beside them, it leaves a part out in silence: merge those.
+- Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts; so is Qwen3-Next's `in_proj_qkvz`.
 - On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
   bfloat16 alone there. On CUDA neither has been run yet.
 

@@ -7,7 +7,8 @@ from backends.families.family import LoraFlag
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
-LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+"""Qwen3-Next has two projections in, Qwen3.5 four."""
 ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "out_proj", "lm_head")
 """The same by the engine's names. The input embeddings are not among them, though a tied head shares their weight."""
 

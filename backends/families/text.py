@@ -9,8 +9,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from backends.families.family import ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
 
-ROUTERS = {"Qwen3MoeForCausalLM": "model.layers.*.mlp.gate"}
-"""Mixtures of experts whose engine and trainer are known to agree, and their routers, which nothing trains."""
+_ROUTER = "model.layers.*.mlp.gate"
+_SHARED_EXPERT_GATE = "model.layers.*.mlp.shared_expert_gate"
+FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
+    "Qwen3MoeForCausalLM": (_ROUTER,),
+    "Qwen3NextForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
+    "Qwen2MoeForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
+}
+"""Mixtures of experts whose engine and trainer are known to agree, and what of them nothing trains."""
+WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM",)
 
 
 class Text:
@@ -19,12 +26,12 @@ class Text:
     vision = None
     placeholders: Mapping[int, str] = {}
     model_class: Any = AutoModelForCausalLM
-    has_linear_attention = False
 
     def __init__(self, architecture: str = "") -> None:
         """`architecture` as the model's config names it."""
-        self._is_mixture = architecture in ROUTERS
-        self.frozen: Sequence[str] = (ROUTERS[architecture],) if self._is_mixture else ()
+        self.has_linear_attention = architecture in WITH_LINEAR_ATTENTION
+        self._is_mixture = architecture in FROZEN_OF_MIXTURES
+        self.frozen: Sequence[str] = FROZEN_OF_MIXTURES.get(architecture, ())
 
     def attention(self, decoder: str) -> str:
         """There is nothing but the decoder."""
@@ -36,4 +43,4 @@ class Text:
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
         """The decoder's attention, MLP and experts, and the head."""
-        return decoder_modules(model, experts=self._is_mixture)
+        return decoder_modules(model, experts=self._is_mixture, linear_attention=self.has_linear_attention)

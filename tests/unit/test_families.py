@@ -48,6 +48,17 @@ def test_qwen3_moe_is_covered_with_layers_that_have_no_experts_and_its_routers_f
     check_coverage(find_family(found, "dir"), found, "dir")
 
 
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("qwen3_next", "Qwen3NextForCausalLM"), ("qwen2_moe", "Qwen2MoeForCausalLM")]
+)
+def test_mixtures_with_a_shared_expert_are_covered_with_its_gate_frozen(kind: str, architecture: str) -> None:
+    found = config(kind, **EXPERTS, shared_expert_intermediate_size=32)
+    found.architectures = [architecture]
+    family = find_family(found, "dir")
+    check_coverage(family, found, "dir")
+    assert "model.layers.*.mlp.shared_expert_gate" in family.frozen
+
+
 @pytest.mark.parametrize("moe", [False, True])
 def test_qwen3_vl_is_covered_and_its_vision_tower_frozen(tmp_path, moe: bool) -> None:
     source = make_tiny_vl(tmp_path / "model", moe=moe)
