@@ -71,10 +71,10 @@ class FrozenBase:
                 self._graphs = self._tested_graphs(config, world)
 
     def score(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
-        """[T, K] float32, nats, as `Scorer` gives them; small rows with a gradient by a graph, on a GPU."""
+        """[T, K] float32, nats, as `Scorer` gives them; small rows by a graph, on a GPU."""
         # What a graph does is fixed: layers that compute again are none of it.
         recomputes = self.memory is not None and self.memory.recomputes
-        if self._graphs is not None and torch.is_grad_enabled() and not recomputes and self._graphs.takes(batch):
+        if self._graphs is not None and not recomputes and self._graphs.takes(batch):
             try:
                 return self._graphs(batch, scales_TR)
             except BackendFailed as error:

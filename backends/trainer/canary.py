@@ -15,6 +15,8 @@ def score_canary(base: FrozenBase, device: torch.device, adapter: Adapter) -> Ca
     token_ids = canary_tokens(base.renderer.vocab_size, base.renderer.family.placeholders)
     batch = pack([(Rendered(token_ids, [], []), np.roll(token_ids, -1))], base.renderer.family, device)
     (scales_R,) = base.adapters.load([adapter])
+    if base.memory is not None:
+        base.memory.prepare(len(token_ids))
     with torch.no_grad():
-        logprobs_T1 = base.scorer(batch, scales_R.repeat(len(token_ids), 1))
+        logprobs_T1 = base.score(batch, scales_R.repeat(len(token_ids), 1))
     return Canary(token_ids.tolist(), logprobs_T1[:-1, 0].tolist())

@@ -26,7 +26,8 @@ _WARM_UPS = 2
 
 
 class Graphs:
-    """Rows through the scorer, with a gradient. What its graphs compute with is kept: a few GiB."""
+    """Rows through the scorer, with a gradient or without: one graph serves both. What they compute with is kept: a few
+    GiB."""
 
     def __init__(self, scorer: Scorer, device: torch.device) -> None:
         self._scorer = scorer
@@ -106,6 +107,7 @@ class _Graph:
             for gradient, before in zip(scorer.adapters.gathered, gathered, strict=True):
                 gradient.copy_(before)  # recording added to it
 
+    @torch.enable_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def _record(self, scorer: Scorer, pool: Any) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
