@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from backends.families.family import EngineField, ImageFeatures, ImageSpan, LoraFlag, RenderedImage
 from backends.families.lora_names import decoder_modules
+from backends.families.tower_attention import use_varlen
 from backends.protocol import BackendFailed
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
@@ -43,7 +44,7 @@ class Qwen3VL:
         }
 
     def attention(self, decoder: str) -> dict[str, str]:
-        """Images are few long sequences without a mask: SDPA is right for the vision tower everywhere."""
+        """Images are sequences without a mask: SDPA is right for the vision tower everywhere."""
         return {"text_config": decoder, "vision_config": "sdpa"}
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
@@ -121,6 +122,7 @@ class Qwen3VLTower:
         self._run: Callable[..., Any] = model.get_image_features
         self._embedding = model.visual.patch_embed.proj
         model.visual.patch_embed.forward = self._embed
+        use_varlen(model.visual)
         self._has_taps = has_taps
         self._output: type[Any]
         self._splits_taps: bool

@@ -74,11 +74,18 @@ class RowComputer:
 
     def _rendered(self, row: Row) -> tuple[dict[int, list[Rendered]], dict[int, InvalidInput | BackendFailed]]:
         """By a pass's number, its datums; InvalidInput for images that do not decode."""
-        known = self._base.vision or ()
+        vision, device = self._base.vision, self._world.device
+        # In a sharded base the tower is gathered with the rest, when the row is computed.
+        begins = device.type == "cuda" and not self._base.is_sharded
         self._expect(row)
 
         def render(one: BatchPass, indices: list[int]) -> list[Rendered]:
-            return [self._base.renderer.render(one.data[i].model_input, f"datum {i}", known) for i in indices]
+            rendered = []
+            for i in indices:
+                rendered.append(self._base.renderer.render(one.data[i].model_input, f"datum {i}", vision or ()))
+                if vision is not None and begins:
+                    vision.begin(rendered[-1].images, device)
+            return rendered
 
         return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
 
