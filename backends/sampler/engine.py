@@ -93,9 +93,9 @@ def _device_args(config: SamplerConfig) -> dict[str, Any]:
             "enforce_eager": True,
             "max_num_batched_tokens": max(4096, max_rows(config)),
         }
-    # Decode graphs without torch.compile: as fast as both, and up in a third of the time.
+    # Graphs (`step_graphs`) without torch.compile: as fast as both, and up in a third of the time.
     return {
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
         "gpu_memory_utilization": config.gpu_memory_fraction,
         "max_num_batched_tokens": max(8192, max_rows(config)),
     }

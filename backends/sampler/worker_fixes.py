@@ -21,6 +21,7 @@ from backends.sampler import placeholders, prompt_columns
 from backends.sampler.experts_on_cpu import replace_experts
 from backends.sampler.linear_attention_on_cpu import copy_single_rows
 from backends.sampler.lora_fixes import PromptRows, replace_cpu_ops
+from backends.sampler.step_graphs import record_both_kinds
 
 # vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
 # zero, and zero times the NaN of a tenant whose adapter has diverged is NaN for the next one. Read by scheduler and
@@ -32,6 +33,8 @@ lora_model.PIN_MEMORY = model_manager.PIN_MEMORY = False
 if current_platform.is_cpu():
     replace_experts()
     copy_single_rows()
+else:
+    record_both_kinds()
 
 
 def _count_batch(core: Any) -> tuple[int, int, float]:
