@@ -116,6 +116,10 @@ class Memory:
         """Tokens of the largest row that fits now."""
         return self._costs.longest(self._free_bytes)
 
+    def tokens_in(self, part: float) -> int:
+        """Of the largest row that takes this part of all memory while no layer computes again."""
+        return max(0, int((part * self._limit_bytes - self._costs.constant) / self._costs.per_token))
+
     def prepare(self, num_tokens: int) -> None:
         """Have as many layers compute again as a row of so many tokens needs."""
         self._recompute(self._costs.layers_for(num_tokens, self._free_bytes))

@@ -26,6 +26,8 @@ from backends.trainer.self_test import own_logprobs, packing_is_exact
 from backends.trainer.vision import FrozenVision
 
 log = logging.getLogger(__name__)
+_KEPT_BY_GRAPHS = 1 / 6
+"""Part of a GPU's memory for the trainer that graphs of small rows may keep, at most."""
 
 
 class FrozenBase:
@@ -86,8 +88,10 @@ class FrozenBase:
         return cast(Tensor, self.scorer(batch, scales_TR))
 
     def _tested_graphs(self, config: TrainerConfig, world: World) -> Graphs | None:
-        graphs = Graphs(self.scorer, world.device)
-        if self.memory is not None:
+        if self.memory is None:
+            graphs = Graphs(self.scorer, world.device)
+        else:
+            graphs = Graphs(self.scorer, world.device, self.memory.tokens_in(_KEPT_BY_GRAPHS))
             self.memory.prepare(1)
         try:
             self.adapters.load([])

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from backends.protocol import BackendFailed
 from backends.trainer.batching import Microbatch
+from backends.trainer.packed_attention import LONG
 from backends.trainer.scoring import Scorer
 
 log = logging.getLogger(__name__)
-TOKENS = (256, 512, 768, 1024, 1536, 2048)
+TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Of a graph. Above, launching takes less time than computing, on an H200 and a model of 4 billion parameters."""
 TOKENS_PER_SAMPLE = 8
 """A graph of 512 tokens takes up to 64 samples, with the one that fills it up."""
@@ -29,9 +30,11 @@ class Graphs:
     """Rows through the scorer, with a gradient or without: one graph serves both. What they compute with is kept: a few
     GiB."""
 
-    def __init__(self, scorer: Scorer, device: torch.device) -> None:
+    def __init__(self, scorer: Scorer, device: torch.device, max_tokens: int = TOKENS[-1]) -> None:
+        """`max_tokens` of a row: larger graphs would keep too much memory."""
         self._scorer = scorer
         self._device = device
+        self._sizes = [size for size in TOKENS if size <= max(max_tokens, TOKENS[0])]
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle()
@@ -57,6 +60,7 @@ class Graphs:
         return (
             size is not None
             and not batch.images
+            and batch.max_seqlen < LONG  # or attention has a faster kernel, which must know the lengths
             and batch.targets_TK.shape[1] == 1
             and len(batch.cu_seqlens) <= size // TOKENS_PER_SAMPLE + 1
         )
@@ -81,7 +85,7 @@ class Graphs:
         return cast(Tensor, _Replay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
 
     def _size(self, batch: Microbatch) -> int | None:
-        return next((size for size in TOKENS if len(batch.targets_TK) <= size), None)
+        return next((size for size in self._sizes if len(batch.targets_TK) <= size), None)
 
 
 class _Graph:
