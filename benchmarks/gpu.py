@@ -21,7 +21,13 @@ import numpy as np
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
-from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
@@ -33,26 +39,32 @@ from tests.factories import cross_entropy, photo
 from tests.models import make_tiny_vl
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
 
-HEADS, KEY_HEADS, HEAD_SIZE, VOCAB, RANK = 32, 8, 128, 151936, 32
+HEADS, HEAD_SIZE, VOCAB, RANK = 32, 128, 151936, 32
 CONTEXT = 65536
 DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Qwen3-VL; heads are the same in all of them."""
+    """Of a Qwen3-VL; query heads are the same in all of them."""
 
     hidden: int
     inner: int
+    """Of an expert, in a mixture of them."""
     vision: dict[str, Any]
     tied: bool
     num_layers: int = 36
+    key_heads: int = 8
+    experts: int = 0
+    """Of a layer; none in a dense model."""
+    experts_per_token: int = 1
 
     @property
     def num_parameters(self) -> int:
         """Of the linears that a token of text passes, the head among them."""
-        attention = self.hidden * HEAD_SIZE * (2 * HEADS + 2 * KEY_HEADS)
-        return self.num_layers * (attention + 3 * self.hidden * self.inner) + self.hidden * VOCAB
+        attention = self.hidden * HEAD_SIZE * (2 * HEADS + 2 * self.key_heads)
+        mlp = 3 * self.hidden * self.inner * self.experts_per_token
+        return self.num_layers * (attention + mlp) + self.hidden * VOCAB
 
     def flops(self, lengths: Sequence[int]) -> float:
         """Of forward and backward of samples, as said above."""
@@ -86,6 +98,9 @@ SHAPES = {
         tied=False,
     ),
 }
+SHAPES["30b-a3b"] = replace(
+    SHAPES["8b"], hidden=2048, inner=768, num_layers=48, key_heads=4, experts=128, experts_per_token=8
+)
 
 
 def make_model(directory: Path, shape: Shape) -> Path:
@@ -98,7 +113,7 @@ def make_model(directory: Path, shape: Shape) -> Path:
         "intermediate_size": shape.inner,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_HEADS,
+        "num_key_value_heads": shape.key_heads,
         "head_dim": HEAD_SIZE,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": shape.tied,
@@ -115,14 +130,23 @@ def make_model(directory: Path, shape: Shape) -> Path:
         f"{name}_token_id": getattr(tiny, f"{name}_token_id")
         for name in ("image", "video", "vision_start", "vision_end")
     }
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied, **ids)
-    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    kind, config_kind = Qwen3VLForConditionalGeneration, Qwen3VLConfig
+    if shape.experts:
+        kind, config_kind = Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig
+        text |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.inner,
+        }
+    config = config_kind(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied, **ids)
+    config.architectures = [kind.__name__]
     with DEVICE:
-        model = Qwen3VLForConditionalGeneration(config).to(torch.bfloat16)
+        model = kind(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5)
+                inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+                parameter.normal_(0, inputs**-0.5)
     model.save_pretrained(directory)
     return directory
 

@@ -1,6 +1,6 @@
 """A whole server on one GPU, through the SDK, as a user starts it: training, an RL step, a death of the trainer.
 
-    python benchmarks/gpu_server.py [--shape 4b|8b] [--rounds 3]
+    python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3]
 
 Random weights in the shape of a Qwen3-VL, LoRA of rank 32; what is not said here is at its default. MFU as in
 `benchmarks/gpu.py`; its peak is measured before the server starts.
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +37,13 @@ def main() -> None:
     """All cases, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
+    parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         scratch, shape = Path(folder), SHAPES[given.shape]
+        shape = replace(shape, num_layers=given.layers or shape.num_layers)
         peak = peak_flops()
         model = make_model(scratch / "model", shape)
         torch.cuda.empty_cache()
