@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import tinker
 import tinker.types as types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -88,23 +89,28 @@ async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:
     times.show(f"by parts, {(directory / ADAPTER_FILE).stat().st_size / 1e6:.0f} MB")
 
 
+def saves(training: tinker.TrainingClient, rounds: int) -> Times:
+    """save_weights_and_get_sampling_client after a step, then a sample of one token."""
+    times = Times()
+    given, one_token = types.ModelInput.from_ints(IDS.tolist()), types.SamplingParams(max_tokens=1)
+    target = types.TensorData.from_numpy(IDS.astype(np.int64))
+    data = [types.Datum(model_input=given, loss_fn_inputs={"target_tokens": target})]
+    for _ in range(rounds + 1):
+        training.forward_backward(data, "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+        times.begin()
+        sampling = training.save_weights_and_get_sampling_client().result()
+        times.end("save_weights_and_get_sampling_client")
+        sampling.sample(given, 1, one_token).result()
+        times.end("first token")
+    return times
+
+
 def through_the_sdk(config: BackendConfig, rank: int, rounds: int, scratch: Path) -> None:
-    """save_weights_and_get_sampling_client, then a sample of one token."""
+    """From a server of its own."""
     server = Server(scratch / "data", {NAME: Path(config.models[NAME])}, "--device", config.device).start()
     try:
-        times, service = Times(), server.client()
-        training = service.create_lora_training_client(NAME, rank=rank).result()
-        given, one_token = types.ModelInput.from_ints(IDS.tolist()), types.SamplingParams(max_tokens=1)
-        target = types.TensorData.from_numpy(IDS.astype(np.int64))
-        data = [types.Datum(model_input=given, loss_fn_inputs={"target_tokens": target})]
-        for _ in range(rounds + 1):
-            training.forward_backward(data, "cross_entropy").result()
-            training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
-            times.begin()
-            sampling = training.save_weights_and_get_sampling_client().result()
-            times.end("save_weights_and_get_sampling_client")
-            sampling.sample(given, 1, one_token).result()
-            times.end("first token")
+        times = saves(server.client().create_lora_training_client(NAME, rank=rank).result(), rounds)
     finally:
         server.stop()
     times.show("through the SDK")
