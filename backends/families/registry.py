@@ -2,9 +2,8 @@
 
 from transformers import PretrainedConfig
 
-from backends.families import qwen3_vl
+from backends.families import qwen3_vl, text
 from backends.families.family import Family
-from backends.families.text import Text
 from backends.protocol import BackendFailed
 
 SEEING = dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL)
@@ -20,4 +19,6 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
         return SEEING[architecture](config, source)
     if any("vision" in key or "audio" in key for key in config.sub_configs):
         raise BackendFailed(f"{source}: {architecture} is not supported; models that take images: {', '.join(SEEING)}")
-    return Text(architecture)
+    if architecture in text.REFUSED:
+        raise BackendFailed(f"{source}: {architecture} is not supported: {text.REFUSED[architecture]}")
+    return text.Text(architecture)

@@ -17,6 +17,11 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     "Qwen2MoeForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and what of them nothing trains."""
+REFUSED = {
+    "GptOssForCausalLM": "its attention has sinks, and its experts have biases and an activation of their own, none of"
+    " which the trainer computes",
+}
+"""What is more than a matter of LoRA's reach, and why."""
 WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM",)
 
 

@@ -5,6 +5,7 @@ transformers' attention interface. Elsewhere transformers' SDPA does it, one sam
 whole row it would compute all pairs of tokens to throw most of them away.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,9 @@ from backends.trainer.packed_attention import packed_attention
 
 PACKED = "tinker_packed"
 PER_SAMPLE = "tinker_per_sample"
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
-"""What some decoders ask of attention, as transformers names it, and the kernel would leave out."""
+_LEFT_OUT = ("softcap", "s_aux")
+"""What some decoders ask of attention, as transformers names it, and SDPA leaves out in silence: a cap of the scores,
+and sinks."""
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> str:
@@ -56,8 +58,9 @@ def _per_sample_attention(  # noqa: PLR0913
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
 
-    The mask is transformers' own [1, 1, T, T], of which a sample needs the block on the diagonal.
+    The mask is transformers' own [1, 1, T, T], of which a sample needs the block on the diagonal; windows are in it.
     """
+    _refuse_left_out(module, kwargs)
     parts = [
         sdpa_attention_forward(
             module,
@@ -84,9 +87,15 @@ def _packed_attention(  # noqa: PLR0913
     **other: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
-    for name in _UNSUPPORTED:
-        if other.get(name) is not None:
-            raise BackendFailed(f"{name} in {type(module).__name__} is not supported in bfloat16 on CUDA; float32 is")
+    _refuse_left_out(module, other)
+    if other.get("sliding_window") is not None:
+        raise BackendFailed(f"windows in {type(module).__name__} are not supported in bfloat16 on CUDA; float32 is")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out, _ = packed_attention(query, key, value, packed_cu_seqlens, packed_bounds, packed_longest, scaling)
     return out[None], None
+
+
+def _refuse_left_out(module: nn.Module, asked: Mapping[str, Any]) -> None:
+    for name in _LEFT_OUT:
+        if asked.get(name) is not None:
+            raise BackendFailed(f"{name} in {type(module).__name__} is not supported")

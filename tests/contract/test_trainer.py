@@ -29,7 +29,7 @@ from backends.trainer import scoring
 from backends.trainer.client import TrainerClient
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, prompt, words
-from tests.models import make_tiny_vl
+from tests.models import make_tiny_of, make_tiny_vl
 from tests.trainers import (
     LORA,
     SMOOTH,
@@ -414,6 +414,13 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_text, mo
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", softcapped)
     with pytest.raises(BackendFailed, match="not supported"):
         trainer(tiny_text)
+
+
+def test_a_model_whose_attention_caps_its_scores_is_refused(tmp_path):
+    """transformers' SDPA passes over the cap in silence, and so would its own scoring, which start compares."""
+    source = make_tiny_of("gemma2", tmp_path / "model", attn_logit_softcapping=2.0, final_logit_softcapping=None)
+    with pytest.raises(BackendFailed, match="softcap in Gemma2Attention is not supported"):
+        trainer(source)
 
 
 async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):

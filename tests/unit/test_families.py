@@ -99,6 +99,13 @@ def test_a_model_that_would_be_trained_in_part_is_refused_with_what_would_be_lef
         assert re.search(rf"\.\*\.{re.escape(name)}", str(refused.value)), refused.value
 
 
+def test_gpt_oss_is_refused_for_what_the_trainer_does_not_compute() -> None:
+    model = config("gpt_oss")
+    model.architectures = ["GptOssForCausalLM"]
+    with pytest.raises(BackendFailed, match=r"dir: GptOssForCausalLM is not supported: its attention has sinks, and"):
+        find_family(model, "dir")
+
+
 def test_a_module_that_two_flags_train_is_refused() -> None:
     class Twice:
         """A family that names a layer under two flags."""
