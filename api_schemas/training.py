@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import FirstError, Request, Response, at_most
-from api_schemas.fields import BaseModelName, ClientMetadata, ModelId, ModelSeqId, SeqId, SessionId
+from api_schemas.fields import BaseModelName, ModelId, ModelSeqId, SeqId, SessionId
 from api_schemas.inputs import Datum, require_few_cells, sparse_cells
 
 MAX_DATUMS = 4096
@@ -49,6 +49,8 @@ class Trainable(BaseModel):
     """Whether the adapter covers the MLPs."""
     train_attn: bool = True
     """Whether the adapter covers attention."""
+    train_vision: bool = False
+    """Whether the adapter covers the vision tower and its mergers."""
 
 
 class OptimizerConfig(Request):
@@ -66,7 +68,9 @@ class CreateModelRequest(Request):
     session_id: SessionId
     model_seq_id: ModelSeqId = Field(ge=0)
     base_model: BaseModelName
-    user_metadata: ClientMetadata = None
+    user_metadata: dict[str, Any] | None = None
+    """Whatever the client wants to note. It is listed; only `train_vision`, 'true' or 'false', means something here:
+    whether the adapter covers the vision tower, on a server that trains it."""
     lora_config: LoraConfig | None = None
     """The adapter. It must be there: full fine-tuning is not supported."""
     optimizer_config: OptimizerConfig = OptimizerConfig()

@@ -23,6 +23,8 @@ class BackendConfig(BaseModel):
     """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
     """Largest rank a client may ask for; the sampler has memory for it; absent: 128, or less where memory is small."""
+    train_vision: bool = False
+    """Whether models train the vision tower too, but for those whose user_metadata has train_vision false."""
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None
     """Published loss that answers stable_reinforce, whose own formula is not published; absent: it is refused."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)

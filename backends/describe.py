@@ -139,7 +139,7 @@ def find(name: str, directory: Path, device: Device, config: BackendConfig, mach
     except (OSError, ValueError) as error:
         raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
     check_tokenizer(directory)
-    numbers = check_coverage(renderer.family, renderer.config, source)
+    numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
@@ -190,6 +190,7 @@ def _describe(
         max_context_length=model.context,
         takes_images=model.renderer.takes_images,
         max_lora_rank=model.max_lora_rank,
+        trains_vision=config.train_vision and model.renderer.takes_images,
         numerics=_numerics(trainer_config, config.ranks),
     )
     answers_stable_reinforce = config.stable_reinforce is not None
@@ -235,6 +236,7 @@ def _trainer_config(model: FoundModel, placement: Placement, device: Device, con
         shares_rows=device == "cuda",
         gpu_memory_bytes=placement.trainer_bytes,
         stable_reinforce=config.stable_reinforce,
+        train_vision=config.train_vision,
     )
 
 
@@ -258,4 +260,5 @@ def _sampler_config(
         scratch_dir=scratch,
         silence_s=SAMPLER_SILENCE_S[device],
         gpus=placement.gpus,
+        train_vision=config.train_vision,
     )

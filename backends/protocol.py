@@ -56,6 +56,8 @@ class BaseModelInfo:
     """Largest number of tokens of a prompt and its continuation, or of a datum; images counted expanded."""
     takes_images: bool
     max_lora_rank: int
+    trains_vision: bool = False
+    """Whether models may train the vision tower."""
     numerics: Mapping[str, str] = field(default_factory=dict)
     """What the numbers of training depend on beside the request: settings, and versions of libraries."""
 

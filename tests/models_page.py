@@ -75,6 +75,8 @@ docs/performance.md tells what was measured.
 """
 NOTES = """
 - Video and audio are refused for every kind.
+- A frozen `model.visual` is so by default. A server started with `--train-vision` trains its linears and its mergers';
+  the embedding of patches stays frozen. Trainer and engine agree on it for the kinds that have it.
 - An expert's three matrices have adapters of their own, each of the full rank: a model of rank r has r x experts x
   layers x 3 pairs. Routers and the gates of shared experts are frozen.
 - Rows "one sample": layers with linear attention carry a state along a row, so samples do not share one.

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.families.family import Family
+from backends.families.lora_names import trained_modules
 from backends.protocol import BackendFailed
 
 
@@ -23,15 +24,17 @@ class Numbers:
     """Of what several trainer ranks gather of a sharded base at once: all but the layers, and two of them."""
 
 
-def check_coverage(family: Family, config: PretrainedConfig, source: str) -> Numbers:
+def check_coverage(family: Family, config: PretrainedConfig, source: str, *, train_vision: bool = False) -> Numbers:
     """Refuse a model unless every weight matrix is trained by exactly one flag, or frozen by its family.
 
-    Builds the model of `config` without memory for its weights. Raises BackendFailed naming the weights.
+    `train_vision`: the server's setting. Builds the model of `config` without memory for its weights. Raises
+    BackendFailed naming the weights.
     """
     model = _without_memory(family, config, source)
-    modules = [name for names in family.lora_modules(model).values() for name in names]
+    groups = trained_modules(family, model, train_vision=train_vision)
+    modules = [name for names in groups.values() for name in names]
     twice = {name for name in modules if modules.count(name) > 1}
-    missing = list(untrained(model, modules, family.frozen))
+    missing = list(untrained(model, modules, _frozen(family, source, train_vision=train_vision)))
     if missing or twice:
         raise BackendFailed(
             f"{source}: {type(model).__name__} is not supported: LoRA would leave out"
@@ -41,6 +44,18 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str) -> Num
     adapter = sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
     layers = [_count(layer) for layer in model.get_decoder().layers]
     return Numbers(adapter, gathered=_count(model) - sum(layers) + 2 * max(layers))
+
+
+def _frozen(family: Family, source: str, *, train_vision: bool) -> Sequence[str]:
+    if not train_vision or family.vision is None:
+        return family.frozen
+    tower = family.vision.lora
+    if tower is None:
+        raise BackendFailed(
+            f"{source}: LoRA on this kind of vision tower is not supported: nobody has compared it in trainer and"
+            " engine; leave the setting backend.train_vision off"
+        )
+    return [*(name for name in family.frozen if name != tower.root), *tower.frozen]
 
 
 def _count(module: nn.Module) -> int:

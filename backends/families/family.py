@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
-LoraFlag = Literal["train_attn", "train_mlp", "train_unembed"]
-"""A field of a request's lora_config."""
+LoraFlag = Literal["train_attn", "train_mlp", "train_unembed", "train_vision"]
+"""A field of a request's lora_config; the last one is the server's to set."""
 ImageFeatures = tuple[Tensor, ...]
 """What a vision tower makes of one image: its tokens [N, H] first, then whatever else the decoder takes of it."""
 
@@ -55,11 +55,24 @@ class EngineField:
     stays_on_cpu: bool = False
 
 
+@dataclass(frozen=True)
+class TowerLora:
+    """Where LoRA goes in a vision tower that a server trains: into all its linears, but for those named."""
+
+    root: str
+    """Full name of the tower, its mergers or projector within it."""
+    frozen: Sequence[str]
+    """As `Family.frozen`, with the tower trained: its parts that are not."""
+    engine_modules: Sequence[str]
+    """Names in the engine that are no decoder's: the last part of a name, or the whole where others end so too."""
+
+
 class VisionTower(Protocol):
-    """A model's frozen vision tower, image by image."""
+    """A model's vision tower, image by image."""
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """Run the tower; each image's features have memory of their own. Every image has its pixels."""
+        """Run the tower, with a gradient where autograd records one; each image's features have memory of their own.
+        Every image has its pixels."""
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
         """The arguments of the model's forward that say which images there are, without their pixels."""
@@ -77,6 +90,10 @@ class Vision(Protocol):
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
         """Arguments of vLLM's engine for prompts of at most so many images that we have processed already."""
+
+    @property
+    def lora(self) -> TowerLora | None:
+        """How its tower is trained; None where it cannot be."""
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Height and width in tokens of an image of so many pixels. Raises ValueError for a shape it does not take."""

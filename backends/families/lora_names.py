@@ -1,9 +1,10 @@
-"""The modules that a request's train_attn, train_mlp and train_unembed mean: the one list of their names."""
+"""The modules that a request's train_attn, train_mlp and train_unembed mean, and train_vision: the one list of their
+names."""
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from backends.families.family import LoraFlag
+from backends.families.family import Family, LoraFlag, TowerLora
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
@@ -37,6 +38,25 @@ def decoder_modules(
             elif last in MLP:
                 groups["train_mlp"].append(name)
     return groups
+
+
+def trained_modules(family: Family, model: PreTrainedModel, *, train_vision: bool) -> dict[LoraFlag, list[str]]:
+    """Full module names by the flag that trains them on a server with this setting."""
+    groups = family.lora_modules(model)
+    if train_vision and family.vision is not None and family.vision.lora is not None:
+        groups["train_vision"] = tower_modules(model, family.vision.lora)
+    return groups
+
+
+def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:
+    """Full names of the linears of a vision tower and its mergers."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and name.startswith(f"{tower.root}.")
+        and not name.startswith(tuple(f"{one}." for one in tower.frozen))
+    ]
 
 
 def has_stacked_experts(module: nn.Module) -> bool:

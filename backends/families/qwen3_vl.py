@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from backends.families.family import EngineField, ImageFeatures, ImageSpan, LoraFlag, RenderedImage
+from backends.families.family import EngineField, ImageFeatures, ImageSpan, LoraFlag, RenderedImage, TowerLora
 from backends.families.lora_names import decoder_modules
 from backends.families.tower_attention import use_varlen
 from backends.protocol import BackendFailed
@@ -23,6 +23,7 @@ WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGenerat
 """Their first decoder layers add what layers of the vision tower saw."""
 WITH_LINEAR_ATTENTION = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 ARCHITECTURES = (*WITH_TAPS, *WITH_LINEAR_ATTENTION, "Qwen2_5_VLForConditionalGeneration")
+TOWER = "model.visual"
 GATES = ("gate", "shared_expert_gate")
 """Routers, and the weight of the expert that all tokens share."""
 
@@ -32,12 +33,12 @@ class Qwen3VL:
     no video."""
 
     model_class: Any = AutoModelForImageTextToText
-    frozen: Sequence[str] = ("model.visual", *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
+    frozen: Sequence[str] = (TOWER, *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
         """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
         self.has_linear_attention = config.architectures[0] in WITH_LINEAR_ATTENTION
-        self.vision = Qwen3VLVision(source, config.image_token_id, has_taps=config.architectures[0] in WITH_TAPS)
+        self.vision = Qwen3VLVision(source, config)
         self.placeholders: Mapping[int, str] = {
             config.image_token_id: "<|image_pad|>",
             config.video_token_id: "<|video_pad|>",
@@ -71,14 +72,26 @@ class Qwen3VLVision:
         "image_grid_thw": EngineField(one_row_each=True, stays_on_cpu=True),
     }
 
-    def __init__(self, source: str, image_id: int, *, has_taps: bool) -> None:
+    def __init__(self, source: str, config: PretrainedConfig) -> None:
         try:
             # Trainer and sampler must see the same pixels: those of the torchvision backend.
             self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
         except (OSError, ValueError) as error:
             raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
-        self.place_id = image_id
-        self._has_taps = has_taps
+        self.place_id = config.image_token_id
+        self._has_taps = config.architectures[0] in WITH_TAPS
+        # The embedding of patches is a convolution whose name ends as attention's own projection does.
+        projections = [f"visual.blocks.{layer}.attn.proj" for layer in range(config.vision_config.depth)]
+        linears = (
+            "qkv",
+            "gate_up_proj",
+            "down_proj",
+            "linear_fc1",
+            "linear_fc2",
+            "visual.merger.mlp.0",
+            "visual.merger.mlp.2",
+        )
+        self.lora = TowerLora(TOWER, (f"{TOWER}.patch_embed",), (*linears, *projections))
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
         """Pixels come normalised: the engine would do it again."""
@@ -128,10 +141,11 @@ class Qwen3VLTower:
         self._splits_taps: bool
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """All images in one pass of the tower, without gradient."""
+        """All images in one pass of the tower."""
         pixels_PD = _on_device([image.tensors["pixel_values"] for image in images], device)
-        with torch.no_grad():
-            output = self._run(pixels_PD, self._grids(images, device), return_dict=True)
+        # Nothing before the tower wants a gradient, and backward ends before the first thing that wants one.
+        pixels_PD.requires_grad_(torch.is_grad_enabled())
+        output = self._run(pixels_PD, self._grids(images, device), return_dict=True)
         self._output = type(output)
         # transformers splits the taps by image since 5.18; before, it leaves them in one.
         taps = output.deepstack_features if self._has_taps else []

@@ -33,6 +33,7 @@ class SamplerConfig:
     """A process that has work and takes no step for so long is taken to hang."""
     gpus: tuple[int, ...] = ()
     """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
+    train_vision: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def check_kv_cache(renderer: Renderer, config: SamplerConfig) -> None:
 
 def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs:
     """The arguments of vLLM's engine for this model on this device."""
+    tower = vision.lora.engine_modules if config.train_vision and vision is not None and vision.lora is not None else ()
     return AsyncEngineArgs(
         model=config.source,
         dtype=config.dtype,
@@ -65,7 +66,9 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         max_lora_rank=config.max_lora_rank,
         max_loras=config.adapter_slots + 1,  # one for weights that are being published
         max_cpu_loras=max(MAX_ADAPTERS, config.adapter_slots + 1),
-        lora_target_modules=list(ENGINE_MODULES),
+        lora_target_modules=[*ENGINE_MODULES, *tower],
+        # Images are then computed with the request's own adapter, and what is kept of them is known by its name too.
+        enable_tower_connector_lora=bool(tower),
         enable_mixed_moe_lora_format=True,  # adapters of experts are matrix by matrix, whatever form the model's have
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
         disable_log_stats=True,

@@ -4,6 +4,8 @@
    replacements below compute slot by slot: -1 gets nothing, and no weights are copied per token.
 2. Prompt log probabilities with an adapter on the head: vLLM looks up the slot by sampled row, but here
    each row is a token of a prompt. It crashes, or quietly takes another request's adapter.
+3. A vision tower's query, key and value are one matrix in the files too, and one kind of model does not say so: where
+   its tower takes LoRA, the engine refuses to start.
 
 N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
 """
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
+from vllm.lora import model_manager
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
@@ -106,6 +109,16 @@ def _expand_slice(  # noqa: PLR0913
 def _expand(inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, add_inputs: bool = True) -> None:
     # An adapter's output and the model's may be padded differently.
     _expand_slice(inputs, b_stacked, out, slots_N, 0, min(b_stacked.shape[-2], out.shape[1]), add_inputs)
+
+
+def name_tower_attention() -> None:
+    """Once per process that loads a model, before it does."""
+    named: Callable[..., dict[str, list[str]]] = model_manager.process_packed_modules_mapping
+
+    def with_tower(*args: Any, **kwargs: Any) -> dict[str, list[str]]:
+        return {"qkv": ["qkv"], **named(*args, **kwargs)}
+
+    model_manager.process_packed_modules_mapping = with_tower
 
 
 def replace_cpu_ops() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from backends.families.lora_names import trained_modules
 from backends.progress import Progress
 from backends.protocol import BackendFailed
 from backends.rendering import Renderer
@@ -23,7 +24,7 @@ from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World
 from backends.trainer.scoring import Scorer
 from backends.trainer.self_test import own_logprobs, packing_is_exact
-from backends.trainer.vision import FrozenVision
+from backends.trainer.vision import ImageEncoder
 
 log = logging.getLogger(__name__)
 _KEPT_BY_GRAPHS = 1 / 6
@@ -35,10 +36,10 @@ class FrozenBase:
 
     def __init__(self, config: TrainerConfig, world: World, progress: Progress) -> None:
         """Raises BackendFailed for a model that cannot be trained here."""
-        # Pixels are not kept: what the vision tower makes of them is.
+        # Pixels are kept where towers are trained; else what the vision tower makes of them is.
         self.renderer = Renderer(
             config.source,
-            image_cache_bytes=0,
+            image_cache_bytes=config.image_cache_bytes if config.train_vision else 0,
             max_image_pixels=config.max_image_pixels,
             pixel_dtype=getattr(torch, config.dtype),
         )
@@ -49,11 +50,13 @@ class FrozenBase:
             root = load(config, family, world, is_sharded=self.is_sharded)
         progress.does("tests the model")
         model = root.model
-        vision = family.vision
-        self.vision = FrozenVision(vision, model.base_model, config.image_cache_bytes) if vision is not None else None
         self.num_parameters = model.num_parameters()
         own = own_logprobs(root, self.renderer, world.device)
-        self.adapters = Adapters(model, family.lora_modules(model), config.max_lora_rank)
+        modules = trained_modules(family, model, train_vision=config.train_vision)
+        self.adapters = Adapters(model, modules, config.max_lora_rank)
+        self.vision: ImageEncoder | None = None
+        if family.vision is not None:
+            self.vision = ImageEncoder(family.vision, model.base_model, config.image_cache_bytes, self.adapters)
         self.scorer = Scorer(root, self.vision, self.adapters).eval()
         is_exact = packing_is_exact(self.scorer, self.renderer, own, world.device)
         self.packs = is_exact and not family.has_linear_attention

@@ -77,6 +77,8 @@ class Microbatch:
     targets_TK: Tensor
     sample_lengths: list[int]
     """Of the samples that were given; what follows in the row is nobody's."""
+    tower_scales: Sequence[Tensor | None] = ()
+    """Of each image, its model's scales [R] where that trains the vision tower, else None; empty: none does."""
 
 
 def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device) -> Microbatch:

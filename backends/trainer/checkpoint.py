@@ -6,6 +6,7 @@ never written again. Knows no model.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, cast
@@ -22,6 +23,7 @@ from backends.trainer.lora import ALPHA
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
+_LAYER = re.compile(r"\blayers\.\d+\.")
 GradientState = Literal["none", "whole", "incomplete"]
 """Of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 
@@ -49,9 +51,16 @@ def write_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted({_target(name) for name in tensors}),
     }
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(peft_config, indent=1))
+
+
+def _target(name: str) -> str:
+    """What PEFT knows a tensor's module by: the end of its name in a decoder's layers, elsewhere the whole of it. A
+    vision tower has modules that nothing trains, and whose names end as those of linears do."""
+    module = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+    return module.rpartition(".")[2] if _LAYER.search(module) else module
 
 
 def write_optimizer(directory: Path, state: Mapping[str, Tensor]) -> None:

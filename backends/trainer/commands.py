@@ -37,6 +37,7 @@ class TrainerConfig:
     shares_rows: bool = False
     """Whether datums of several models are computed in one row, where a row of one model's leaves room."""
     stable_reinforce: str | None = None
+    train_vision: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ L matrices, r rank of a model, I inputs and O outputs of a matrix, R rank column
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import get_args
@@ -105,8 +106,9 @@ class Adapters:
         `modules` are the full names of those that each of a request's flags trains.
         """
         self._max_rank = max_rank
-        self._row = RowScales()
-        self._groups = _replace_modules(model, modules, self._row)
+        self._row, self._tower = RowScales(), RowScales()
+        self._tower.is_off = True
+        self._groups = _replace_modules(model, modules, self._row, self._tower)
         weight = model.get_output_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         self.gradient_dtype = torch.promote_types(self._dtype, torch.float32)
@@ -130,6 +132,10 @@ class Adapters:
         if not flags:
             raise InvalidInput("lora_config: at least one of train_attn, train_mlp, train_unembed must be true")
         for flag in flags:
+            if flag == "train_vision" and not self.train_vision:
+                raise InvalidInput(
+                    "the model trains its vision tower; this server does not (setting backend.train_vision)"
+                )
             if not any(group.flag == flag for group in self._groups):
                 raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
         adapter = Adapter(
@@ -177,6 +183,20 @@ class Adapters:
     def use(self, scales_TR: Tensor) -> None:
         """The next forward is of a row whose tokens have these scales."""
         self._row.scales_TR = scales_TR
+
+    @property
+    def train_vision(self) -> bool:
+        """Whether models may train the vision tower."""
+        return any(group.flag == "train_vision" for group in self._groups)
+
+    @contextmanager
+    def in_tower(self, scales_R: Tensor) -> Iterator[None]:
+        """Inside, the vision tower computes for the one model with these scales; outside, without any adapter."""
+        self._tower.scales_TR, self._tower.is_off = scales_R[None], False
+        try:
+            yield
+        finally:
+            self._tower.is_off = True
 
     @property
     def gathered(self) -> list[Tensor]:
@@ -250,7 +270,9 @@ def _want_gradient(embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Te
     return output.requires_grad_().clone() if torch.is_grad_enabled() else output
 
 
-def _replace_modules(model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], row: RowScales) -> list[Group]:
+def _replace_modules(
+    model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], of_tokens: RowScales, of_tower: RowScales
+) -> list[Group]:
     """Put one that takes adapters in the place of every linear and of every layer's experts."""
     flags = {name: flag for flag, names in modules.items() for name in names}
     found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[list[str], LoraLinear | ExpertAdapters]]] = {}
@@ -258,6 +280,7 @@ def _replace_modules(model: PreTrainedModel, modules: Mapping[LoraFlag, list[str
     for name in [name for name, _ in model.named_modules() if name in flags]:
         parent_name, _, last = name.rpartition(".")
         base = model.get_submodule(name)
+        row = of_tower if flags[name] == "train_vision" else of_tokens
         ours = LoraLinear(base, row) if isinstance(base, nn.Linear) else LoraExperts(base, row)
         setattr(model.get_submodule(parent_name), last, ours)
         for kind, place, names in _matrices(name, ours):

@@ -8,7 +8,7 @@ and 0 in all others. Two plain products so serve any mix of models and ranks.
 T tokens of a row, I inputs and O outputs of a linear, R rank columns of a row's models
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ class RowScales:
 
     def __init__(self) -> None:
         self.scales_TR: Tensor = torch.empty(0, 0)
-        """alpha / rank in the columns of the token's own model, else 0."""
+        """alpha / rank in the columns of the token's own model, else 0; of one row where all tokens are its."""
+        self.is_off = False
+        """Whether the linears compute alone, whatever adapters are there: to the bit as before they took LoRA."""
 
 
 class LoraLinear(nn.Module):
@@ -63,6 +65,8 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O], with the scales of the row's tokens."""
+        if self._row.is_off:
+            return cast(Tensor, self.base(x))
         adapters = (self.a_RI, self.b_RO, self._row.scales_TR, self.grad_a_RI, self.grad_b_RO)
         y_TO: Tensor = lora_linear(x.flatten(0, -2), self.weight, *adapters)[0]
         if self.bias is not None:

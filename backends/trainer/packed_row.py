@@ -6,7 +6,8 @@ sharded, one rank's error past that point would leave the others waiting.
 T positions of a row, K alternatives of a position, P passes of a row, R rank columns of their models
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -80,18 +81,23 @@ class RowComputer:
         self._expect(row)
 
         def render(one: BatchPass, indices: list[int]) -> list[Rendered]:
-            rendered = []
+            rendered, known = [], self._known(one)
             for i in indices:
-                rendered.append(self._base.renderer.render(one.data[i].model_input, f"datum {i}", vision or ()))
-                if vision is not None and begins:
+                rendered.append(self._base.renderer.render(one.data[i].model_input, f"datum {i}", known))
+                if vision is not None and begins and not one.tenant.adapter.config.train_vision:
                     vision.begin(rendered[-1].images, device)
             return rendered
 
         return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
 
     def _expect(self, row: Row) -> None:
-        inputs = [one.data[index].model_input for one, indices in row.items() for index in indices]
-        self._base.renderer.expect(inputs, self._base.vision or ())
+        for one, indices in row.items():
+            self._base.renderer.expect([one.data[index].model_input for index in indices], self._known(one))
+
+    def _known(self, one: BatchPass) -> Container[str]:
+        """Hashes of images whose pixels are not needed."""
+        trained = one.tenant.adapter.config.train_vision
+        return () if trained or self._base.vision is None else self._base.vision
 
     def forget_expected(self) -> None:
         """Nothing is under way any more: what a failed pass did not come to needs no memory."""
@@ -121,6 +127,8 @@ class RowComputer:
         batch = pack(samples, self._base.renderer.family, self._world.device)
         scales_PR = self._base.adapters.load([one.tenant.adapter for one in row])
         counts = torch.tensor([one.num_tokens(indices) for one, indices in row.items()], dtype=torch.int64)
+        if any(one.tenant.adapter.config.train_vision for one in row):
+            batch = replace(batch, tower_scales=_tower_scales(row, rendered, scales_PR))
         scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
         missing = len(batch.targets_TK) - len(scales_TR)  # the sample that is nobody's
         return batch, torch.cat([scales_TR, scales_TR.new_zeros(missing, scales_TR.shape[1])])
@@ -189,6 +197,15 @@ class RowComputer:
         for one, of_pass in zip(row, values, strict=True):
             one.share.observed.append(of_pass)
         return {}
+
+
+def _tower_scales(row: Row, rendered: dict[int, list[Rendered]], scales_PR: Tensor) -> list[Tensor | None]:
+    """Of each of the row's images, as `Microbatch.tower_scales` has them."""
+    found: list[Tensor | None] = []
+    for one, scales_R in zip(row, scales_PR, strict=True):
+        own = scales_R if one.tenant.adapter.config.train_vision else None
+        found += [own for datum in rendered[one.number] for _ in datum.images]
+    return found
 
 
 class _Feared(Exception):

@@ -17,7 +17,7 @@ from backends.trainer.batching import Microbatch
 from backends.trainer.lora import Adapters
 from backends.trainer.lora_linear import LoraLinear, add_product, lora_linear_backward, scaled
 from backends.trainer.parallel import Root
-from backends.trainer.vision import FrozenVision
+from backends.trainer.vision import ImageEncoder
 
 MAX_LOGITS = 2**27
 """Logits held at once, in float32: 512 MiB."""
@@ -26,7 +26,7 @@ MAX_LOGITS = 2**27
 class Scorer(nn.Module):
     """A model whose forward gives target log probabilities."""
 
-    def __init__(self, root: Root, vision: FrozenVision | None, adapters: Adapters) -> None:
+    def __init__(self, root: Root, vision: ImageEncoder | None, adapters: Adapters) -> None:
         super().__init__()
         self._root = root
         self._vision = vision
@@ -46,7 +46,7 @@ class Scorer(nn.Module):
         with ExitStack() as forward:
             image_inputs: dict[str, Tensor] = {}
             if self._vision is not None:
-                image_inputs = forward.enter_context(self._vision.shown(batch.images, scales_TR.device))
+                image_inputs = forward.enter_context(self._vision.shown(batch, scales_TR.device))
             extra = attention.bounds(batch.cu_seqlens, batch.bounds, batch.max_seqlen)
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
         head = cast(LoraLinear, self.model.get_output_embeddings())

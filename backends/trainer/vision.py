@@ -1,24 +1,33 @@
-"""The frozen vision tower, run once per image: what it makes of one depends on nothing else, and is kept by content.
+"""What a vision tower makes of a row's images.
 
-Kept in host memory, which is larger than a GPU's and near enough: an image's features are copied in a fraction
-of the time that computing them takes. They go there on a thread, while the GPU computes what follows.
+The frozen tower runs once per image: what it makes of one depends on nothing else, and is kept by content. Kept in host
+memory, which is larger than a GPU's and near enough: an image's features are copied in a fraction of the time that
+computing them takes. They go there on a thread, while the GPU computes what follows.
+
+For a model that trains the tower it runs in every row, with that model's adapters, and nothing of it is kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from backends.families.family import ImageFeatures, RenderedImage, Vision
 from backends.lru import LRU
 from backends.protocol import BackendFailed
+from backends.trainer.batching import Microbatch
+from backends.trainer.lora import Adapters
 
 _AT_ONCE = 8
 """Images that a GPU begins with while the next are still decoded."""
+_CELLS_AT_ONCE = 1 << 21
+"""Of pixel tensors in one pass of a tower that is trained, whose activations are all there in its backward."""
 
 
 class _Kept:
@@ -33,12 +42,13 @@ class _Kept:
             self.features = _to(self.features, torch.device("cpu"))
 
 
-class FrozenVision:
+class ImageEncoder:
     """Stands between a model and its vision tower. Never more than one forward at a time."""
 
-    def __init__(self, vision: Vision, model: PreTrainedModel, max_bytes: int) -> None:
+    def __init__(self, vision: Vision, model: PreTrainedModel, max_bytes: int, adapters: Adapters) -> None:
         """`model` is the one whose forward calls its own get_image_features."""
         self._tower = vision.tower(model)
+        self._adapters = adapters
         # The pixels of kept images are left out of what waits to be shown, so none may go meanwhile.
         self._kept: LRU[object, _Kept] = LRU(max_bytes, lambda kept: kept.size_bytes, trims_itself=False)
         self._waiting: dict[str, RenderedImage] = {}
@@ -49,11 +59,11 @@ class FrozenVision:
         model.get_image_features = self._give  # type: ignore[method-assign, unused-ignore]
 
     def __contains__(self, image_hash: object) -> bool:
-        """Whether the image's pixels are not needed, until `trim`."""
+        """Whether the frozen tower does not need the image's pixels, until `trim`."""
         return self._kept.get(image_hash) is not None
 
     def begin(self, images: Sequence[RenderedImage], device: torch.device) -> None:
-        """Compute some of the next forward's images, which has not got all of them yet."""
+        """Compute some of the next forward's images, which has not got all of them yet, by the frozen tower."""
         self._waiting |= {image.hash: image for image in images if image.hash not in self}
         if len(self._waiting) >= _AT_ONCE:
             with suppress(torch.OutOfMemoryError):  # `shown` tries again, and there room can be made
@@ -61,12 +71,13 @@ class FrozenVision:
             self._waiting = {}
 
     @contextmanager
-    def shown(self, images: Sequence[RenderedImage], device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """The inputs of one forward that sees these images, in order. Raises BackendFailed if it did not look."""
+    def shown(self, batch: Microbatch, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """The inputs of one forward that sees the row's images, in order. Raises BackendFailed if it did not look."""
+        images = batch.images
         if not images:
             yield {}
             return
-        self._next = self._features(images, device)
+        self._next = self._features(images, batch.tower_scales or [None] * len(images), device)
         # `_give` has what the tower makes of them.
         yield self._tower.announce(images, device)
         if self._next is not None:
@@ -88,13 +99,21 @@ class FrozenVision:
         given, self._next = self._next, None
         return given
 
-    def _features(self, images: Sequence[RenderedImage], device: torch.device) -> Any:
-        """As the model's own get_image_features returns them."""
-        self._compute(list({image.hash: image for image in images if image.hash not in self}.values()), device)
-        kept = {image.hash: self._kept.get(image.hash) for image in images}
-        features = {name: _to(one.features, device) for name, one in kept.items() if one is not None}
-        return self._tower.output([features[image.hash] for image in images])
+    def _features(self, images: Sequence[RenderedImage], scales: Sequence[Tensor | None], device: torch.device) -> Any:
+        """As the model's own get_image_features returns them. `scales` as `Microbatch.tower_scales`."""
+        found: dict[tuple[str, int], ImageFeatures] = {}
+        for own in {id(scales_R): scales_R for scales_R in scales}.values():
+            distinct = {image.hash: image for image, of in zip(images, scales, strict=True) if of is own}
+            features = self._frozen(distinct, device) if own is None else self._trained(distinct, own, device)
+            found |= {(name, id(own)): one for name, one in features.items()}
+        return self._tower.output([found[image.hash, id(of)] for image, of in zip(images, scales, strict=True)])
 
+    def _frozen(self, images: Mapping[str, RenderedImage], device: torch.device) -> dict[str, ImageFeatures]:
+        self._compute([image for name, image in images.items() if name not in self], device)
+        kept = {name: self._kept.get(name) for name in images}
+        return {name: _to(one.features, device) for name, one in kept.items() if one is not None}
+
+    @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def _compute(self, images: list[RenderedImage], device: torch.device) -> None:
         """On the CPU one by one: the last bits of several at once depend on which they are, and so would a restored
         model's results on what was kept."""
@@ -105,6 +124,35 @@ class FrozenVision:
                 self._kept.put(image.hash, kept)
                 if device.type == "cuda":
                     self._on_device.append(kept)
+
+    def _trained(
+        self, images: Mapping[str, RenderedImage], scales_R: Tensor, device: torch.device
+    ) -> dict[str, ImageFeatures]:
+        """With the adapters of the model of these scales. Backward computes each group again: no more than one's
+        activations are there at once, and no linear runs twice before its gradients have been added to."""
+        run = partial(checkpoint, self._adapted, use_reentrant=False, preserve_rng_state=False)
+        groups = [[image] for image in images.values()] if device.type == "cpu" else _groups(images.values())
+        return {
+            image.hash: one for group in groups for image, one in zip(group, run(group, scales_R, device), strict=True)
+        }
+
+    def _adapted(self, images: Sequence[RenderedImage], scales_R: Tensor, device: torch.device) -> list[ImageFeatures]:
+        with self._adapters.in_tower(scales_R):
+            return self._tower.compute(images, device)
+
+
+def _groups(images: Iterable[RenderedImage]) -> list[list[RenderedImage]]:
+    """Of images that are few enough for one pass; a larger one is alone."""
+    groups: list[list[RenderedImage]] = []
+    room = 0
+    for image in images:
+        size = sum(tensor.numel() for tensor in image.tensors.values())
+        if size > room:
+            groups.append([])
+            room = _CELLS_AT_ONCE
+        groups[-1].append(image)
+        room -= size
+    return groups
 
 
 def _to(features: ImageFeatures, device: torch.device) -> ImageFeatures:

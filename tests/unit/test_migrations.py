@@ -36,7 +36,7 @@ SESSION = {
 
 def lora_columns(trainable: Trainable) -> dict[str, Any]:
     """As they were before they became one value."""
-    columns = trainable.model_dump()
+    columns = trainable.model_dump(exclude_unset=True)
     return {"lora_rank": columns.pop("rank"), "lora_seed": columns.pop("seed"), **columns}
 
 

@@ -94,7 +94,8 @@ class ModelOperations:
         base = self._models.base(request.base_model).info
         if request.lora_config is None:
             raise Unsupported("lora_config is missing: full fine-tuning is not supported, only LoRA")
-        run = _run(request, owner, base, _trainable(request.lora_config), request.optimizer_config)
+        trainable = _trainable(request.lora_config, train_vision=_trains_vision(request, base))
+        run = _run(request, owner, base, trainable, request.optimizer_config)
         await self._create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
 
@@ -151,14 +152,27 @@ class ModelOperations:
             self._models.added(run)
 
 
-def _trainable(lora: LoraConfig) -> Trainable:
+def _trains_vision(request: CreateModelRequest, base: BaseModelInfo) -> bool:
+    """Whether the model trains the vision tower: where the server does, unless its user_metadata says otherwise."""
+    said = (request.user_metadata or {}).get("train_vision")
+    if said not in (None, "true", "false"):
+        raise Unsupported(f"user_metadata.train_vision is {said!r}: it must be 'true' or 'false'")
+    if said == "true" and not base.trains_vision:
+        raise Unsupported(
+            f"user_metadata.train_vision is 'true', but this server trains no vision tower of {base.name}"
+            " (setting backend.train_vision)"
+        )
+    return base.trains_vision and said != "false"
+
+
+def _trainable(lora: LoraConfig, *, train_vision: bool) -> Trainable:
     """With the seed filled in. What ranks there are is the trainer's to say."""
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
         raise Unsupported("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
     if lora.seed is not None and not 0 <= lora.seed < 2**63:
         raise Unsupported(f"lora_config.seed {lora.seed} is not between 0 and 2^63 - 1")
     seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
-    return Trainable.model_validate(lora.model_dump() | {"seed": seed})
+    return Trainable.model_validate(lora.model_dump() | {"seed": seed, "train_vision": train_vision})
 
 
 def _run(

@@ -9,6 +9,9 @@
 whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and
 vLLM want the model's own names, and every expert's matrices apart, which is how the trainer writes them. Tensors are
 renamed in the file's header and copied as bytes, those of experts one after the other; knows no tensor library.
+
+The tools have no names for a vision tower: they would leave it out in silence. An adapter that has one is in PEFT's
+form alone, and they find no files.
 """
 
 import json
@@ -45,20 +48,36 @@ def tinker_name(peft_name: str) -> tuple[str, int | None]:
 
 
 def write_tinker_form(peft: Path, directory: Path) -> None:
-    """Write the adapter in `peft` (PEFT's two files) into `directory`, under the tinker names."""
+    """Write the adapter in `peft` (PEFT's two files) into `directory`, under the tinker names; nothing where it covers
+    a vision tower, for which there are none."""
+    if has_tower(peft / ADAPTER_FILE):
+        return
     names = rename_tensors(peft / ADAPTER_FILE, directory / ADAPTER_FILE)
     config = json.loads((peft / ADAPTER_CONFIG_FILE).read_text())
     config["target_modules"] = sorted({name.split(".")[-3] for name in names})
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=1))
 
 
+def has_tower(source: Path) -> bool:
+    """Whether the file's adapter covers more than the layers of a decoder and a head."""
+    with source.open("rb") as read:
+        header, _ = _header(read)
+    modules = {name.partition(".lora_")[0] for name in header if name != "__metadata__" and not _LAYER.fullmatch(name)}
+    return len(modules) > 1
+
+
+def _header(read: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Of a safetensors file, and how many bytes it has. Raises ValueError."""
+    (header_bytes,) = struct.unpack("<Q", read.read(8))
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise ValueError(f"{read.name} is no safetensors file")
+    return json.loads(read.read(header_bytes)), header_bytes
+
+
 def rename_tensors(source: Path, target: Path) -> list[str]:
     """Copy a safetensors file with its tensors under their tinker names; the names."""
     with source.open("rb") as read, target.open("wb") as write:
-        (header_bytes,) = struct.unpack("<Q", read.read(8))
-        if header_bytes > _MAX_HEADER_BYTES:
-            raise ValueError(f"{source.name} is no safetensors file")
-        header = json.loads(read.read(header_bytes))
+        header, header_bytes = _header(read)
         metadata = header.pop("__metadata__", None)
         exported = _collected(header)
         places: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}

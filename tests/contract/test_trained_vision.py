@@ -1,0 +1,255 @@
+"""Models that train the vision tower and its mergers, beside models that do not.
+
+pytest tests/contract/test_trained_vision.py
+"""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from api_schemas.inputs import Datum
+from api_schemas.training import Trainable
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from backends.rendering import Renderer
+from backends.sampler.client import SamplerClient
+from backends.trainer.parallel import World
+from backends.trainer.rank import TrainerRank
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, prompt, words
+from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
+from tests.ranks import on_two_ranks
+from tests.sampling import ATOL, sample, sampler_config, scoring
+from tests.trainers import (
+    SMOOTH,
+    assert_same,
+    config,
+    forward_backward,
+    gradients,
+    perturb,
+    reference_logprobs,
+    together,
+)
+from tinker_server.weights.export import write_tinker_form
+
+TRAINED = Trainable(rank=8, seed=1, train_vision=True)
+FROZEN = Trainable(rank=4, seed=2)
+KINDS = {
+    "Qwen3-VL": make_tiny_vl,
+    "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
+    "Qwen2.5-VL": make_tiny_qwen2_5_vl,
+    "Qwen3.5": make_tiny_qwen3_5,
+}
+
+
+def trainer(source: Path, *, max_tokens: int = 1024, train_vision: bool = True) -> TrainerRank:
+    settings = replace(config(source, max_tokens), train_vision=train_vision)
+    return TrainerRank(settings, World(0, 1, torch.device("cpu")))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[kind if kind == "Qwen3-VL" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return KINDS[request.param](tmp_path_factory.mktemp("trained") / "model")
+
+
+@pytest.fixture(scope="module")
+def renderer(source: Path) -> Renderer:
+    return make_renderer(source)
+
+
+@pytest.fixture(scope="module")
+def data(renderer) -> list[Datum]:
+    twice = image(64, 64, 1)
+    inputs = [*MIXED.values(), prompt(words(2, 1), twice, words(1, 2), twice, words(3, 3))]
+    return [datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs)]
+
+
+@pytest.fixture
+def rank(source: Path) -> TrainerRank:
+    return with_model(trainer(source))
+
+
+def with_model(rank: TrainerRank, name: str = "m", lora: Trainable = TRAINED) -> TrainerRank:
+    rank.create_model(name, lora)
+    perturb(rank, name)
+    return rank
+
+
+def step(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
+    """The log probabilities before it."""
+    output = forward_backward(rank, name, cross_entropy(data), True)
+    rank.optim_step(name, SMOOTH)
+    return [one["logprobs"] for one in output.loss_fn_outputs]
+
+
+def test_gradients_are_those_of_transformers_and_peft(rank, source, renderer, data, tmp_path) -> None:
+    # Of Qwen3-VL's experts PEFT reads a part alone.
+    has_experts = any("experts" in name for name in rank.tenants["m"].adapter.tensors)
+    rank.create_model("m", TRAINED.model_copy(update={"train_mlp": not has_experts}))
+    perturb(rank, "m")
+    rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=True)
+    base = AutoModelForImageTextToText.from_pretrained(source).eval()
+    model = PeftModel.from_pretrained(base, tmp_path / "m", is_trainable=True)
+    got = forward_backward(rank, "m", cross_entropy(data), True)
+    found = gradients(rank, "m")
+    for item, of_datum in zip(data, got.loss_fn_outputs, strict=True):
+        logprobs = reference_logprobs(renderer, item, model)[:, 0]
+        np.testing.assert_allclose(of_datum["logprobs"], logprobs.detach(), atol=1e-4)
+        (-logprobs * torch.from_numpy(item.loss_fn_inputs["weights"])).sum().backward()
+    wanted = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert sum("visual" in name for name in found) > 16
+    assert_same(found, wanted)
+
+
+def logprobs(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
+    return [one["logprobs"] for one in forward_backward(rank, name, cross_entropy(data), False).loss_fn_outputs]
+
+
+def test_packed_samples_are_as_one_by_one(rank, source, data) -> None:
+    alone = with_model(trainer(source, max_tokens=1))
+    for one, other in zip(step(rank, "m", data), step(alone, "m", data), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert_same(rank.tenants["m"].adapter.tensors, alone.tenants["m"].adapter.tensors)
+
+
+def test_models_in_one_row_see_with_their_own_towers(rank, source, data) -> None:
+    models = {"m": TRAINED, "other": Trainable(rank=3, seed=5, train_vision=True), "frozen": FROZEN}
+    together_rank, apart = with_model(trainer(source)), rank
+    for one in (together_rank, apart):
+        with_model(one, "other", models["other"])
+        with_model(one, "frozen", FROZEN)
+    outputs = together(together_rank, [(name, cross_entropy(data[:3])) for name in models])
+    for name, output in zip(models, outputs, strict=True):
+        alone = forward_backward(apart, name, cross_entropy(data[:3]), True)
+        for got, wanted in zip(output.loss_fn_outputs, alone.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(got["logprobs"], wanted["logprobs"], atol=1e-4)
+        assert_same(gradients(together_rank, name), gradients(apart, name))
+
+
+def test_a_model_with_the_frozen_tower_is_to_the_bit_what_it_is_on_a_server_that_trains_none(
+    rank, source, data
+) -> None:
+    plain = with_model(trainer(source, train_vision=False), "frozen", FROZEN)
+    with_model(rank, "frozen", FROZEN)
+    for _ in range(2):
+        step(rank, "m", data)
+        for got, wanted in zip(step(rank, "frozen", data), step(plain, "frozen", data), strict=True):
+            assert np.array_equal(got, wanted)
+    for name, tensor in plain.tenants["frozen"].adapter.tensors.items():
+        assert torch.equal(rank.tenants["frozen"].adapter.tensors[name], tensor), name
+
+
+def test_what_is_saved_goes_on_as_it_was(rank, source, data, tmp_path) -> None:
+    step(rank, "m", data)
+    rank.save_state("m", tmp_path / "state")
+    forward_backward(rank, "m", cross_entropy(data), True)
+    rank.snapshot("m", tmp_path / "snapshot")
+    rank.snapshot_written(tmp_path / "snapshot").result(timeout=60)
+    other = trainer(source)
+    other.create_model("loaded", Trainable(rank=8, seed=9, train_vision=True))
+    other.load_state("loaded", tmp_path / "state", with_optimizer=True)
+    forward_backward(other, "loaded", cross_entropy(data), True)
+    other.resume("resumed", TRAINED, tmp_path / "snapshot")
+    rank.optim_step("m", SMOOTH)
+    for name in ("loaded", "resumed"):
+        other.optim_step(name, SMOOTH)
+        for key, tensor in rank.tenants["m"].adapter.tensors.items():
+            assert torch.equal(other.tenants[name].adapter.tensors[key], tensor), key
+
+
+def test_a_tower_is_exported_in_pefts_form_alone(rank, tmp_path) -> None:
+    """The cookbook's tools have no names for it."""
+    rank.create_model("frozen", FROZEN)
+    for name, files in (("m", []), ("frozen", [ADAPTER_CONFIG_FILE, ADAPTER_FILE])):
+        (tmp_path / name).mkdir()
+        rank.save_sampler_weights(name, tmp_path / name / "peft", for_elsewhere=True)
+        write_tinker_form(tmp_path / name / "peft", tmp_path / name)
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [*files, "peft"]
+
+
+def test_a_server_that_trains_no_tower_refuses_a_model_that_does(source) -> None:
+    with pytest.raises(InvalidInput, match=r"trains its vision tower; this server does not \(setting backend\.train_v"):
+        trainer(source, train_vision=False).create_model("m", TRAINED)
+
+
+def on_ranks(world: World, source: Path) -> tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]:
+    """What two steps on mixed samples give, and the adapter after them; rank 0's."""
+    renderer = make_renderer(source)
+    batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())])
+    rank = with_model(TrainerRank(replace(config(source, 60), train_vision=True), world))
+    found = []
+    for _ in range(2):
+        output = forward_backward(rank, "m", batch, True)
+        rank.optim_step("m", SMOOTH)
+        if output is not None:
+            found.append([one["logprobs"] for one in output.loss_fn_outputs])
+    return found, {name: tensor.detach().clone() for name, tensor in rank.tenants["m"].adapter.tensors.items()}
+
+
+@pytest.mark.slow
+def test_two_ranks_are_as_one(source: Path) -> None:
+    one, one_weights = on_ranks(World(0, 1, torch.device("cpu")), source)
+    (two, two_weights), _ = on_two_ranks(on_ranks, source)
+    for single, double in zip(one, two, strict=True):
+        for a, b in zip(single, double, strict=True):
+            np.testing.assert_allclose(b, a, atol=1e-4)
+    assert_same(two_weights, one_weights)
+
+
+def next_tokens(item: Datum, renderer: Renderer) -> Datum:
+    """The same input, with the tokens that follow as targets; weights are 0 where that is an image's."""
+    token_ids = renderer.render(item.model_input, "datum").token_ids_T
+    following = np.append(token_ids[1:], 0)
+    is_text = np.append(~np.isin(following[:-1], list(renderer.family.placeholders)), False)
+    return Datum(
+        model_input=item.model_input,
+        loss_fn_inputs={"target_tokens": following, "weights": is_text.astype(np.float32)},
+    )
+
+
+@pytest.mark.slow
+async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, renderer, data, tmp_path) -> None:
+    """One engine, the same images by turns: two models that train the tower, one that does not, and the base."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.has_linear_attention else "float32"
+    rank = TrainerRank(replace(config(source), train_vision=True, dtype=dtype), World(0, 1, torch.device("cpu")))
+    models = {"a": TRAINED, "b": Trainable(rank=3, seed=5, train_vision=True), "frozen": FROZEN}
+    weights: dict[str | None, Path | None] = {None: None}
+    for name, lora in models.items():
+        rank.create_model(name, lora)
+        for _ in range(3):
+            forward_backward(rank, name, cross_entropy(data), True)
+            rank.optim_step(name, SMOOTH.model_copy(update={"learning_rate": 0.02, "eps": 1e-3}))
+        weights[name] = tmp_path / name
+        rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
+    rank.create_model("fresh", FROZEN)  # adds nothing
+    following = [next_tokens(item, renderer) for item in data]
+    expected = {name: logprobs(rank, name or "fresh", following) for name in weights}
+    for one, other in itertools.combinations(expected.values(), 2):
+        assert max(np.abs(a - b).max() for a, b in zip(one, other, strict=True)) > 0.1
+    config_of_engine = replace(sampler_config(source, tmp_path / "scratch"), train_vision=True, dtype=dtype)
+    running = SamplerClient(config_of_engine)
+    await running.start()
+    differences = []
+    try:
+        for _ in range(2):  # then each image is one that the engine has kept
+            for index, item in enumerate(data):
+                for adapter, directory in weights.items():
+                    response = await sample(running, scoring(item.model_input), directory)
+                    is_text = following[index].loss_fn_inputs["weights"][:-1] == 1
+                    difference = response.prompt_logprobs[1:] - expected[adapter][index][:-1]
+                    differences.append(np.abs(difference[is_text]))
+    finally:
+        await running.stop()
+    found = np.concatenate(differences)
+    if dtype == "float32":
+        assert found.max() < ATOL, found.max()
+    else:
+        assert found.mean() < 0.03 and found.max() < 0.2, (found.mean(), found.max())
