@@ -18,13 +18,16 @@ from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 
 Cell = tuple[int, int]
 """Column and row."""
-SIDE, CELL = 5, 32
-"""Cells of the maze, and pixels of a cell: one image token."""
-WALLS = 5
+SIDE = 3
+"""Cells of the maze, across and down."""
+PIXELS = 160
+"""Of a picture: 25 tokens. A cell of its ninth is large enough for a small tower; one of a token is not."""
+WALLS = 2
 DISTANCES = (2, 4)
 """Shortest paths from start to goal that are asked for, in moves."""
 SPARE_MOVES = 2
 """Moves that are allowed beyond the shortest path."""
+CELLS: list[Cell] = [(column, row) for column in range(SIDE) for row in range(SIDE)]
 MOVES: dict[str, Cell] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 TASK_REWARD, FORMAT_REWARD = 0.8, 0.2
 _ACTION = re.compile(r"<action>(left|right|up|down)</action>")
@@ -62,28 +65,26 @@ class Maze:
         return None
 
     def picture(self) -> Image.Image:
-        """Walls black, the goal green, the player a red disc."""
-        image = Image.new("RGB", (SIDE * CELL, SIDE * CELL), "white")
+        """Walls black, the goal green, the player red."""
+        image = Image.new("RGB", (PIXELS, PIXELS), "white")
         canvas = ImageDraw.Draw(image)
-        for column, row in self.walls:
-            canvas.rectangle(_box((column, row)), fill="black")
+        for cell in self.walls:
+            canvas.rectangle(_box(cell), fill="black")
         canvas.rectangle(_box(self.goal), fill=(40, 180, 60))
-        left, top, right, bottom = _box(self.player)
-        canvas.ellipse((left + 3, top + 3, right - 3, bottom - 3), fill=(220, 40, 40))
+        canvas.rectangle(_box(self.player), fill=(220, 40, 40))
         return image
 
 
 def _box(cell: Cell) -> tuple[int, int, int, int]:
-    left, top = cell[0] * CELL, cell[1] * CELL
-    return left, top, left + CELL - 1, top + CELL - 1
+    left, top = cell[0] * PIXELS // SIDE, cell[1] * PIXELS // SIDE
+    return left, top, (cell[0] + 1) * PIXELS // SIDE - 1, (cell[1] + 1) * PIXELS // SIDE - 1
 
 
 def maze(seed: int) -> Maze:
     """The maze of a seed, whose goal can be reached in a number of moves between DISTANCES."""
     draw = random.Random(seed)
-    cells = [(column, row) for column in range(SIDE) for row in range(SIDE)]
     while True:
-        player, goal, *walls = draw.sample(cells, 2 + WALLS)
+        player, goal, *walls = draw.sample(CELLS, 2 + WALLS)
         found = Maze(frozenset(walls), player, goal)
         path = found.shortest_path()
         if path is not None and DISTANCES[0] <= len(path) <= DISTANCES[1]:

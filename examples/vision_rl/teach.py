@@ -57,7 +57,7 @@ def no_env(seed: int) -> MessageEnv:
 
 TASKS = {
     "squares": Task(squares.squares, squares.warm_start, 4, warm_steps=32, rl_steps=50, warm_rate=3e-3, rl_rate=5e-4),
-    "maze": Task(maze.maze_env, maze.warm_start, 12, warm_steps=60, rl_steps=60, warm_rate=3e-3, rl_rate=5e-4),
+    "maze": Task(maze.maze_env, maze.warm_start, 12, warm_steps=150, rl_steps=60, warm_rate=3e-3, rl_rate=5e-4),
     "geometry": Task(no_env, geometry.warm_start, 48, warm_steps=40, rl_steps=20, warm_rate=3e-3, rl_rate=5e-4),
 }
 
@@ -156,6 +156,14 @@ def warm_up(task: Task, options: Options, served: Served) -> str:
     return path
 
 
+def warm_state(task: Task, options: Options, served: Served) -> str:
+    """Path of the state that RL begins with: what a run that is resumed has noted, or else a new warm start's."""
+    note = Path(options.log_path) / "warm" / "state.txt"
+    if not note.exists():
+        note.write_text(warm_up(task, options, served))
+    return note.read_text()
+
+
 def main(task_name: str, options: Options) -> None:
     """Warm up, then train."""
     cli_utils.check_log_dir(options.log_path, options.behavior_if_log_dir_exists)
@@ -166,7 +174,7 @@ def main(task_name: str, options: Options) -> None:
         model_name=options.model_name,
         renderer_name=options.renderer_name,
         recipe_name=f"vision_rl_{task_name}",
-        load_checkpoint_path=warm_up(task, options, served),
+        load_checkpoint_path=warm_state(task, options, served),
         dataset_builder=Data(options=options, task_name=task_name, served=served),
         learning_rate=options.rl_rate or task.rl_rate,
         lora_rank=options.lora_rank,

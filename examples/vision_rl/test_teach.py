@@ -1,0 +1,15 @@
+"""What teach.py does before RL begins."""
+
+from pathlib import Path
+
+import chz
+from base import Served
+from teach import TASKS, TINY_VL, Options, warm_state
+
+
+def test_a_run_that_is_resumed_takes_the_warm_start_that_it_noted(tmp_path: Path) -> None:
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "warm" / "state.txt").write_text("tinker://run:train:0/weights/warm")
+    nobody = chz.entrypoint(Options, argv=[f"log_path={tmp_path}", "base_url=http://127.0.0.1:9"])
+    served = Served("tinker-server/tiny-vl", TINY_VL)
+    assert warm_state(TASKS["maze"], nobody, served) == "tinker://run:train:0/weights/warm"
