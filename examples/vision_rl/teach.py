@@ -57,7 +57,7 @@ def no_env(seed: int) -> MessageEnv:
 
 TASKS = {
     "squares": Task(squares.squares, squares.warm_start, 4, warm_steps=32, rl_steps=50, warm_rate=3e-3, rl_rate=5e-4),
-    "maze": Task(maze.maze_env, maze.warm_start, 12, warm_steps=150, rl_steps=60, warm_rate=3e-3, rl_rate=5e-4),
+    "maze": Task(maze.maze_env, maze.warm_start, 12, warm_steps=150, rl_steps=30, warm_rate=3e-3, rl_rate=5e-4),
     "geometry": Task(no_env, geometry.warm_start, 48, warm_steps=40, rl_steps=20, warm_rate=3e-3, rl_rate=5e-4),
 }
 
@@ -76,8 +76,10 @@ class Options:
     """File of questions, for geometry; validation rows are in validation.* beside it."""
     lora_rank: int = 32
     seed: int = 0
+    warm_batch_size: int = 32
+    """Conversations of a step of the warm start."""
     batch_size: int = 8
-    """Groups of a step, and conversations of a step of the warm start divided by four."""
+    """Groups of a step."""
     group_size: int = 8
     validation_groups: int = 64
     eval_every: int = 20
@@ -144,7 +146,7 @@ def warm_up(task: Task, options: Options, served: Served) -> str:
     draw = random.Random(f"warm-{options.seed}")
     steps = task.warm_steps if options.warm_steps is None else options.warm_steps
     for step in range(steps):
-        seeds = [draw.randrange(2**31) for _ in range(4 * options.batch_size)]
+        seeds = [draw.randrange(2**31) for _ in range(options.warm_batch_size)]
         batch = [one_turn(task.warm_start(seed), renderer, draw) for seed in seeds]
         rate = (options.warm_rate or task.warm_rate) * (1 - step / steps)
         forward_backward = client.forward_backward(batch, "cross_entropy")
@@ -158,6 +160,7 @@ def warm_up(task: Task, options: Options, served: Served) -> str:
 
 def warm_state(task: Task, options: Options, served: Served) -> str:
     """Path of the state that RL begins with: what a run that is resumed has noted, or else a new warm start's."""
+    renderer_of(served)  # from now on the cookbook finds the tokenizer by its name
     note = Path(options.log_path) / "warm" / "state.txt"
     if not note.exists():
         note.write_text(warm_up(task, options, served))

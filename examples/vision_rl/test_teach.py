@@ -5,6 +5,7 @@ from pathlib import Path
 import chz
 from base import Served
 from teach import TASKS, TINY_VL, Options, warm_state
+from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 
 def test_a_run_that_is_resumed_takes_the_warm_start_that_it_noted(tmp_path: Path) -> None:
@@ -13,3 +14,4 @@ def test_a_run_that_is_resumed_takes_the_warm_start_that_it_noted(tmp_path: Path
     nobody = chz.entrypoint(Options, argv=[f"log_path={tmp_path}", "base_url=http://127.0.0.1:9"])
     served = Served("tinker-server/tiny-vl", TINY_VL)
     assert warm_state(TASKS["maze"], nobody, served) == "tinker://run:train:0/weights/warm"
+    assert get_tokenizer(served.name).encode("red")  # RL asks for it by the name of the served model
