@@ -313,6 +313,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
         shared_expert_intermediate_size=32,
         mlp_only_layers=[0],
     ),
+    "Mixtral": partial(make_tiny_of, "mixtral", num_local_experts=8, num_experts_per_tok=3),
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
     "Qwen2.5-VL": make_tiny_qwen2_5_vl,
     "Qwen3.5": make_tiny_qwen3_5,

@@ -37,6 +37,7 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-Next": make_tiny_qwen3_next,
     "Qwen2 MoE": FAMILIES["Qwen2 MoE"],
+    "Mixtral": FAMILIES["Mixtral"],
     "Llama": partial(make_tiny_of, "llama"),
     "Mistral": partial(make_tiny_of, "mistral"),
     "Gemma 3 (text)": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
@@ -55,7 +56,6 @@ REFUSED = {
     "Gemma 3 with images": ("gemma3", "Gemma3ForConditionalGeneration"),
     "SmolVLM2": ("smolvlm", "SmolVLMForConditionalGeneration"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
-    "Mixtral": ("mixtral", "MixtralForCausalLM"),
     "LFM2": ("lfm2", "Lfm2ForCausalLM"),
     "Falcon-H1": ("falcon_h1", "FalconH1ForCausalLM"),
 }
@@ -81,7 +81,8 @@ NOTES = """
   layers x 3 pairs. Routers and the gates of shared experts are frozen.
 - Rows "one sample": layers with linear attention carry a state along a row, so samples do not share one.
 - Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
-  model's own names, expert by expert. The cookbook's tools build and merge them. PEFT 0.21 reads those of Qwen3 MoE; of
+  names of the model's own files, expert by expert. The cookbook's tools build and merge them, but for Mixtral's, whose
+  files have names of their own (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; of
   other kinds with experts, and of layers without experts beside them, it leaves a part out in silence: merge those.
 - Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts; so is Qwen3-Next's `in_proj_qkvz`.
 - On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in

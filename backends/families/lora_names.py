@@ -13,6 +13,23 @@ LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "i
 ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "out_proj", "lm_head")
 """The same by the engine's names. The input embeddings are not among them, though a tied head shares their weight."""
 
+_IN_FILES = {
+    "MixtralForCausalLM": {
+        ".mlp.experts.": ".block_sparse_moe.experts.",
+        ".gate_proj": ".w1",
+        ".up_proj": ".w3",
+        ".down_proj": ".w2",
+    }
+}
+"""What transformers has renamed of experts, and PEFT and the engine have not: they go by the model's own files."""
+
+
+def name_in_files(model: PreTrainedModel, name: str) -> str:
+    """How files of adapters name a matrix that is `name` in the model."""
+    for ours, theirs in _IN_FILES.get(type(model).__name__, {}).items():
+        name = name.replace(ours, theirs)
+    return name
+
 
 def decoder_modules(
     model: PreTrainedModel, *, experts: bool = False, linear_attention: bool = False

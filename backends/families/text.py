@@ -15,6 +15,7 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     "Qwen3MoeForCausalLM": (_ROUTER,),
     "Qwen3NextForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
     "Qwen2MoeForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
+    "MixtralForCausalLM": (_ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and what of them nothing trains."""
 REFUSED = {

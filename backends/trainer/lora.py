@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
+from backends.families.lora_names import name_in_files
 from backends.protocol import InvalidInput
 from backends.trainer.lora_experts import ExpertAdapters, LoraExperts
 from backends.trainer.lora_linear import LoraLinear, RowScales
@@ -283,7 +284,8 @@ def _replace_modules(
         row = of_tower if flags[name] == "train_vision" else of_tokens
         ours = LoraLinear(base, row) if isinstance(base, nn.Linear) else LoraExperts(base, row)
         setattr(model.get_submodule(parent_name), last, ours)
-        for kind, place, names in _matrices(name, ours):
+        for kind, place, own_names in _matrices(name, ours):
+            names = [name_in_files(model, one) for one in own_names]
             in_order += names
             found.setdefault((flags[name], kind, place.matrix_shape), []).append((names, place))
     positions = {name: position for position, name in enumerate(in_order)}

@@ -4,7 +4,9 @@ pytest tests/contract/test_families.py
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -100,8 +102,9 @@ def test_saved_weights_merged_into_transformers_score_as_the_trainer(rank, sourc
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
-def test_peft_reads_the_adapters_of_experts(tmp_path: Path) -> None:
-    source = make_tiny_moe(tmp_path / "model", dense_layers=())
+@pytest.mark.parametrize("make", [partial(make_tiny_moe, dense_layers=()), FAMILIES["Mixtral"]])
+def test_peft_reads_the_adapters_of_experts(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    source = make(tmp_path / "model")
     rank, renderer = trainer(source), make_renderer(source)
     rank.create_model("m", LORA)
     perturb(rank, "m")
@@ -119,6 +122,7 @@ def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
         if not name.endswith(".lora_A.weight"):
             continue
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        module = module.replace("block_sparse_moe", "mlp")  # Mixtral's files
         delta = scale * tensors[name.replace("lora_A", "lora_B")] @ a
         experts, is_expert, rest = module.partition(".experts.")
         if not is_expert:
@@ -126,10 +130,10 @@ def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
             continue
         number, projection = rest.split(".")
         stacks, inner = model.get_submodule(f"{experts}.experts"), len(delta)
-        if projection == "down_proj":
+        if projection in ("down_proj", "w2"):
             stacks.down_proj.data[int(number)] += delta
         else:
-            first = inner if projection == "up_proj" else 0
+            first = inner if projection in ("up_proj", "w3") else 0
             stacks.gate_up_proj.data[int(number), first : first + inner] += delta
 
 

@@ -42,6 +42,12 @@ def test_matrices_of_experts_have_the_vendors_names_and_a_place_in_their_stack(p
     assert name == (f"base_model.model.model.layers.3.mlp.experts.{exported}.lora_B.weight", 11)
 
 
+@pytest.mark.parametrize("matrix", ["w1", "w2", "w3"])
+def test_experts_under_the_names_of_mixtrals_files_are_exported_like_all_others(matrix: str) -> None:
+    name = export.tinker_name(f"base_model.model.model.layers.3.block_sparse_moe.experts.11.{matrix}.lora_A.weight")
+    assert name == (f"base_model.model.model.layers.3.mlp.experts.{matrix}.lora_A.weight", 11)
+
+
 def test_experts_become_one_stack_in_their_order(tmp_path: Path) -> None:
     tensors = {
         f"base_model.model.model.layers.0.mlp.experts.{i}.{matrix}_proj.lora_{half}.weight": np.full(shape, value + i)

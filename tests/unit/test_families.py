@@ -59,6 +59,14 @@ def test_mixtures_with_a_shared_expert_are_covered_with_its_gate_frozen(kind: st
     assert "model.layers.*.mlp.shared_expert_gate" in family.frozen
 
 
+def test_mixtral_is_covered_and_its_router_frozen() -> None:
+    found = config("mixtral")
+    found.architectures = ["MixtralForCausalLM"]
+    family = find_family(found, "dir")
+    check_coverage(family, found, "dir")
+    assert list(family.frozen) == ["model.layers.*.mlp.gate"]
+
+
 @pytest.mark.parametrize("moe", [False, True])
 def test_qwen3_vl_is_covered_and_its_vision_tower_frozen(tmp_path, moe: bool) -> None:
     source = make_tiny_vl(tmp_path / "model", moe=moe)

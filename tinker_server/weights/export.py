@@ -25,8 +25,11 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 _LAYER = re.compile(r"base_model\.model\.(?:.+?\.)??layers\.(?P<rest>\d+\..+)")
 _HEAD = re.compile(r"base_model\.model\.(?:.+\.)?[^.]+\.(?P<half>lora_[AB])\.weight")
-_EXPERT = re.compile(r"(?P<before>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>gate|up|down)_proj(?P<after>\..+)")
-_OF_EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
+_EXPERT = re.compile(
+    r"(?P<layer>.+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)"
+    r"\.(?P<matrix>(?:gate|up|down)_proj|w[123])(?P<after>\..+)"
+)
+_OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader has it."""
 
@@ -39,7 +42,8 @@ def tinker_name(peft_name: str) -> tuple[str, int | None]:
     if layer := _LAYER.fullmatch(peft_name):
         name = f"base_model.model.model.layers.{layer['rest']}"
         if expert := _EXPERT.fullmatch(name):
-            stack = f"{expert['before']}.{_OF_EXPERTS[expert['matrix']]}{expert['after']}"
+            matrix = _OF_EXPERTS.get(expert["matrix"], expert["matrix"])
+            stack = f"{expert['layer']}.mlp.experts.{matrix}{expert['after']}"
             return stack, int(expert["number"])
         return name, None
     if head := _HEAD.fullmatch(peft_name):
