@@ -62,16 +62,16 @@ class WeightsInfoResponse(Response):
     """What is needed to make a model of the weights' shape."""
 
     base_model: BaseModelName
-    is_lora: Literal[True] = True
-    """Models are LoRA adapters."""
-    lora_rank: int
-    """Rank of the adapter."""
+    is_lora: bool = True
+    """Whether they are a LoRA adapter's, and not a whole model's."""
+    lora_rank: int | None
+    """Rank of the adapter; absent where it is none."""
     train_unembed: bool
-    """Whether the adapter covers the unembedding."""
+    """Whether the unembedding is trained."""
     train_mlp: bool
-    """Whether the adapter covers the MLPs."""
+    """Whether the MLPs are trained."""
     train_attn: bool
-    """Whether the adapter covers attention."""
+    """Whether attention is trained."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer. Models here have adamw."""
 

@@ -1,7 +1,5 @@
 """Training runs, the public records of models (docs/protocol.md, Saved weights)."""
 
-from typing import Literal
-
 from pydantic import AwareDatetime
 
 from api_schemas.base import Response
@@ -17,10 +15,10 @@ class TrainingRunInfo(Response):
     base_model: BaseModelName
     model_owner: str
     """Who created it."""
-    is_lora: Literal[True] = True
-    """Models are LoRA adapters."""
-    lora_rank: int
-    """Rank of the adapter."""
+    is_lora: bool = True
+    """Whether the model is a LoRA adapter, and no whole model in training."""
+    lora_rank: int | None
+    """Rank of the adapter; null where it is none."""
     corrupted: bool = False
     """Never here: a model whose process ended is created again from a checkpoint."""
     last_request_time: AwareDatetime

@@ -51,6 +51,13 @@ class Trainable(BaseModel):
     """Whether the adapter covers attention."""
     train_vision: bool = False
     """Whether the adapter covers the vision tower and its mergers."""
+    full: bool = False
+    """Whether it is no adapter, but all weights: `rank` and `seed` are then as they were sent, and mean nothing."""
+
+    @property
+    def lora_rank(self) -> int | None:
+        """None of what is no adapter."""
+        return None if self.full else self.rank
 
 
 class OptimizerConfig(Request):
@@ -72,7 +79,7 @@ class CreateModelRequest(Request):
     """Whatever the client wants to note. It is listed; only `train_vision`, 'true' or 'false', means something here:
     whether the adapter covers the vision tower, on a server that trains it."""
     lora_config: LoraConfig | None = None
-    """The adapter. It must be there: full fine-tuning is not supported."""
+    """The adapter, or where the server trains all weights which of them; of its rank nothing is then used."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer. Models here have adamw."""
 
@@ -121,9 +128,9 @@ class GetInfoResponse(Response):
     type: Literal["get_info"] = "get_info"
     model_id: ModelId
     is_lora: bool = True
-    """Models are LoRA adapters."""
-    lora_rank: int
-    """Rank of the adapter."""
+    """Whether the model is a LoRA adapter, and no whole model in training."""
+    lora_rank: int | None
+    """Rank of the adapter; absent where it is none."""
     model_name: BaseModelName
     model_data: ModelData
     """The base model."""

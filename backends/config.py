@@ -27,6 +27,8 @@ class BackendConfig(BaseModel):
     """Whether models train the vision tower too, but for those whose user_metadata has train_vision false."""
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None
     """Published loss that answers stable_reinforce, whose own formula is not published; absent: it is refused."""
+    full: bool = False
+    """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 16384 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)

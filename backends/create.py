@@ -59,7 +59,7 @@ def _plan(model: LocalModel) -> str:
     parts = [
         f"{model.weight_bytes / 2**30:.2f} GiB of weights each",
         f"contexts of {model.info.max_context_length} tokens",
-        f"ranks up to {model.info.max_lora_rank}",
+        "training all weights" if model.info.full else f"ranks up to {model.info.max_lora_rank}",
     ]
     place = model.placement
     if place.gpus:

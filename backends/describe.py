@@ -8,7 +8,7 @@ from typing import Literal
 
 from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
-from backends.families.coverage import check_coverage
+from backends.families.coverage import Numbers, check_coverage
 from backends.families.family import Family
 from backends.launcher import Device
 from backends.placement import Machine, ModelSize, Placement, place, this_machine
@@ -95,6 +95,10 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     """Find every model and its place on the machine (absent: this one); loads no weights. Raises BackendFailed."""
     if not config.models:
         raise BackendFailed("no base model is configured: give at least one --model NAME=DIRECTORY_OR_HUB_ID")
+    if config.full and config.train_vision:
+        raise BackendFailed(
+            "--full and --train-vision exclude each other: where all weights train, the tower is frozen"
+        )
     machine = machine or this_machine()
     device = chosen_device(config, machine)
     directories = {name: local_directory(source) for name, source in config.models.items()}
@@ -148,12 +152,28 @@ def find(name: str, directory: Path, device: Device, config: BackendConfig, mach
     kv_cache_bytes = config.kv_cache_bytes or least_kv_cache
     number_bytes = BYTES_PER_NUMBER[dtype]
     size = ModelSize(
-        name, count_parameters(directory) * number_bytes, kv_cache_bytes, gathered_bytes=numbers.gathered * number_bytes
+        name,
+        count_parameters(directory) * number_bytes,
+        kv_cache_bytes,
+        gathered_bytes=numbers.gathered * number_bytes,
+        training_bytes=_training_bytes(numbers, number_bytes, device, source) if config.full else 0,
     )
     room = machine.main_bytes if device == "cpu" else min(machine.gpu_bytes, default=0) * config.gpu_memory_fraction
     rank_bytes = config.adapter_slots * numbers.adapter * number_bytes
     max_lora_rank = config.max_lora_rank or default_lora_rank(rank_bytes, room)
     return FoundModel(name, source, directory, renderer, context, dtype, size, max_lora_rank)
+
+
+def _training_bytes(numbers: Numbers, number_bytes: int, device: Device, source: str) -> int:
+    """What training all weights takes beside the base. Raises BackendFailed for a model of which it cannot be done."""
+    if numbers.stacks:
+        raise BackendFailed(
+            f"{source}: training all weights (setting backend.full) is supported neither of experts nor of linear"
+            f" attention: {', '.join(numbers.stacks)}"
+        )
+    # A master, two moments and a gradient in float32, a row's gradient; and the original weights, in main memory.
+    copies = 2 if device == "cpu" else 1
+    return numbers.trained * (4 * 4 + copies * number_bytes)
 
 
 def default_lora_rank(rank_bytes: float, room_bytes: float) -> int:
@@ -191,6 +211,7 @@ def _describe(
         takes_images=model.renderer.takes_images,
         max_lora_rank=model.max_lora_rank,
         trains_vision=config.train_vision and model.renderer.takes_images,
+        full=config.full,
         numerics=_numerics(trainer_config, config.ranks),
     )
     answers_stable_reinforce = config.stable_reinforce is not None
@@ -233,10 +254,11 @@ def _trainer_config(model: FoundModel, placement: Placement, device: Device, con
         gpus=placement.gpus,
         gpu_memory_fraction=placement.trainer_fraction,
         # On a CPU a full row is no faster than two, and a model's numbers then do not depend on others' at all.
-        shares_rows=device == "cuda",
+        shares_rows=device == "cuda" and not config.full,
         gpu_memory_bytes=placement.trainer_bytes,
         stable_reinforce=config.stable_reinforce,
         train_vision=config.train_vision,
+        full=config.full,
     )
 
 
@@ -261,4 +283,5 @@ def _sampler_config(
         silence_s=SAMPLER_SILENCE_S[device],
         gpus=placement.gpus,
         train_vision=config.train_vision,
+        full=config.full,
     )

@@ -44,11 +44,17 @@ class ModelSize:
     """The least that its sampler can do with."""
     gathered_bytes: int
     """Of its weights, what each of several trainer ranks that share them has whole while it computes."""
+    training_bytes: int = 0
+    """Where it trains all weights: masters, Adam's moments and gradients, which the ranks share too."""
 
     def rank_bytes(self, num_ranks: int) -> int:
         """Weights in each of so many trainer ranks, at the least: its part, and what it gathers from the others, which
-        stands there twice, as it came and as it is used."""
+        stands there twice, as it came and as it is used. Where all weights train, what belongs to that too: of what is
+        gathered the gradient, and its sum over ranks in float32."""
         shared = -(-self.weight_bytes // num_ranks) + 2 * self.gathered_bytes
+        if self.training_bytes:
+            alone = self.weight_bytes + self.training_bytes
+            return alone if num_ranks == 1 else shared + 3 * self.gathered_bytes + -(-self.training_bytes // num_ranks)
         return self.weight_bytes if num_ranks == 1 else min(self.weight_bytes, shared)
 
 
@@ -111,7 +117,8 @@ def _check_main_memory(models: Sequence[ModelSize], free: int, num_ranks: int) -
     needed = {model.name: weights[model.name] + processes * _PROCESS_BYTES + model.kv_cache_bytes for model in models}
     if sum(needed.values()) > free:
         parts = "; ".join(
-            f"{model.name} {_gib(needed[model.name])} ({_gib(weights[model.name])} of weights in sampler and trainer,"
+            f"{model.name} {_gib(needed[model.name])} ({_gib(weights[model.name])} of weights in sampler and trainer"
+            f"{', masters, moments and gradients too' if model.training_bytes else ''},"
             f" {processes} processes of {_gib(_PROCESS_BYTES)}, {_gib(model.kv_cache_bytes)} of KV cache)"
             for model in models
         )

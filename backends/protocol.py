@@ -22,6 +22,8 @@ from api_schemas.training import (
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """The two files of a saved adapter, as PEFT and vLLM name them."""
+CANARY_FILE = "canary.json"
+"""Beside a whole model: how its trainer scores a short text."""
 
 
 class InvalidInput(ValueError):
@@ -58,6 +60,8 @@ class BaseModelInfo:
     max_lora_rank: int
     trains_vision: bool = False
     """Whether models may train the vision tower."""
+    full: bool = False
+    """Whether its models train all weights, one at a time, and are no adapters."""
     numerics: Mapping[str, str] = field(default_factory=dict)
     """What the numbers of training depend on beside the request: settings, and versions of libraries."""
 
@@ -144,10 +148,12 @@ class GpuState:
 
 
 class Trainer(Protocol):
-    """LoRA models on one frozen base. Every method raises InvalidInput, ModelLost or BackendFailed."""
+    """LoRA models on a frozen base, or one model that trains all of it. Every method raises InvalidInput, ModelLost or
+    BackendFailed."""
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
-        """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. InvalidInput for a bad rank."""
+        """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. InvalidInput for a bad rank, and where
+        another model is training all weights of the base."""
 
     async def delete_model(self, model_id: str) -> None:
         """Drop adapter, gradient and optimizer. Nothing happens where the model is not held."""
@@ -196,8 +202,9 @@ class Trainer(Protocol):
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter in PEFT's form into `directory`, which appears whole or not at all, but is not durable yet:
-        in float32 where it is `for_elsewhere`, else in the base's precision, which is the sampler's. InvalidInput
-        for an adapter that is not finite, or whose log probabilities are not."""
+        in float32 where it is `for_elsewhere`, else in the base's precision, which is the sampler's. Of a model that
+        trains all weights write a complete Hugging Face model, always in the base's precision. InvalidInput for
+        weights that are not finite, or whose log probabilities are not."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ class SamplingTask:
     params: SamplingParams
     num_samples: int
     weights: Path | None
-    """Directory of an adapter that save_sampler_weights wrote, never changed after; None: the base model."""
+    """Directory of what save_sampler_weights wrote, never changed after; None: the base model."""
     owner: str
     """Whose work it is. Owners share the sampler evenly."""
     topk: int = 0
@@ -284,7 +291,7 @@ class ChatUsage:
 
 
 class Sampler(Protocol):
-    """Continuations and prompt scores from one base model and any saved adapter."""
+    """Continuations and prompt scores from one base model and any saved adapter, or whole model."""
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Do the task. Cancelling the call stops the work.

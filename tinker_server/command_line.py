@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--train-vision", action="store_true", default=None, help="models train the vision tower too (they do not)"
     )
+    full_help = "train all weights of a base instead of adapters, of one model at a time"
+    models.add_argument("--full", action="store_true", default=None, help=full_help)
     commands = parser.add_subparsers(dest="command", required=True)
     serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
     serving.add_argument("--host", help="address to listen on (127.0.0.1); any other needs API keys")
@@ -101,7 +103,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         names = ("host", "port", "data_dir", "keys_file", "database_url")
         own = {name: given[name] for name in names if name in given}
         backend = settings.backend.model_dump(exclude_unset=True)
-        backend |= {name: given[name] for name in ("device", "ranks", "train_vision") if name in given}
+        switches = ("device", "ranks", "train_vision", "full")
+        backend |= {name: given[name] for name in switches if name in given}
         named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
         backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}
         return Settings(**own, backend=BackendConfig.model_validate(backend))

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.families.family import Family
+from backends.families.full_weights import trained_parameters
 from backends.families.lora_names import trained_modules
 from backends.protocol import BackendFailed
 
@@ -22,6 +23,10 @@ class Numbers:
     """Of an adapter that trains all, for each of its ranks."""
     gathered: int
     """Of what several trainer ranks gather of a sharded base at once: all but the layers, and two of them."""
+    trained: int
+    """Of what trains where all weights do."""
+    stacks: tuple[str, ...]
+    """Of that, tensors of more than two dimensions: experts, and convolutions of linear attention."""
 
 
 def check_coverage(family: Family, config: PretrainedConfig, source: str, *, train_vision: bool = False) -> Numbers:
@@ -43,7 +48,10 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     shapes = [parameter.shape for name in modules for parameter in model.get_submodule(name).parameters()]
     adapter = sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
     layers = [_count(layer) for layer in model.get_decoder().layers]
-    return Numbers(adapter, gathered=_count(model) - sum(layers) + 2 * max(layers))
+    trained = trained_parameters(model)
+    stacks = tuple(dict.fromkeys(_without_numbers(name for name, one in trained.items() if one.dim() > 2)))
+    gathered = _count(model) - sum(layers) + 2 * max(layers)
+    return Numbers(adapter, gathered, sum(one.numel() for one in trained.values()), stacks)
 
 
 def _frozen(family: Family, source: str, *, train_vision: bool) -> Sequence[str]:

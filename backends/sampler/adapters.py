@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.canary import Canary
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
 from backends.sampler.scores import score
 
@@ -50,6 +50,10 @@ class EngineAdapters:
         self._adapters: OrderedDict[Path, Adapter] = OrderedDict()
         self._numbers = itertools.count(1)
         self._dropping: set[asyncio.Task[None]] = set()
+
+    def slot(self, weights: Path | None) -> Path | None:
+        """What takes turns: the base model needs no slot."""
+        return weights
 
     @contextlib.asynccontextmanager
     async def hold(self, weights: Path | None) -> AsyncIterator["Adapter | None"]:
@@ -138,6 +142,11 @@ class EngineAdapters:
 def _link(source: Path, directory: Path) -> Canary | None:
     """Both files of an adapter under a name of our own, copied only where the file systems differ; and its canary."""
     directory.mkdir()
+    if (source / CANARY_FILE).exists():
+        raise InvalidInput(
+            "the sampler weights are a whole model, and this server samples from adapters; start it with the setting"
+            " backend.full to sample from whole models"
+        )
     for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
         try:
             os.link(source / name, directory / name)

@@ -87,8 +87,8 @@ class Chats:
 
     async def answer(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
         """`protocol.Sampler.chat`."""
-        async with self._room.adapters.hold(task.weights) as adapter:
-            engine = ChatEngine(self._room, task, adapter)
+        async with self._room.weights.hold(task.weights) as held:
+            engine = ChatEngine(self._room, task, held)
             try:
                 await self._tell(task, engine, tell)
             except (InvalidInput, BackendFailed):

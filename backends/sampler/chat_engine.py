@@ -13,10 +13,10 @@ from vllm.utils.async_utils import merge_async_iterators
 from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
 from backends.rendering import Renderer
-from backends.sampler.adapters import Adapter, EngineAdapters
 from backends.sampler.answers import check_finite, diverged
 from backends.sampler.chat_prompts import MODEL_INPUT
 from backends.sampler.chat_record import Record
+from backends.sampler.engine_weights import EngineWeights
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import derived_seed
 from backends.sampler.sequences import Sequences
@@ -29,7 +29,7 @@ class Room:
 
     sequences: Sequences
     turns: Turns
-    adapters: EngineAdapters
+    weights: EngineWeights
     renderer: Renderer
     end_tokens: Sequence[int]
     placeholders: Sequence[int]
@@ -38,10 +38,10 @@ class Room:
 class ChatEngine:
     """vLLM's `EngineClient` as far as its handlers use it, for one request."""
 
-    def __init__(self, room: Room, task: ChatTask, adapter: Adapter | None) -> None:
+    def __init__(self, room: Room, task: ChatTask, held: Any) -> None:
         self._room = room
         self._task = task
-        self._adapter = adapter
+        self._held = held
         self.errored = False
         """A dead engine ends this process."""
         self.usage = ChatUsage()
@@ -91,8 +91,8 @@ class ChatEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         room, task = self._room, self._task
         own = drawn(params, index, room.end_tokens, room.placeholders)
-        async with room.turns.turn(task.owner, task.weights) as num_before:
-            lora = await room.adapters.load(self._adapter)
+        async with room.turns.turn(task.owner, room.weights.slot(task.weights)) as num_before:
+            lora = await room.weights.load(self._held)
             _, inputs = await prompt.render()
             async with aclosing(room.sequences.run(inputs, own, lora, num_before)) as outputs:
                 async for output in outputs:

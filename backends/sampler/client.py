@@ -90,7 +90,7 @@ class SamplerClient:
 
     async def publish(self, weights: Path, owner: str) -> None:
         """As the protocol says."""
-        await self._run(owner, Publish(weights))
+        await self._run(owner, Publish(weights, owner))
 
     def processes(self) -> list[ProcessState]:
         """The one that was started last."""

@@ -34,6 +34,8 @@ class SamplerConfig:
     gpus: tuple[int, ...] = ()
     """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
     train_vision: bool = False
+    full: bool = False
+    """Whether what is sampled from are whole models, one at a time, and no adapters."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Publish(Command[None]):
     """`protocol.Sampler.publish`."""
 
     weights: Path
+    owner: str
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ def check_kv_cache(renderer: Renderer, config: SamplerConfig) -> None:
 
 def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs:
     """The arguments of vLLM's engine for this model on this device."""
-    tower = vision.lora.engine_modules if config.train_vision and vision is not None and vision.lora is not None else ()
     return AsyncEngineArgs(
         model=config.source,
         dtype=config.dtype,
@@ -62,21 +61,29 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
-        enable_lora=True,
-        max_lora_rank=config.max_lora_rank,
-        max_loras=config.adapter_slots + 1,  # one for weights that are being published
-        max_cpu_loras=max(MAX_ADAPTERS, config.adapter_slots + 1),
-        lora_target_modules=[*ENGINE_MODULES, *tower],
-        # Images are then computed with the request's own adapter, and what is kept of them is known by its name too.
-        enable_tower_connector_lora=bool(tower),
-        enable_mixed_moe_lora_format=True,  # adapters of experts are matrix by matrix, whatever form the model's have
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
         disable_log_stats=True,
         use_tqdm_on_load=False,
         enable_log_requests=False,
         **_device_args(config),
+        **({} if config.full else _adapter_args(config, vision)),
         **({} if vision is None else _vision_args(config, vision)),
     )
+
+
+def _adapter_args(config: SamplerConfig, vision: Vision | None) -> dict[str, Any]:
+    tower = vision.lora.engine_modules if config.train_vision and vision is not None and vision.lora is not None else ()
+    return {
+        "enable_lora": True,
+        "max_lora_rank": config.max_lora_rank,
+        "max_loras": config.adapter_slots + 1,  # one for weights that are being published
+        "max_cpu_loras": max(MAX_ADAPTERS, config.adapter_slots + 1),
+        "lora_target_modules": [*ENGINE_MODULES, *tower],
+        # Images are then computed with the request's own adapter, and what is kept of them is known by its name too.
+        "enable_tower_connector_lora": bool(tower),
+        # Adapters of experts are matrix by matrix, whatever form the model's have.
+        "enable_mixed_moe_lora_format": True,
+    }
 
 
 def _vision_args(config: SamplerConfig, vision: Vision) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from api_schemas.sampling import SampleResponse
+from backends.canary import Canary, canary_tokens
 from backends.children import Hearer, serve_async
 from backends.progress import Progress
 from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
@@ -26,10 +27,13 @@ from backends.sampler.chat import Chats
 from backends.sampler.chat_engine import Room
 from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
+from backends.sampler.engine_weights import EngineWeights
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import sampling_params
+from backends.sampler.scores import score
 from backends.sampler.sequences import Sequences, end_process, ending_with
 from backends.sampler.turns import Turns
+from backends.sampler.whole_models import EngineModels
 
 T = TypeVar("T")
 
@@ -42,16 +46,17 @@ _BATCH_S = 0.2
 class SamplerProcess:
     """One engine and what feeds it. `sample` may run many times at once."""
 
-    def __init__(self, config: SamplerConfig, engine: AsyncLLM, renderer: Renderer) -> None:
+    def __init__(self, config: SamplerConfig, engine: AsyncLLM, renderer: Renderer, weights: EngineWeights) -> None:
         self._engine = engine
         self._renderer = renderer
         self._sequences = Sequences(engine)
-        self._adapters = EngineAdapters(engine, config.scratch_dir, config.dtype)
+        self._weights = weights
         self._publishing = asyncio.Lock()
+        self._takes_turns = config.full
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, config.source)
-        self._turns = Turns(config.max_concurrent_samples, config.adapter_slots)
-        room = Room(self._sequences, self._turns, self._adapters, renderer, self._end_tokens, self._placeholders)
+        self._turns = Turns(config.max_concurrent_samples, 1 if config.full else config.adapter_slots)
+        room = Room(self._sequences, self._turns, self._weights, renderer, self._end_tokens, self._placeholders)
         self._chats = Chats(engine, room)
         self._tasks_done = 0
         self._batch: EngineBatch | None = None
@@ -73,17 +78,18 @@ class SamplerProcess:
         (progress or Progress()).does("reads weights and prepares kernels")
         await asyncio.sleep(_TOLD_S)  # what was said is on its way before the engine takes the event loop
         engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))
-        await engine.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders),))
-        return cls(config, engine, renderer)
+        placeholders = sorted(renderer.family.placeholders)
+        await engine.collective_rpc("install_fixes", args=(placeholders, not config.full))
+        return cls(config, engine, renderer, await _weights(config, engine, renderer))
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """`protocol.Sampler.sample`."""
         prompt = Prompt(self._renderer, task.prompt)
-        async with self._adapters.hold(task.weights) as adapter:
+        async with self._weights.hold(task.weights) as held:
 
             async def sequence(index: int) -> RequestOutput:
-                async with self._turns.turn(task.owner, task.weights) as num_before:
-                    lora = await self._adapters.load(adapter)
+                async with self._turns.turn(task.owner, self._weights.slot(task.weights)) as num_before:
+                    lora = await self._weights.load(held)
                     _, inputs = await prompt.render()
                     params = sampling_params(task, index, self._end_tokens, self._placeholders)
                     return await self._sequences.final(inputs, params, lora, num_before)
@@ -98,11 +104,14 @@ class SamplerProcess:
         self._tasks_done += 1
         return usage
 
-    async def publish(self, weights: Path) -> None:
-        """`protocol.Sampler.publish`: one at a time, in the place that the engine has for it beside its rows and slots,
-        so that it neither waits for the samples of others nor holds them up."""
-        async with self._publishing, self._adapters.hold(weights) as adapter:
-            await self._adapters.load(adapter)
+    async def publish(self, weights: Path, owner: str) -> None:
+        """`protocol.Sampler.publish`: of adapters one at a time, in the place that the engine has for it beside its
+        rows and slots, so that it neither waits for the samples of others nor holds them up. A whole model takes a
+        turn."""
+        async with self._weights.hold(weights) as held:
+            slot = self._weights.slot(weights)
+            async with self._turns.turn(owner, slot) if self._takes_turns else self._publishing:
+                await self._weights.load(held)
         self._tasks_done += 1
 
     async def count_progress(self) -> int:
@@ -139,6 +148,15 @@ class SamplerProcess:
         self._engine.shutdown()
 
 
+async def _weights(config: SamplerConfig, engine: AsyncLLM, renderer: Renderer) -> EngineWeights:
+    """What the engine samples from."""
+    if not config.full:
+        return EngineAdapters(engine, config.scratch_dir, config.dtype)
+    token_ids = canary_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
+    base = Canary(token_ids, (await score(engine, token_ids, None)).tolist())
+    return EngineModels(engine, config, base)
+
+
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results in order; the first failure, or a cancellation, stops them all."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
@@ -166,8 +184,8 @@ async def main() -> None:
                     return await started[0].sample(task)
                 case Chat(chat):
                     return await started[0].chat(chat, tell)
-                case Publish(weights):
-                    await started[0].publish(weights)
+                case Publish(weights, owner):
+                    await started[0].publish(weights, owner)
                     return None
                 case CountProgress():
                     return await started[0].count_progress()

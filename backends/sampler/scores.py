@@ -20,7 +20,7 @@ _PARAMS = SamplingParams(
 _ids = itertools.count()
 
 
-async def score(engine: AsyncLLM, token_ids: list[int], adapter: LoRARequest) -> np.ndarray:
+async def score(engine: AsyncLLM, token_ids: list[int], adapter: LoRARequest | None) -> np.ndarray:
     """[T - 1] nats: of each token after the first."""
     inputs, name = tokens_input(token_ids), f"score-{next(_ids)}"
     async for output in engine.generate(inputs, _PARAMS.clone(), name, lora_request=adapter, priority=-1):

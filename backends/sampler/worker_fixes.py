@@ -62,6 +62,11 @@ def _keep_draws_in_vocabulary() -> None:
     second_sampler.gumbel_sample = gumbel_sample
 
 
+def _unchanged(step: Callable[..., Any], argument: int) -> Callable[..., Any]:
+    """In place of `PromptRows.during`, of an engine without adapters."""
+    return step
+
+
 class WorkerExtension:
     """Methods added to vLLM's worker."""
 
@@ -69,11 +74,30 @@ class WorkerExtension:
     use_v2_model_runner: bool
     steps_done: int
 
-    def install_fixes(self, placeholder_ids: Sequence[int]) -> None:
+    def install_fixes(self, placeholder_ids: Sequence[int], takes_adapters: bool) -> None:
         """Once, before the first request. `placeholder_ids` are never drawn."""
         runner = self.model_runner
         if runner.parallel_config.world_size != 1:
             raise RuntimeError("the scheduler is in another process, where blocks of the KV cache are not cleared")
+        during = self._fix_adapters(runner) if takes_adapters else _unchanged
+        self._count_steps(runner)
+        columns = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
+        if self.use_v2_model_runner:
+            _keep_draws_in_vocabulary()
+            worker = runner.prompt_logprobs_worker
+            scores = prompt_columns.on_second_runner(worker)
+            worker.compute_prompt_logprobs = during(scores, argument=1)
+            prompt_logprob.CHUNK_SIZE = prompt_columns.ROWS_AT_ONCE
+            if placeholder_ids:
+                placeholders.on_second_runner(columns)
+        else:
+            scores = prompt_columns.on_first_runner(runner)
+            runner._get_prompt_logprobs_dict = during(scores, argument=0)
+            if placeholder_ids:
+                placeholders.on_first_runner(runner.sampler, columns)
+
+    def _fix_adapters(self, runner: Any) -> Callable[..., Any]:
+        """`PromptRows.during` of the model's head."""
         if runner.device.type == "cpu":
             replace_cpu_ops()
         heads = [module for module in runner.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
@@ -82,22 +106,7 @@ class WorkerExtension:
         # Of some models (Mistral, Gemma) vLLM wraps the head, and then refuses files that have an adapter for it.
         loadable = runner.lora_manager._adapter_manager.supported_lora_modules
         loadable += ["lm_head"] if "lm_head" not in loadable else []
-        prompt_rows = PromptRows(heads[0].punica_wrapper)
-        self._count_steps(runner)
-        columns = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
-        if self.use_v2_model_runner:
-            _keep_draws_in_vocabulary()
-            worker = runner.prompt_logprobs_worker
-            scores = prompt_columns.on_second_runner(worker)
-            worker.compute_prompt_logprobs = prompt_rows.during(scores, argument=1)
-            prompt_logprob.CHUNK_SIZE = prompt_columns.ROWS_AT_ONCE
-            if placeholder_ids:
-                placeholders.on_second_runner(columns)
-        else:
-            scores = prompt_columns.on_first_runner(runner)
-            runner._get_prompt_logprobs_dict = prompt_rows.during(scores, argument=0)
-            if placeholder_ids:
-                placeholders.on_first_runner(runner.sampler, columns)
+        return PromptRows(heads[0].punica_wrapper).during
 
     def _count_steps(self, runner: Any) -> None:
         execute, self.steps_done = runner.execute_model, 0
@@ -112,6 +121,24 @@ class WorkerExtension:
     def count_steps(self) -> int:
         """Steps in which the model computed something."""
         return self.steps_done
+
+    def take_model(self, path: str) -> list[str]:
+        """Read another whole model into the place of the one at hand; parameters that its files lack, which vLLM
+        passes over with a line in its log."""
+        model = self.model_runner.get_model()
+        read, found = model.load_weights, set()
+
+        def noted(weights: Any) -> Any:
+            names = read(weights)
+            found.update(names)
+            return names
+
+        model.load_weights = noted
+        try:
+            self.model_runner.reload_weights(weights_path=path)
+        finally:
+            del model.load_weights
+        return sorted({name for name, _ in model.named_parameters()} - found)
 
     def load_adapter(self, name: str, lora_id: int, path: str) -> list[str]:
         """Modules of the adapter that no layer of the engine takes up; vLLM passes over them in silence."""

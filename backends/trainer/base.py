@@ -1,4 +1,4 @@
-"""The frozen base model of one rank: loaded, tested, compiled."""
+"""The base model of one rank, frozen or itself in training: loaded, tested, compiled."""
 
 import logging
 from pathlib import Path
@@ -18,12 +18,14 @@ from backends.trainer.batching import Microbatch
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.compiling import compile_layers, run_text, text_row, warm_up
 from backends.trainer.counting import counted
+from backends.trainer.full import FullWeights
 from backends.trainer.graphs import Graphs
 from backends.trainer.loading import load
 from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World
 from backends.trainer.scoring import Scorer
 from backends.trainer.self_test import own_logprobs, packing_is_exact
+from backends.trainer.trained import TrainedWeights
 from backends.trainer.vision import ImageEncoder
 
 log = logging.getLogger(__name__)
@@ -44,16 +46,18 @@ class FrozenBase:
             pixel_dtype=getattr(torch, config.dtype),
         )
         family = self.renderer.family
-        self.is_sharded = world.size > 1 and not _fits_whole(config)
+        self.is_sharded = world.size > 1 and (config.full or not _fits_whole(config))
         """Whether ranks wait for each other within a row. Where each has the whole base, none does."""
         with counted(Path(config.source), progress):
             root = load(config, family, world, is_sharded=self.is_sharded)
         progress.does("tests the model")
         model = root.model
         self.num_parameters = model.num_parameters()
-        own = own_logprobs(root, self.renderer, world.device)
         modules = trained_modules(family, model, train_vision=config.train_vision)
-        self.adapters = Adapters(model, modules, config.max_lora_rank)
+        self.full = FullWeights(root, modules, world) if config.full else None
+        """Where one model trains all weights."""
+        own = own_logprobs(root, self.renderer, world.device)
+        self.adapters: TrainedWeights = self.full or Adapters(model, modules, config.max_lora_rank)
         self.vision: ImageEncoder | None = None
         if family.vision is not None:
             self.vision = ImageEncoder(family.vision, model.base_model, config.image_cache_bytes, self.adapters)
@@ -67,12 +71,13 @@ class FrozenBase:
         """Of the GPU, where rows are made to fit into it."""
         self._graphs: Graphs | None = None
         if world.device.type == "cuda" and config.dtype == "bfloat16":
-            progress.does("compiles")
-            compile_layers(model.get_decoder().layers)
-            warm_up(self.scorer, self.renderer, world)
+            if self.full is None:  # code is compiled for weights that want no gradient
+                progress.does("compiles")
+                compile_layers(model.get_decoder().layers)
+                warm_up(self.scorer, self.renderer, world)
             if config.gpu_memory_bytes is not None:
                 self.memory = self._measured(model, world, config.gpu_memory_bytes)
-            if self.packs and not self.is_sharded:  # a graph would hold collectives
+            if self.packs and not self.is_sharded and self.full is None:  # a graph would hold collectives
                 self._graphs = self._tested_graphs(config, world)
 
     def score(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:

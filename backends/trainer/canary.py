@@ -7,10 +7,10 @@ from backends.canary import Canary, canary_tokens
 from backends.rendering import Rendered
 from backends.trainer.base import FrozenBase
 from backends.trainer.batching import pack
-from backends.trainer.lora import Adapter
+from backends.trainer.trained import TrainedModel
 
 
-def score_canary(base: FrozenBase, device: torch.device, adapter: Adapter) -> Canary:
+def score_canary(base: FrozenBase, device: torch.device, adapter: TrainedModel) -> Canary:
     """On all ranks, which compute the same; what is not finite is left in."""
     token_ids = canary_tokens(base.renderer.vocab_size, base.renderer.family.placeholders)
     batch = pack([(Rendered(token_ids, [], []), np.roll(token_ids, -1))], base.renderer.family, device)

@@ -23,6 +23,7 @@ from backends.launcher import launch_trainer, rank_name
 from backends.protocol import (
     BackendFailed,
     EncodedBatch,
+    InvalidInput,
     Loading,
     LoadingHearer,
     ModelLost,
@@ -264,9 +265,21 @@ class TrainerClient:
     async def _add(self, command: commands.CreateModel | commands.Resume, owner: str) -> None:
         async with self._turns.turn(owner, command.model_id):
             await self._revive()
+            if self._config.full:
+                self._require_free(command.model_id, owner)
             await self._command(command)
             self._owners[command.model_id] = owner
             self._begin(command.model_id)
+
+    def _require_free(self, model_id: str, owner: str) -> None:
+        """Raises InvalidInput where another model trains the weights of the base. Others' ids are not told."""
+        for other, its_owner in self._owners.items():
+            if other != model_id:
+                holder = f"model {other}" if its_owner == owner else "a model of another user"
+                raise InvalidInput(
+                    f"{holder} trains all weights of {self._config.name}, and this server has one such model at a time"
+                    " on each base (setting backend.full): unload it, or finish its session, or wait"
+                )
 
     async def _watch(self, ranks: list[Child]) -> None:
         """Start the ranks again once one of them has died, whether anybody needs them or not."""

@@ -38,6 +38,8 @@ class TrainerConfig:
     """Whether datums of several models are computed in one row, where a row of one model's leaves room."""
     stable_reinforce: str | None = None
     train_vision: bool = False
+    full: bool = False
+    """Whether the model on it trains all weights, and is the only one."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from backends.trainer.batching import plan_steps
 from backends.trainer.checks import loss_config
 from backends.trainer.loss_metrics import metrics
 from backends.trainer.losses import LOSSES
-from backends.trainer.tenant import Tenant
+from backends.trainer.trained import AnyTenant
 
 MAX_COLUMNS = 256
 """Ranks of a row's models together: beyond it their columns cost more than a row of their own (on an H200)."""
@@ -37,7 +37,7 @@ class BatchPass:
     def __init__(
         self,
         number: int,
-        tenant: Tenant,
+        tenant: AnyTenant,
         loss_input: ForwardBackwardInput,
         plan: Sequence[Sequence[Sequence[int]]],
         *,
@@ -148,7 +148,8 @@ def choose_rows(passes: Sequence[BatchPass], world_size: int, max_tokens: int) -
 
 
 def _has_columns(row: Row, other: BatchPass) -> bool:
-    return sum(one.tenant.adapter.config.rank for one in {**row, other: []}) <= MAX_COLUMNS
+    num_columns: int = sum(one.tenant.adapter.config.rank for one in {**row, other: []})
+    return num_columns <= MAX_COLUMNS
 
 
 def lengths(loss_input: ForwardBackwardInput) -> list[int]:

@@ -122,12 +122,12 @@ def _fill(model: PreTrainedModel, own: Mapping[str, Tensor]) -> None:
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for name, place in list(model.named_parameters(remove_duplicate=False)):
         if place not in filled:
-            filled[place] = nn.Parameter(_placed(own[name], place), requires_grad=False)
+            filled[place] = nn.Parameter(placed(own[name], place), requires_grad=False)
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, filled[place])
 
 
-def _placed(part: Tensor, place: Tensor) -> Tensor:
+def placed(part: Tensor, place: Tensor) -> Tensor:
     """As FSDP2 holds it, where it has sharded the place."""
     if not isinstance(place, DTensor):
         return part

@@ -124,6 +124,8 @@ class Adapters:
 
         The same seed gives the same tensors on every device and rank. Raises InvalidInput.
         """
+        if config.full:
+            raise InvalidInput("this model trains all weights; start the server with the setting backend.full for it")
         if not 1 <= config.rank <= self._max_rank:
             raise InvalidInput(
                 f"lora_config.rank is {config.rank}; this server takes 1 to {self._max_rank}"

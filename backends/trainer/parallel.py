@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from backends.protocol import BackendFailed, InvalidInput
@@ -78,12 +78,13 @@ class Root(nn.Module):
 
 
 def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
-    """Shard the frozen base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower,
+    """Shard the base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower,
     head) in the root's unit, gathered by every rank at each forward whether or not it has an image."""
     mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients, where the base itself trains
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(root, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
 
 
 def sum_gradients(parameters: list[nn.Parameter], world: World) -> None:

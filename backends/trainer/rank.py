@@ -1,4 +1,5 @@
-"""The trainer: LoRA models on one frozen base, one object of this class per rank, sync torch only.
+"""The trainer: LoRA models on one frozen base, or one model that trains all of it; one object of this class per rank,
+sync torch only.
 
 All ranks run the same commands with the same arguments. Whatever one of them finds wrong they agree on
 (`parallel.agreed`), so that no rank waits for another that has given up, and none goes on alone.
@@ -20,10 +21,13 @@ from backends.trainer.canary import score_canary
 from backends.trainer.checks import check_forward_backward, decode_batch, published
 from backends.trainer.commands import ComputedRows, FinishedPass, NewPass, TrainerConfig
 from backends.trainer.forward_backward import BatchPass, choose_rows, plan_pass
+from backends.trainer.full_files import FullFiles
+from backends.trainer.full_tenant import FullTenant
 from backends.trainer.packed_row import RowComputer
-from backends.trainer.parallel import World, agreed, agreed_each, gather_objects, sum_gradients
+from backends.trainer.parallel import World, agreed, agreed_each, gather_objects
 from backends.trainer.tenant import Tenant
 from backends.trainer.time_limits import decoding_s, files_s
+from backends.trainer.trained import AnyFiles, AnyTenant
 from backends.trainer.weights import WeightFiles
 
 _MAX_ROW = sys.maxsize
@@ -47,12 +51,12 @@ class TrainerRank:
         self._world = world
         self._keep_waiting = keep_waiting
         self.base = FrozenBase(config, world, progress or Progress())
-        self._files = WeightFiles(config.name, world)
+        self._files = self._make_files()
         self._rows = RowComputer(self.base, world, keep_waiting)
         self._max_tokens = config.max_tokens_per_microbatch if self.base.packs else 1
         self._longest_row = _MAX_ROW
         """Tokens of a row with a gradient that fits into every rank's memory, as far as was known last."""
-        self.tenants: dict[str, Tenant] = {}
+        self.tenants: dict[str, AnyTenant] = {}
         self._passes: dict[int, BatchPass] = {}
         """By number, the forward_backwards that are under way."""
 
@@ -62,17 +66,26 @@ class TrainerRank:
         """Where it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
 
-        def make() -> Tenant:
-            return Tenant(self.base.adapters.create(lora), fused=self._world.device.type == "cuda")
+        def make() -> AnyTenant:
+            fused = self._world.device.type == "cuda"
+            if self.base.full is None:
+                return Tenant(self.base.adapters.create(lora), fused=fused)
+            assert not self.tenants, "the server lets in one model at a time"
+            return FullTenant(self.base.full.create(lora), fused=fused)
 
         self.tenants[model_id] = agreed(make, self._world)
+
+    def _make_files(self) -> AnyFiles:
+        if self.base.full is None:
+            return WeightFiles(self._config.name, self._world)
+        return FullFiles(self._config.source, self.base.full, self._world)
 
     def delete_model(self, model_id: str) -> None:
         """Nothing happens where it is not held."""
         tenant = self.tenants.pop(model_id, None)
         self._passes = {number: one for number, one in self._passes.items() if one.tenant is not tenant}
 
-    def _tenant(self, model_id: str) -> Tenant:
+    def _tenant(self, model_id: str) -> AnyTenant:
         if model_id not in self.tenants:
             raise ModelLost(f"{model_id} is not loaded")
         return self.tenants[model_id]
@@ -116,6 +129,8 @@ class TrainerRank:
         self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
         if self.base.memory is not None:
+            if self.base.full is not None:
+                self.base.memory.set_aside_bytes = sum(one.missing_bytes for one in self.tenants.values())
             self._longest_row = min(gather_objects(self.base.memory.longest_row, self._world))
         for one in known:
             tenant = self.tenants[one.model_id]
@@ -168,12 +183,11 @@ class TrainerRank:
         finally:
             tenant.clear_gradient()
 
-    def _step(self, tenant: Tenant, adam: AdamParams) -> OptimStepResponse:
-        sum_gradients(tenant.adapter.parameters, self._world)
-        norm = agreed(tenant.gradient_norm, self._world)
+    def _step(self, tenant: AnyTenant, adam: AdamParams) -> OptimStepResponse:
+        norm = tenant.sum_gradient(self._world)
         if not norm.isfinite():
             raise InvalidInput("the gradient is not finite; it was cleared and the weights are unchanged")
-        before = agreed(tenant.snapshot, self._world)
+        before = agreed(lambda: tenant.before_step(adam, norm), self._world)
         try:
             agreed(lambda: tenant.step(adam, norm), self._world)
         except BaseException:
@@ -184,11 +198,11 @@ class TrainerRank:
     # ---- weights
 
     def save_state(self, model_id: str, directory: Path) -> None:
-        """Adapter and optimizer."""
+        """Weights and optimizer."""
         self._files.save_state(self._about_to_move(model_id), directory)
 
     def save_sampler_weights(self, model_id: str, directory: Path, for_elsewhere: bool) -> None:
-        """The adapter alone."""
+        """The adapter alone, or the whole model."""
         tenant = self._about_to_move(model_id)
         canary = score_canary(self.base, self._world.device, tenant.adapter)
         dtype = torch.float32 if for_elsewhere else getattr(torch, self._config.dtype)
@@ -215,8 +229,11 @@ class TrainerRank:
             self.delete_model(model_id)
             raise
 
-    def _about_to_move(self, model_id: str) -> Tenant:
+    def _about_to_move(self, model_id: str) -> AnyTenant:
         """A model whose files are about to be read or written."""
         tenant = self._tenant(model_id)
-        self._keep_waiting(_STATE_PARTS * files_s(sum(p.nbytes for p in tenant.adapter.parameters)))
+        size_bytes = sum(p.nbytes for p in tenant.adapter.parameters)
+        if self.base.full is not None:  # of which each rank has a part
+            size_bytes *= self._world.size
+        self._keep_waiting(_STATE_PARTS * files_s(size_bytes))
         return tenant

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from backends.trainer import attention
 from backends.trainer.batching import Microbatch
-from backends.trainer.lora import Adapters
 from backends.trainer.lora_linear import LoraLinear, add_product, lora_linear_backward, scaled
 from backends.trainer.parallel import Root
+from backends.trainer.trained import TrainedWeights
 from backends.trainer.vision import ImageEncoder
 
 MAX_LOGITS = 2**27
@@ -26,7 +26,7 @@ MAX_LOGITS = 2**27
 class Scorer(nn.Module):
     """A model whose forward gives target log probabilities."""
 
-    def __init__(self, root: Root, vision: ImageEncoder | None, adapters: Adapters) -> None:
+    def __init__(self, root: Root, vision: ImageEncoder | None, adapters: TrainedWeights) -> None:
         super().__init__()
         self._root = root
         self._vision = vision
@@ -49,8 +49,10 @@ class Scorer(nn.Module):
                 image_inputs = forward.enter_context(self._vision.shown(batch, scales_TR.device))
             extra = attention.bounds(batch.cu_seqlens, batch.bounds, batch.max_seqlen)
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
-        head = cast(LoraLinear, self.model.get_output_embeddings())
-        return target_logprobs(output.last_hidden_state[0], head, scales_TR, batch.targets_TK)
+        head, hidden_TH = self.model.get_output_embeddings(), output.last_hidden_state[0]
+        if isinstance(head, LoraLinear):
+            return target_logprobs(hidden_TH, head, scales_TR, batch.targets_TK)
+        return trained_target_logprobs(hidden_TH, head.weight, head.bias, batch.targets_TK)
 
 
 def target_logprobs(hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor, targets_TK: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor, targets_TK: Tensor) -> Tensor:
         logprobs, sums = [], []
-        for hidden, scales, targets in _chunks(head, hidden_TH, scales_TR, targets_TK):
+        for hidden, scales, targets in _chunks(head.weight, hidden_TH, scales_TR, targets_TK):
             logits, _ = _logits(hidden, head, scales)
             values, lse = _fused(_logprobs, logits)(logits, targets.clone())
             logprobs.append(values)
@@ -77,7 +79,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None, None]:
         head: LoraLinear = ctx.head
         parts = []
-        for hidden, scales, targets, lse, grad in _chunks(head, *ctx.saved_tensors, grad_TK):
+        for hidden, scales, targets, lse, grad in _chunks(head.weight, *ctx.saved_tensors, grad_TK):
             logits, inner = _logits(hidden, head, scales)
             grad_logits = _logits_gradient(logits, lse, targets, grad).to(hidden.dtype)
             adapter = (head.weight, head.a_RI, head.b_RO, inner, scales, head.grad_a_RI, head.grad_b_RO)
@@ -85,24 +87,68 @@ class _TargetLogprobs(torch.autograd.Function):
         return torch.cat(parts), None, None, None
 
 
-def _chunks(head: LoraLinear, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    size = max(1, MAX_LOGITS // head.weight.shape[0])
+def trained_target_logprobs(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
+    """[T, K] float32, nats, by a head that is itself in training."""
+    return cast(Tensor, _TrainedHead.apply(hidden_TH, weight_VH, bias_V, targets_TK))  # type: ignore[no-untyped-call]
+
+
+class _TrainedHead(torch.autograd.Function):
+    """As `_TargetLogprobs`; the head's gradient is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
+        logprobs, sums = [], []
+        for hidden, targets in _chunks(weight_VH, hidden_TH, targets_TK):
+            logits = _head_logits(hidden, weight_VH)
+            logits = logits if bias_V is None else logits.add_(bias_V)
+            values, lse = _fused(_logprobs, logits)(logits, targets.clone())
+            logprobs.append(values)
+            sums.append(lse)
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_TK, torch.cat(sums))
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        hidden_TH, weight_VH, bias_V, targets_TK, lse_T1 = ctx.saved_tensors
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight_VH, dtype=wide)
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        parts = []
+        for hidden, targets, lse, grad in _chunks(weight_VH, hidden_TH, targets_TK, lse_T1, grad_TK):
+            logits = _head_logits(hidden, weight_VH)
+            logits = logits if bias_V is None else logits.add_(bias_V)
+            grad_logits = _logits_gradient(logits, lse, targets, grad)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            add_product(grad_weight, grad_logits, hidden)
+            parts.append(grad_logits @ weight_VH)
+        bias = None if grad_bias is None else grad_bias.to(weight_VH.dtype)
+        return torch.cat(parts), grad_weight.to(weight_VH.dtype), bias, None
+
+
+def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    size = max(1, MAX_LOGITS // weight_VH.shape[0])
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def _logits(hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, V] in float32, and the scaled inner products [T, R].
+    """[T, V] in float32, and the scaled inner products [T, R]."""
+    inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
+    logits_TV = _head_logits(hidden_TH, head.weight)
+    add_product(logits_TV, inner_TR.T, head.b_RO)
+    return logits_TV if head.bias is None else logits_TV.add_(head.bias), inner_TR
+
+
+def _head_logits(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+    """[T, V] in float32, without a bias.
 
     Logits are never rounded to the base's precision: on large ones that alone costs 0.025 nats.
     """
-    inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
     if hidden_TH.is_cuda and hidden_TH.dtype != torch.float32:
-        logits_TV = torch.mm(hidden_TH, head.weight.T, out_dtype=torch.float32)
-    else:
-        wide = torch.promote_types(hidden_TH.dtype, torch.float32)
-        logits_TV = hidden_TH.to(wide) @ head.weight.T.to(wide)
-    add_product(logits_TV, inner_TR.T, head.b_RO)
-    return logits_TV if head.bias is None else logits_TV.add_(head.bias), inner_TR
+        return torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
+    wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+    return hidden_TH.to(wide) @ weight_VH.T.to(wide)
 
 
 def _logprobs(logits_TV: Tensor, targets_TK: Tensor) -> tuple[Tensor, Tensor]:

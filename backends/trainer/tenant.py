@@ -1,4 +1,4 @@
-"""One tenant: its adapter, its optimizer, and how whole its gradient is. Knows no other rank."""
+"""One tenant: its adapter, its optimizer, and how whole its gradient is."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,9 @@ from api_schemas.training import AdamParams
 from backends.protocol import InvalidInput
 from backends.trainer.checkpoint import GradientState
 from backends.trainer.lora import Adapter, check_tensors
+from backends.trainer.parallel import World, agreed, sum_gradients
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of what Adam keeps of a tensor, beside the number of steps."""
 
 
@@ -31,17 +32,22 @@ class Tenant:
         self.optimizer = torch.optim.AdamW(adapter.parameters, fused=fused)
         self.gradient: GradientState = "none"
 
+    missing_bytes = 0
+    """What it will take of the device's memory beside rows, and has not taken yet; little."""
+
     def clear_gradient(self) -> None:
         """As after a step."""
         self.optimizer.zero_grad(set_to_none=True)
         self.gradient = "none"
 
-    def gradient_norm(self) -> Tensor:
-        """[] L2 norm of the whole gradient."""
-        return torch.nn.utils.get_total_norm([p.grad for p in self.adapter.parameters if p.grad is not None])
+    def sum_gradient(self, world: World) -> Tensor:
+        """[] L2 norm of the gradient, of which every rank then has the sum over ranks. All ranks fail, or none."""
+        sum_gradients(self.adapter.parameters, world)
+        gradients = [p.grad for p in self.adapter.parameters if p.grad is not None]
+        return agreed(lambda: torch.nn.utils.get_total_norm(gradients), world)
 
-    def snapshot(self) -> Snapshot:
-        """What `restore` takes."""
+    def before_step(self, adam: AdamParams, norm: Tensor) -> Snapshot:
+        """What `restore` takes: whether a step may be taken shows after it."""
         moments = {p: {key: value.clone() for key, value in of.items()} for p, of in self.optimizer.state.items()}
         return Snapshot([p.detach().clone() for p in self.adapter.parameters], moments)
 
@@ -58,18 +64,9 @@ class Tenant:
         what Adam keeps, is not finite after it: then it must be undone."""
         if adam.grad_clip_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.adapter.parameters, adam.grad_clip_norm, norm)
-        for group in self.optimizer.param_groups:
-            group.update(
-                lr=adam.learning_rate,
-                betas=(adam.beta1, adam.beta2),
-                eps=adam.eps,
-                weight_decay=adam.weight_decay,
-            )
+        set_adam(self.optimizer, adam)
         if not self._stepped_finitely():
-            raise InvalidInput(
-                f"the step makes weights that are not finite (learning_rate {adam.learning_rate:g}, eps {adam.eps:g},"
-                f" gradient norm {norm.item():g}); the gradient was cleared and the weights are unchanged"
-            )
+            raise not_finite(adam, norm)
 
     def _stepped_finitely(self) -> bool:
         try:
@@ -86,7 +83,7 @@ class Tenant:
         flat: dict[str, Tensor] = {}
         if state:
             pairs = [(state[stack.a_LrI], state[stack.b_LrO]) for stack in self.adapter.stacks]
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 moments = self.adapter.named([(of_a[key], of_b[key]) for of_a, of_b in pairs])
                 flat |= {f"{name}:{key}": moment for name, moment in moments.items()}
                 flat |= {f"{name}:step": pairs[0][0]["step"].clone() for name in moments}
@@ -105,11 +102,11 @@ class Tenant:
         if not flat:
             return {}
         names = list(self.adapter.tensors)
-        if missing := [key for name in names for key in (*_MOMENTS, "step") if f"{name}:{key}" not in flat]:
+        if missing := [key for name in names for key in (*MOMENTS, "step") if f"{name}:{key}" not in flat]:
             raise InvalidInput(f"load_weights: the checkpoint's optimizer has no {missing[0]} of some tensors")
         # torch keeps the step count of an unfused Adam on the CPU, of a fused one on the device.
         step, fused = flat[f"{names[0]}:step"], self.optimizer.defaults["fused"]
-        average, square = (self.adapter.stacked({name: flat[f"{name}:{key}"] for name in names}) for key in _MOMENTS)
+        average, square = (self.adapter.stacked({name: flat[f"{name}:{key}"] for name in names}) for key in MOMENTS)
         return {
             parameter: {
                 "step": step.clone().to(parameter.device if fused else "cpu"),
@@ -120,10 +117,26 @@ class Tenant:
         }
 
 
+def set_adam(optimizer: torch.optim.AdamW, adam: AdamParams) -> None:
+    """Every optim_step brings its own."""
+    for group in optimizer.param_groups:
+        group.update(
+            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+        )
+
+
+def not_finite(adam: AdamParams, norm: Tensor) -> InvalidInput:
+    """What is said of a step that must not be taken; `norm` is the gradient's."""
+    return InvalidInput(
+        f"the step makes weights that are not finite (learning_rate {adam.learning_rate:g}, eps {adam.eps:g},"
+        f" gradient norm {norm.item():g}); the gradient was cleared and the weights are unchanged"
+    )
+
+
 def all_finite(tensors: list[Tensor]) -> bool:
     """Whether no cell is NaN or infinite. A largest magnitude is asked for: sums of finite cells may overflow."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (one for one in tensors if one.numel()):
         by_device.setdefault(tensor.device, []).append(tensor.detach())
     largest = [torch.nn.utils.get_total_norm(group, float("inf")) for group in by_device.values()]
     return all(bool(one.isfinite()) for one in largest)

@@ -22,7 +22,7 @@ from backends.families.family import ImageFeatures, RenderedImage, Vision
 from backends.lru import LRU
 from backends.protocol import BackendFailed
 from backends.trainer.batching import Microbatch
-from backends.trainer.lora import Adapters
+from backends.trainer.trained import TrainedWeights
 
 _AT_ONCE = 8
 """Images that a GPU begins with while the next are still decoded."""
@@ -45,7 +45,7 @@ class _Kept:
 class ImageEncoder:
     """Stands between a model and its vision tower. Never more than one forward at a time."""
 
-    def __init__(self, vision: Vision, model: PreTrainedModel, max_bytes: int, adapters: Adapters) -> None:
+    def __init__(self, vision: Vision, model: PreTrainedModel, max_bytes: int, adapters: TrainedWeights) -> None:
         """`model` is the one whose forward calls its own get_image_features."""
         self._tower = vision.tower(model)
         self._adapters = adapters

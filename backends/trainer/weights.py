@@ -77,7 +77,7 @@ class WeightFiles:
 
         write = agreed(self._on_rank_zero(copy), self._world)
         if write is not None:
-            self._snapshots[directory] = self._aside.submit(_write_or_tell, directory, write)
+            self._snapshots[directory] = self._aside.submit(write_or_tell, directory, write)
 
     def written(self, directory: Path) -> Future[None]:
         """A snapshot that was begun: done when it is there."""
@@ -148,7 +148,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _write_or_tell(directory: Path, write: Callable[[Path], None]) -> None:
+def write_or_tell(directory: Path, write: Callable[[Path], None]) -> None:
     """Raises what the server is to be told where a file cannot be written: the model is not at fault."""
     try:
         checkpoint.write_directory(directory, write)

@@ -16,6 +16,7 @@ from api_schemas.training import AdamParams
 from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.rendering import Renderer
 from backends.trainer.rank import TrainerRank
+from backends.trainer.tenant import Tenant
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.trainers import LORA, forward_backward, trainer
 
@@ -39,6 +40,7 @@ def train(rank: TrainerRank, renderer: Renderer, seed: int, adam: AdamParams = A
 
 def state(rank: TrainerRank) -> dict[str, Tensor]:
     tenant = rank.tenants["m"]
+    assert isinstance(tenant, Tenant)
     return {name: one.clone() for name, one in {**tenant.adapter.tensors, **tenant.optimizer_state()}.items()}
 
 

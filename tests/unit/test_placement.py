@@ -1,9 +1,16 @@
 """What every base model gets of a machine, and what is said where they do not fit."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from backends.config import BackendConfig
+from backends.describe import describe_models, find
 from backends.placement import Machine, ModelSize, place
 from backends.protocol import BackendFailed
+from tests.models import make_tiny_vl
 
 GIB = 1 << 30
 SMALL, LARGE = ModelSize("small", 2 * GIB, GIB, GIB // 4), ModelSize("large", 16 * GIB, GIB, GIB)
@@ -83,3 +90,30 @@ def test_a_gpu_without_a_sampler_gives_no_memory_to_one() -> None:
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(BackendFailed, match="2 ranks on CUDA need as many GPUs; torch sees 1"):
         place([SMALL], Machine(0, [80 * GIB]), "cuda", num_ranks=2, sampler_fraction=0.4)
+
+
+def test_training_all_weights_takes_masters_moments_and_gradients_more_and_says_so() -> None:
+    """Numbers of 4 bytes: a master, two moments, a gradient, a row's gradient, the original; shared by the ranks."""
+    whole = ModelSize("whole", 2 * GIB, GIB, GIB // 4, training_bytes=12 * GIB)
+    needed = 2 * GIB + (2 + 12) * GIB + 2 * 3 * GIB // 2 + GIB
+    place([whole], Machine(needed), "cpu", num_ranks=1, sampler_fraction=0.4)
+    with pytest.raises(BackendFailed, match=r"whole 20\.0 GiB \(16\.0 GiB of weights .*, masters, moments and grad"):
+        place([whole], Machine(needed - 1), "cpu", num_ranks=1, sampler_fraction=0.4)
+    assert whole.rank_bytes(2) == GIB + GIB // 2 + 3 * GIB // 4 + 6 * GIB
+
+
+def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are_refused(
+    tiny_vl: Path, tmp_path: Path
+) -> None:
+    config = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", full=True)
+    machine = Machine(64 * GIB)
+    size = find("a", tiny_vl, "cpu", config, machine).size
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tiny_vl))
+    trained = sum(one.numel() for name, one in model.named_parameters() if ".visual." not in name)
+    assert size.training_bytes == trained * (4 + 8 + 4 + 4 + 4)
+    with pytest.raises(BackendFailed, match="--full and --train-vision exclude each other"):
+        describe_models(config.model_copy(update={"train_vision": True}), machine)
+    experts = make_tiny_vl(tmp_path / "moe", moe=True)
+    with pytest.raises(BackendFailed, match=r"backend\.full.* experts .*mlp\.experts\.gate_up_proj"):
+        find("a", experts, "cpu", config, machine)

@@ -50,7 +50,7 @@ def runs_table(answer: dict[str, Any]) -> Table:
     table = Table("run", "base model", "rank", "last request", title=f"runs: {total}", title_justify="left")
     for run in answer["training_runs"]:
         last = run["last_request_time"][:19].replace("T", " ")
-        table.add_row(run["training_run_id"], run["base_model"], str(run["lora_rank"]), last)
+        table.add_row(run["training_run_id"], run["base_model"], str(run["lora_rank"] or "all"), last)
     return table
 
 

@@ -175,7 +175,8 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, ca
     row = await checkpoints.require_readable(parse_path(request.tinker_path), {caller}, time.time())
     return WeightsInfoResponse(
         base_model=row.base_model,
-        lora_rank=row.trainable.rank,
+        is_lora=not row.trainable.full,
+        lora_rank=row.trainable.lora_rank,
         train_unembed=row.trainable.train_unembed,
         train_mlp=row.trainable.train_mlp,
         train_attn=row.trainable.train_attn,

@@ -50,7 +50,8 @@ async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: 
     info = models.base(run.base_model).info
     return GetInfoResponse(
         model_id=run.model_id,
-        lora_rank=run.trainable.rank,
+        is_lora=not run.trainable.full,
+        lora_rank=run.trainable.lora_rank,
         model_name=info.name,
         model_data=ModelData(arch=info.arch, model_name=info.name, tokenizer_id=tokenizer_id(info)),
         optimizer_config=OptimizerConfig.model_validate(run.optimizer_config),

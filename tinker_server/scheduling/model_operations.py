@@ -93,8 +93,12 @@ class ModelOperations:
         """A fresh model."""
         base = self._models.base(request.base_model).info
         if request.lora_config is None:
-            raise Unsupported("lora_config is missing: full fine-tuning is not supported, only LoRA")
-        trainable = _trainable(request.lora_config, train_vision=_trains_vision(request, base))
+            if base.full:
+                raise Unsupported("lora_config is missing: its train_attn, train_mlp and train_unembed say what trains")
+            raise Unsupported(
+                "lora_config is missing: full fine-tuning is not supported, only LoRA, without the setting backend.full"
+            )
+        trainable = _trainable(request.lora_config, full=base.full, train_vision=_trains_vision(request, base))
         run = _run(request, owner, base, trainable, request.optimizer_config)
         await self._create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
@@ -117,6 +121,10 @@ class ModelOperations:
             async with self._models.training(model_id) as (run, trainer):
                 if run.base_model != checkpoint.base_model:
                     raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {run.base_model}")
+                if run.trainable.full != checkpoint.trainable.full:
+                    kinds = ("a LoRA adapter", "a model that trains all weights")
+                    kind, own = kinds[checkpoint.trainable.full], kinds[run.trainable.full]
+                    raise Unsupported(f"{request.path} is of {kind}, and {model_id} is {own}")
                 directory = self._storage.path(checkpoint.directory)
                 await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
         else:
@@ -165,14 +173,15 @@ def _trains_vision(request: CreateModelRequest, base: BaseModelInfo) -> bool:
     return base.trains_vision and said != "false"
 
 
-def _trainable(lora: LoraConfig, *, train_vision: bool) -> Trainable:
+def _trainable(lora: LoraConfig, *, full: bool, train_vision: bool) -> Trainable:
     """With the seed filled in. What ranks there are is the trainer's to say."""
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
         raise Unsupported("lora_config trains nothing: set train_unembed, train_mlp or train_attn")
     if lora.seed is not None and not 0 <= lora.seed < 2**63:
         raise Unsupported(f"lora_config.seed {lora.seed} is not between 0 and 2^63 - 1")
     seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
-    return Trainable.model_validate(lora.model_dump() | {"seed": seed, "train_vision": train_vision})
+    drawn = {"seed": seed, "full": full, "train_vision": train_vision}
+    return Trainable.model_validate(lora.model_dump() | drawn)
 
 
 def _run(

@@ -80,7 +80,7 @@ class Saving:
             return SaveWeightsForSamplerResponse(sampling_session_id=made)
         async with self._storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
             async with self._models.training(request.model_id) as (run, trainer):
-                await _for_the_sampler(trainer, run.model_id, self._storage.path(directory))
+                await _for_the_sampler(trainer, run, self._storage.path(directory))
             await self._publish(run, directory)
             number = request.sampling_session_seq_id or 0
             name = await self._sampling_session(run, ids.sampling_session_id(run.session_id, number), directory)
@@ -123,12 +123,12 @@ class Saving:
         await self._storage.delete_loose_of(folder, left)
 
     async def save_weights_external(self, request: SaveWeightsExternalRequest) -> SaveWeightsExternalResponse:
-        """The adapter as files for other programs."""
+        """The adapter, or the whole model, as files for other programs."""
         texts = request.age_encryption_recipients
         recipients = [] if texts is None else parse_recipients(texts)
 
-        async def save(trainer: Trainer, model_id: str, directory: Path) -> None:
-            await _export(trainer, model_id, directory, recipients)
+        async def save(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
+            await _export(trainer, run, directory, recipients)
 
         saved = await self._save("external_weights", request.path, request, save)
         return SaveWeightsExternalResponse(path=saved.tinker_path, size_bytes=saved.size_bytes)
@@ -138,7 +138,7 @@ class Saving:
         kind: Kind,
         name: str,
         request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
-        save: Callable[[Trainer, str, Path], Awaitable[None]],
+        save: Callable[[Trainer, TrainingRun, Path], Awaitable[None]],
     ) -> Checkpoint:
         """The trainer is held while it writes, and no longer."""
         try:
@@ -154,7 +154,7 @@ class Saving:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
             async with self._models.training(request.model_id) as (run, trainer):
-                await save(trainer, run.model_id, self._storage.path(directory))
+                await save(trainer, run, self._storage.path(directory))
             await self._storage.flush(directory)
             if kind == "sampler_weights":
                 await self._publish(run, directory)
@@ -182,21 +182,25 @@ class Saving:
         return checkpoint
 
 
-async def _for_training(trainer: Trainer, model_id: str, directory: Path) -> None:
-    await trainer.save_state(model_id, directory)
+async def _for_training(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
+    await trainer.save_state(run.model_id, directory)
 
 
-async def _for_download(trainer: Trainer, model_id: str, directory: Path) -> None:
-    await trainer.save_sampler_weights(model_id, directory, for_elsewhere=True)
+async def _for_download(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
+    await trainer.save_sampler_weights(run.model_id, directory, for_elsewhere=True)
 
 
-async def _for_the_sampler(trainer: Trainer, model_id: str, directory: Path) -> None:
-    await trainer.save_sampler_weights(model_id, directory, for_elsewhere=False)
+async def _for_the_sampler(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
+    await trainer.save_sampler_weights(run.model_id, directory, for_elsewhere=False)
 
 
-async def _export(trainer: Trainer, model_id: str, directory: Path, recipients: list[Recipient]) -> None:
-    """PEFT's form in a subdirectory, the tinker tools' beside it; encrypted if there are recipients."""
-    await trainer.save_sampler_weights(model_id, directory / PEFT, for_elsewhere=True)
-    await asyncio.to_thread(export.write_tinker_form, directory / PEFT, directory)
+async def _export(trainer: Trainer, run: TrainingRun, directory: Path, recipients: list[Recipient]) -> None:
+    """A whole model as it is. Of an adapter PEFT's form in a subdirectory, the tinker tools' beside it. Encrypted if
+    there are recipients."""
+    await trainer.save_sampler_weights(
+        run.model_id, directory if run.trainable.full else directory / PEFT, for_elsewhere=True
+    )
+    if not run.trainable.full:
+        await asyncio.to_thread(export.write_tinker_form, directory / PEFT, directory)
     if recipients:
         await asyncio.to_thread(encrypt_files, directory, recipients)
