@@ -154,13 +154,13 @@ class Renderer:
         try:
             with open_image(chunk.data, self._max_image_pixels) as image:
                 width, height = image.size
-            grid_h, grid_w = vision.grid(width, height)
+            grid = vision.grid(width, height)
         except ValueError as error:  # BadImage, or the processor's own limit on the aspect ratio
             raise InvalidInput(f"{at}: {error}") from None
-        num_tokens, expected = grid_h * grid_w, chunk.expected_tokens
+        num_tokens, expected = vision.num_tokens(grid), chunk.expected_tokens
         if expected is not None and expected != num_tokens:
             raise InvalidInput(f"{at}: Expected {expected} tokens, got {num_tokens} from image")
-        return ImageSpan(offset, num_tokens, (grid_h, grid_w), width * height)
+        return ImageSpan(offset, num_tokens, grid, width * height)
 
     def _image(
         self, vision: Vision, chunk: ImageChunk, span: ImageSpan, known: Container[str], at: str

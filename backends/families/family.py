@@ -26,7 +26,7 @@ class ImageSpan:
     offset: int
     num_tokens: int
     grid: tuple[int, int]
-    """Height and width in the vision tower's output patches: one token each."""
+    """As the model's `Vision` counts it."""
     num_pixels: int
     """Of the file, before it is resized."""
 
@@ -96,14 +96,23 @@ class Vision(Protocol):
         """How its tower is trained; None where it cannot be."""
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Height and width in tokens of an image of so many pixels. Raises ValueError for a shape it does not take."""
+        """Rows and columns that an image of so many pixels is cut into, patches or tiles. Raises ValueError for a
+        shape it does not take."""
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """N of an image that is cut so."""
 
     @property
     def place_id(self) -> int:
         """The token by which a chat template says where an image is; `image_ids` stand in its place."""
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
-        """[N] int64: the token ids that stand for the image."""
+        """[N] int64: the token ids that stand for the image, with those that the model's own processor writes around
+        and between its parts."""
+
+    @property
+    def feature_id(self) -> int:
+        """The one of `image_ids` in whose places the image's features go."""
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """All of forward's tensors of one image, by the model's own processor."""

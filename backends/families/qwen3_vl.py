@@ -78,7 +78,7 @@ class Qwen3VLVision:
             self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
         except (OSError, ValueError) as error:
             raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
-        self.place_id = config.image_token_id
+        self.place_id = self.feature_id = config.image_token_id
         self._has_taps = config.architectures[0] in WITH_TAPS
         # The embedding of patches is a convolution whose name ends as attention's own projection does.
         projections = [f"visual.blocks.{layer}.attn.proj" for layer in range(config.vision_config.depth)]
@@ -106,6 +106,10 @@ class Qwen3VLVision:
         factor = self._processor.patch_size * self._processor.merge_size
         resized = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return resized[0] // factor, resized[1] // factor
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """One of each merged patch."""
+        return grid[0] * grid[1]
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
         """[N] int64."""

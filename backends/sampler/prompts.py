@@ -28,5 +28,4 @@ class Prompt:
 
     def _render(self) -> tuple[Rendered, EngineInput]:
         rendered = self._renderer.render(self._model_input, "prompt")
-        vision = self._renderer.family.vision
-        return rendered, engine_input(rendered, {} if vision is None else vision.engine_fields)
+        return rendered, engine_input(rendered, self._renderer.family.vision)

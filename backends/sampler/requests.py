@@ -1,11 +1,11 @@
 """A sampling task in the engine's terms.
 
-P prompt positions after the first, K chosen tokens
+P prompt positions after the first, N tokens of an image, K chosen tokens
 """
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,19 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.families.family import EngineField
+from backends.families.family import ImageSpan, Vision
 from backends.protocol import PromptScores, SamplingTask
 from backends.rendering import Rendered
 from backends.sampler.prompt_columns import extra_args
 
 
-def engine_input(rendered: Rendered, fields: Mapping[str, EngineField]) -> EngineInput:
+def engine_input(rendered: Rendered, vision: Vision | None) -> EngineInput:
     """A prompt whose images are expanded and normalised already; the engine must do neither again."""
     token_ids = rendered.token_ids_T.tolist()
     images = rendered.images
-    if not images:
+    if not images or vision is None:
         return tokens_input(token_ids)
+    fields = vision.engine_fields
     tensors = {name: torch.cat([image.tensors[name] for image in images]) for name in fields}
     layout = {}
     for name, field in fields.items():
@@ -39,8 +40,15 @@ def engine_input(rendered: Rendered, fields: Mapping[str, EngineField]) -> Engin
         token_ids,
         MultiModalKwargsItems.from_hf_inputs(tensors, layout),
         {"image": [image.hash for image in images]},
-        {"image": [PlaceholderRange(offset=span.offset, length=span.num_tokens) for span in rendered.spans]},
+        {"image": [_placeholder(rendered, span, vision) for span in rendered.spans]},
     )
+
+
+def _placeholder(rendered: Rendered, span: ImageSpan, vision: Vision) -> PlaceholderRange:
+    """The image's place, and which of its positions take its features: all, where nothing is said."""
+    ids_N = rendered.token_ids_T[span.offset : span.offset + span.num_tokens]
+    takes_N = torch.from_numpy(ids_N == vision.feature_id)
+    return PlaceholderRange(offset=span.offset, length=span.num_tokens, is_embed=None if takes_N.all() else takes_N)
 
 
 def send_once(engine: AsyncLLM, inputs: EngineInput) -> EngineInput:
