@@ -5,7 +5,7 @@ nothing: here they range over about -9 .. -2.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     GenerationConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -45,6 +47,12 @@ SPECIALS = [
     "<|image_pad|>",
     "<|video_pad|>",
 ]
+INTERNVL_SPECIALS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
 CONTEXT = 4096
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -53,7 +61,7 @@ CHAT_TEMPLATE = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string %}{{ message.content }}
 {%- else %}{%- for part in message.content or [] %}
-{%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- if part.type == 'image' %}{{ 'IMAGE' }}
 {%- elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
 {%- for call in message.tool_calls or [] %}
 {{- '<tool_call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '</tool_call>' }}
@@ -165,6 +173,40 @@ def make_tiny_qwen2_5_vl(directory: Path, *, seed: int = 0) -> Path:
     return directory
 
 
+def make_tiny_internvl(directory: Path, *, seed: int = 0) -> Path:
+    """An InternVL: up to six tiles of 32 x 32 pixels and a seventh of the whole image, four tokens each."""
+    tokenizer, ids = _tokenizer(directory, INTERNVL_SPECIALS, "<IMG_CONTEXT>")
+    config = InternVLConfig(
+        text_config=dict(_text_sizes(tokenizer, ids, False), model_type="qwen2"),
+        vision_config=dict(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            attention_bias=True,
+            image_size=[32, 32],
+            patch_size=[8, 8],
+        ),
+        image_token_id=ids["<IMG_CONTEXT>"],
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    _save(InternVLForConditionalGeneration, config, directory, ids, seed)
+    image_processor = {
+        "image_processor_type": "GotOcr2ImageProcessorFast",
+        "size": {"height": 32, "width": 32},
+        "crop_to_patches": False,
+        "max_patches": 6,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+        "processor_class": "InternVLProcessor",
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(image_processor))
+    processor = {"image_seq_length": 4, "processor_class": "InternVLProcessor"}
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    return directory
+
+
 def _write_processor(directory: Path, patch_size: int = 16, processor_class: str = "Qwen3VLProcessor") -> None:
     processor = {
         "size": {"longest_edge": 16777216, "shortest_edge": 4 * patch_size**2},
@@ -258,7 +300,11 @@ def _text_sizes(tokenizer: PreTrainedTokenizerFast, ids: dict[str, int], tie: bo
     }
 
 
-def _tokenizer(directory: Path) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
+def _tokenizer(
+    directory: Path, named: Mapping[str, str] | None = None, image: str = "<|vision_start|><|image_pad|><|vision_end|>"
+) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
+    """`named`: further tokens, by the names that a processor knows; `image`: what the chat template has for one."""
+    specials = [*SPECIALS, *(named or {}).values()]
     directory.mkdir(parents=True, exist_ok=True)
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -268,17 +314,17 @@ def _tokenizer(directory: Path) -> tuple[PreTrainedTokenizerFast, dict[str, int]
     raw.train_from_iterator(
         corpus, trainers.BpeTrainer(vocab_size=384, initial_alphabet=sorted(alphabet), show_progress=False)
     )
-    raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=SPECIALS[1:],
+        extra_special_tokens=named or SPECIALS[1:],
         model_max_length=CONTEXT,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("IMAGE", image)
     tokenizer.save_pretrained(directory)
-    return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIALS}
+    return tokenizer, {token: tokenizer.convert_tokens_to_ids(token) for token in specials}
 
 
 def _save(
@@ -316,6 +362,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Mixtral": partial(make_tiny_of, "mixtral", num_local_experts=8, num_experts_per_tok=3),
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
     "Qwen2.5-VL": make_tiny_qwen2_5_vl,
+    "InternVL": make_tiny_internvl,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
 }

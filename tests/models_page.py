@@ -17,6 +17,7 @@ from backends.families.registry import find_family
 from backends.protocol import BackendFailed
 from tests.models import (
     FAMILIES,
+    make_tiny_internvl,
     make_tiny_moe,
     make_tiny_of,
     make_tiny_qwen2_5_vl,
@@ -31,6 +32,7 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
     "Qwen2.5-VL": make_tiny_qwen2_5_vl,
+    "InternVL": make_tiny_internvl,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
     "Qwen3": make_tiny_text,
@@ -84,6 +86,8 @@ NOTES = """
   names of the model's own files, expert by expert. The cookbook's tools build and merge them, but for Mixtral's, whose
   files have names of their own (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; of
   other kinds with experts, and of layers without experts beside them, it leaves a part out in silence: merge those.
+- InternVL in transformers' own form (`-hf`), with a dense decoder. An image of it is its tiles of 448 x 448 pixels,
+  up to 12 and one of the whole: 256 tokens each, and `<img>` and `</img>`, which the server writes itself.
 - Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts; so is Qwen3-Next's `in_proj_qkvz`.
 - On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
   bfloat16 alone there. On CUDA neither has been run yet.

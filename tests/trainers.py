@@ -73,9 +73,14 @@ def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.
     ids = torch.from_numpy(rendered.token_ids_T)[None]
     if not rendered.images:
         return {"input_ids": ids}
-    return {
+    inputs = {
         "input_ids": ids,
         "pixel_values": torch.cat([one.tensors["pixel_values"] for one in rendered.images]).to(model.dtype),
+    }
+    if "image_grid_thw" not in rendered.images[0].tensors:
+        return inputs
+    return {
+        **inputs,
         "image_grid_thw": torch.cat([one.tensors["image_grid_thw"] for one in rendered.images]),
         "mm_token_type_ids": (ids == model.config.image_token_id).int(),
     }

@@ -1,12 +1,17 @@
 """Which family a model belongs to, by its config alone."""
 
+from collections.abc import Callable
+
 from transformers import PretrainedConfig
 
-from backends.families import qwen3_vl, text
+from backends.families import internvl, qwen3_vl, text
 from backends.families.family import Family
 from backends.protocol import BackendFailed
 
-SEEING = dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL)
+SEEING: dict[str, Callable[[PretrainedConfig, str], Family]] = {
+    **dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL),
+    **dict.fromkeys(internvl.ARCHITECTURES, internvl.InternVL),
+}
 """Families that take images, by the architecture that a model's config names."""
 
 

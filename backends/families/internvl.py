@@ -1,0 +1,111 @@
+"""InternVL in transformers' own form: everything that knows it by name.
+
+P tiles, S pixels of a tile's side, N tokens of an image
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+from backends.families.family import EngineField, ImageSpan, LoraFlag
+from backends.families.lora_names import decoder_modules
+from backends.families.tiles import TileTower, image_processor, token_ids
+from backends.protocol import BackendFailed
+
+ARCHITECTURES = ("InternVLForConditionalGeneration",)
+BEGIN, END, CONTEXT = "<img>", "</img>", "<IMG_CONTEXT>"
+
+
+class InternVL:
+    """`Family` of InternVL with a dense decoder: text and images; no video."""
+
+    model_class: Any = AutoModelForImageTextToText
+    has_linear_attention = False
+    frozen: Sequence[str] = ("model.vision_tower", "model.multi_modal_projector")
+
+    def __init__(self, config: PretrainedConfig, source: str) -> None:
+        """`source` is the model's directory. Raises BackendFailed where it has no image processor, or another tower
+        than the engine's."""
+        taken = config.vision_feature_layer, config.vision_feature_select_strategy
+        if taken != (-1, "default"):
+            raise BackendFailed(
+                f"{source}: the engine takes an image's features of the tower's last layer, not {taken}"
+            )
+        ids = token_ids(source, (BEGIN, END, CONTEXT))
+        self.vision = InternVLVision(source, ids, config.image_seq_length)
+        self.placeholders: Mapping[int, str] = {number: name for name, number in ids.items()}
+
+    def attention(self, decoder: str) -> dict[str, str]:
+        """Tiles are short sequences without a mask: SDPA is right for the vision tower everywhere."""
+        return {"text_config": decoder, "vision_config": "sdpa"}
+
+    def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
+        """[1, T] int64: an image's tokens count like others."""
+        return np.arange(length)[None]
+
+    def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
+        """The decoder's attention and MLP, and the head; the vision tower and its projector are frozen."""
+        return decoder_modules(model)
+
+
+class InternVLVision:
+    """`Vision`: tiles of the image, then the whole image in one, between a mark of begin and one of end."""
+
+    engine_fields: Mapping[str, EngineField] = {
+        "pixel_values": EngineField(),
+        "image_num_patches": EngineField(one_row_each=True, stays_on_cpu=True),
+        "image_token_id": EngineField(one_row_each=True, stays_on_cpu=True),
+    }
+
+    def __init__(self, source: str, ids: Mapping[str, int], tile_tokens: int) -> None:
+        self._processor: Any = image_processor(source)
+        self._begin, self._end = ids[BEGIN], ids[END]
+        self.place_id = self.feature_id = ids[CONTEXT]
+        self._tile_tokens = tile_tokens
+
+    def engine_options(self, max_images: int) -> dict[str, Any]:
+        """No video."""
+        return {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles, by the processor's own rule."""
+        own = self._processor
+        sides = own.size["height"], own.size["width"]
+        columns, rows = get_optimal_tiled_canvas((height, width), sides, own.min_patches, own.max_patches)
+        return rows, columns
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """As many of each tile, and the two marks."""
+        return self._num_tiles(grid) * self._tile_tokens + 2
+
+    def _num_tiles(self, grid: tuple[int, int]) -> int:
+        """Several have the whole image beside them."""
+        num_tiles = grid[0] * grid[1]
+        return num_tiles + 1 if num_tiles > 1 else 1
+
+    def image_ids(self, span: ImageSpan) -> np.ndarray:
+        """[N] int64."""
+        return np.array([self._begin, *[self.feature_id] * (span.num_tokens - 2), self._end])
+
+    def process(self, rgb: Image.Image) -> dict[str, Tensor]:
+        """pixel_values [P, 3, S, S], and what the engine wants to know of them."""
+        # The model's own processor asks for tiles, whatever the image processor's file says.
+        features = self._processor(images=[rgb], crop_to_patches=True, return_tensors="pt")
+        return {"pixel_values": features["pixel_values"], **self._described(len(features["pixel_values"]))}
+
+    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
+        """What the engine wants to know of the tiles."""
+        return self._described(self._num_tiles(span.grid))
+
+    def _described(self, num_tiles: int) -> dict[str, Tensor]:
+        return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor([self.feature_id])}
+
+    def tower(self, model: PreTrainedModel) -> TileTower:
+        """Its tower and projector."""
+        return TileTower(model)

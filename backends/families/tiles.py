@@ -1,0 +1,59 @@
+"""What kinds of models that cut an image into square tiles have in common.
+
+P tiles, S pixels of a tile's side, N tokens of an image, F features of a tile, H hidden width of the language model
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from backends.families.family import ImageFeatures, RenderedImage
+from backends.protocol import BackendFailed
+
+
+class TileTower:
+    """`VisionTower` that sees every tile alone and gives as many features of each."""
+
+    def __init__(self, model: PreTrainedModel, *, has_samples: bool = False) -> None:
+        """`has_samples`: whether forward takes pixels as [samples, P, 3, S, S], not [P, 3, S, S]."""
+        self._run: Callable[..., Any] = model.get_image_features
+        self._has_samples = has_samples
+
+    def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
+        """All images' tiles in one pass of the tower, without gradient."""
+        tiles_P3SS = torch.cat([image.tensors["pixel_values"] for image in images]).to(device)
+        with torch.no_grad():
+            output = self._run(tiles_P3SS[None] if self._has_samples else tiles_P3SS, return_dict=True)
+        parts = output.pooler_output.split([len(image.tensors["pixel_values"]) for image in images])
+        # Clones: slices would keep the whole batch's memory alive.
+        return [(part_PFH.clone(),) for part_PFH in parts]
+
+    def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
+        """Pixels that say no more than that there are images."""
+        return {"pixel_values": torch.empty(0, device=device)}
+
+    def output(self, features: Sequence[ImageFeatures]) -> Any:
+        """All images' tiles [P, F, H], one after the other."""
+        return BaseModelOutputWithPooling(pooler_output=torch.cat([one[0] for one in features]))
+
+
+def image_processor(source: str) -> Any:
+    """The one in the model's directory. Raises BackendFailed where there is none."""
+    try:
+        # Trainer and sampler must see the same pixels: those of the torchvision backend.
+        return AutoImageProcessor.from_pretrained(source, backend="torchvision")
+    except (OSError, ValueError) as error:
+        raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
+
+
+def token_ids(source: str, names: Sequence[str]) -> Mapping[str, int]:
+    """Ids of tokens by their texts. Raises BackendFailed for one that the model's tokenizer has not."""
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(source).get_vocab()
+    missing = [name for name in names if name not in vocabulary]
+    if missing:
+        raise BackendFailed(f"{source}: the tokenizer has no {', '.join(missing)}, which stand around images")
+    return {name: vocabulary[name] for name in names}
