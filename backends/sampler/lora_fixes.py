@@ -6,6 +6,7 @@
    each row is a token of a prompt. It crashes, or quietly takes another request's adapter.
 3. A vision tower's query, key and value are one matrix in the files too, and one kind of model does not say so: where
    its tower takes LoRA, the engine refuses to start.
+4. A head that stands beside a decoder, not in it, gets no LoRA.
 
 N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
 """
@@ -127,3 +128,16 @@ def replace_cpu_ops() -> None:
         module.bgmv_shrink = _shrink
         module.bgmv_expand = _expand
         module.bgmv_expand_slice = _expand_slice
+
+
+def take_heads_beside_decoders() -> None:
+    """Changes vLLM's LoRA manager, before it is made: of a model that sees, it gives LoRA to the decoder alone."""
+    find = model_manager.LoRAModelManager._get_punica_wrapper
+
+    def punica_wrapper(manager: Any, module_name: str) -> Any:
+        found = find(manager, module_name)
+        if found is None and module_name == "lm_head":
+            return manager.punica_wrapper_mapping[manager.mm_mapping.language_model[0]]
+        return found
+
+    model_manager.LoRAModelManager._get_punica_wrapper = punica_wrapper

@@ -20,7 +20,12 @@ from vllm.v1.worker.gpu.sample import sampler as second_sampler
 from backends.sampler import placeholders, prompt_columns
 from backends.sampler.experts_on_cpu import replace_experts
 from backends.sampler.linear_attention_on_cpu import copy_single_rows
-from backends.sampler.lora_fixes import PromptRows, name_tower_attention, replace_cpu_ops
+from backends.sampler.lora_fixes import (
+    PromptRows,
+    name_tower_attention,
+    replace_cpu_ops,
+    take_heads_beside_decoders,
+)
 from backends.sampler.step_graphs import record_both_kinds
 
 # vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
@@ -31,6 +36,7 @@ KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 # they are copied there.
 lora_model.PIN_MEMORY = model_manager.PIN_MEMORY = False
 name_tower_attention()
+take_heads_beside_decoders()
 if current_platform.is_cpu():
     replace_experts()
     copy_single_rows()
