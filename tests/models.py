@@ -16,6 +16,8 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     GenerationConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     PreTrainedConfig,
@@ -35,6 +37,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 SPECIALS = [
@@ -207,6 +211,43 @@ def make_tiny_internvl(directory: Path, *, seed: int = 0) -> Path:
     return directory
 
 
+def make_tiny_smolvlm(directory: Path, *, first: bool = False, seed: int = 0) -> Path:
+    """A SmolVLM2, or the `first` SmolVLM: tiles of 32 x 32 pixels, four tokens each; images are made 96 pixels long."""
+    marks = ["<fake_token_around_image>", "<global-img>", "<image>", "<video>", "<end_of_utterance>"]
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+    tokenizer, ids = _tokenizer(directory, {name: name for name in [*marks, *places]}, "<image>")
+    name = "Idefics3" if first else "SmolVLM"
+    config = (Idefics3Config if first else SmolVLMConfig)(
+        text_config=dict(_text_sizes(tokenizer, ids, False), model_type="llama"),
+        vision_config=dict(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=32,
+            patch_size=8,
+        ),
+        scale_factor=2,
+        image_token_id=ids["<image>"],
+        pad_token_id=ids["<|endoftext|>"],
+        tie_word_embeddings=False,
+    )
+    kind = Idefics3ForConditionalGeneration if first else SmolVLMForConditionalGeneration
+    _save(kind, config, directory, ids, seed)
+    image_processor = {
+        "image_processor_type": f"{name}ImageProcessor",
+        "size": {"longest_edge": 96},
+        "max_image_size": {"longest_edge": 32},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "processor_class": f"{name}Processor",
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(image_processor))
+    processor = {"image_seq_len": 4, "processor_class": f"{name}Processor"}
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    return directory
+
+
 def _write_processor(directory: Path, patch_size: int = 16, processor_class: str = "Qwen3VLProcessor") -> None:
     processor = {
         "size": {"longest_edge": 16777216, "shortest_edge": 4 * patch_size**2},
@@ -363,6 +404,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),
     "Qwen2.5-VL": make_tiny_qwen2_5_vl,
     "InternVL": make_tiny_internvl,
+    "SmolVLM2": make_tiny_smolvlm,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
 }

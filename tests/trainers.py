@@ -77,7 +77,10 @@ def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.
         "input_ids": ids,
         "pixel_values": torch.cat([one.tensors["pixel_values"] for one in rendered.images]).to(model.dtype),
     }
-    if "image_grid_thw" not in rendered.images[0].tensors:
+    tensors = rendered.images[0].tensors
+    if "pixel_attention_mask" in tensors:  # a sample's tiles in a dimension of their own
+        return {**inputs, "pixel_values": inputs["pixel_values"][None]}
+    if "image_grid_thw" not in tensors:
         return inputs
     return {
         **inputs,

@@ -37,7 +37,7 @@ class InternVL:
             raise BackendFailed(
                 f"{source}: the engine takes an image's features of the tower's last layer, not {taken}"
             )
-        ids = token_ids(source, (BEGIN, END, CONTEXT))
+        ids = token_ids(source, (BEGIN, END, CONTEXT), config.image_token_id)
         self.vision = InternVLVision(source, ids, config.image_seq_length)
         self.placeholders: Mapping[int, str] = {number: name for name, number in ids.items()}
 

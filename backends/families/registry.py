@@ -4,15 +4,21 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from backends.families import internvl, qwen3_vl, text
+from backends.families import internvl, qwen3_vl, smolvlm, text
 from backends.families.family import Family
 from backends.protocol import BackendFailed
 
 SEEING: dict[str, Callable[[PretrainedConfig, str], Family]] = {
     **dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL),
     **dict.fromkeys(internvl.ARCHITECTURES, internvl.InternVL),
+    **dict.fromkeys(smolvlm.ARCHITECTURES, smolvlm.SmolVLM),
 }
 """Families that take images, by the architecture that a model's config names."""
+_REASONS = {
+    "Gemma3ForConditionalGeneration": "tokens of one image attend to each other in both directions, which vLLM on the"
+    " CPU and the trainer's attention on CUDA would leave out without an error",
+}
+"""Why others that take images are not among them."""
 
 
 def find_family(config: PretrainedConfig, source: str) -> Family:
@@ -22,6 +28,8 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
     (architecture, *_) = config.architectures or [""]
     if architecture in SEEING:
         return SEEING[architecture](config, source)
+    if architecture in _REASONS:
+        raise BackendFailed(f"{source}: {architecture} is not supported: {_REASONS[architecture]}")
     if any("vision" in key or "audio" in key for key in config.sub_configs):
         raise BackendFailed(f"{source}: {architecture} is not supported; models that take images: {', '.join(SEEING)}")
     if architecture in text.REFUSED:

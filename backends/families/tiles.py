@@ -4,7 +4,7 @@ P tiles, S pixels of a tile's side, N tokens of an image, F features of a tile, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from backends.families.family import ImageFeatures, RenderedImage
 from backends.protocol import BackendFailed
+
+_AT_ONCE = 128
+"""Tiles in a pass of the tower."""
 
 
 class TileTower:
@@ -24,13 +27,17 @@ class TileTower:
         self._has_samples = has_samples
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """All images' tiles in one pass of the tower, without gradient."""
+        """All images' tiles side by side, without gradient."""
         tiles_P3SS = torch.cat([image.tensors["pixel_values"] for image in images]).to(device)
         with torch.no_grad():
-            output = self._run(tiles_P3SS[None] if self._has_samples else tiles_P3SS, return_dict=True)
-        parts = output.pooler_output.split([len(image.tensors["pixel_values"]) for image in images])
+            features_PFH = torch.cat([self._features(part) for part in tiles_P3SS.split(_AT_ONCE)])
+        parts = features_PFH.split([len(image.tensors["pixel_values"]) for image in images])
         # Clones: slices would keep the whole batch's memory alive.
         return [(part_PFH.clone(),) for part_PFH in parts]
+
+    def _features(self, tiles_P3SS: Tensor) -> Tensor:
+        output = self._run(tiles_P3SS[None] if self._has_samples else tiles_P3SS, return_dict=True)
+        return cast(Tensor, output.pooler_output)
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
         """Pixels that say no more than that there are images."""
@@ -50,10 +57,16 @@ def image_processor(source: str) -> Any:
         raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
 
 
-def token_ids(source: str, names: Sequence[str]) -> Mapping[str, int]:
-    """Ids of tokens by their texts. Raises BackendFailed for one that the model's tokenizer has not."""
+def token_ids(source: str, names: Sequence[str], image_token_id: int) -> Mapping[str, int]:
+    """Ids of tokens by their texts, the last that of an image's features. Raises BackendFailed for one that the
+    model's tokenizer has not, and where the model's config says another `image_token_id`."""
     vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(source).get_vocab()
     missing = [name for name in names if name not in vocabulary]
     if missing:
         raise BackendFailed(f"{source}: the tokenizer has no {', '.join(missing)}, which stand around images")
+    found = vocabulary[names[-1]]
+    if found != image_token_id:
+        raise BackendFailed(
+            f"{source}: {names[-1]} is token {found} of the tokenizer, and {image_token_id} in the config"
+        )
     return {name: vocabulary[name] for name in names}

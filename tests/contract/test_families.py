@@ -25,7 +25,7 @@ from backends.trainer.lora import ALPHA
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
-from tests.models import FAMILIES, make_tiny_moe
+from tests.models import FAMILIES, make_tiny_moe, make_tiny_smolvlm
 from tests.ranks import on_two_ranks
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
@@ -87,6 +87,17 @@ def logprobs(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray
 def test_the_trainer_scores_as_transformers(rank, source, renderer, data) -> None:
     rank.create_model("fresh", LORA)
     model = transformers_model(source, renderer)
+    for item, got in zip(data, logprobs(rank, "fresh", data), strict=True):
+        with torch.no_grad():
+            np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
+
+
+def test_the_first_smolvlm_is_scored_as_by_transformers(tmp_path: Path) -> None:
+    source = make_tiny_smolvlm(tmp_path / "model", first=True)
+    rank, renderer = trainer(source), make_renderer(source)
+    rank.create_model("fresh", LORA)
+    model = transformers_model(source, renderer)
+    data = [datum(model_input, renderer, 1) for model_input in MIXED.values()]
     for item, got in zip(data, logprobs(rank, "fresh", data), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)

@@ -1,0 +1,140 @@
+"""SmolVLM, SmolVLM2 and Idefics3, which see alike: everything that knows them by name.
+
+P tiles, S pixels of a tile's side, N tokens of an image
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
+
+from backends.families.family import EngineField, ImageSpan, LoraFlag
+from backends.families.lora_names import decoder_modules
+from backends.families.tiles import TileTower, image_processor, token_ids
+from backends.protocol import BackendFailed
+
+ARCHITECTURES = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")
+AROUND, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+
+
+class SmolVLM:
+    """`Family` of SmolVLM, SmolVLM2 and Idefics3: text and images; no video."""
+
+    model_class: Any = AutoModelForImageTextToText
+    has_linear_attention = False
+    frozen: Sequence[str] = ("model.vision_model", "model.connector")
+
+    def __init__(self, config: PretrainedConfig, source: str) -> None:
+        """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
+        self.vision = SmolVLMVision(source, config)
+        ids = token_ids(source, (AROUND, WHOLE, IMAGE), config.image_token_id)
+        self.placeholders: Mapping[int, str] = {number: name for name, number in ids.items()}
+
+    def attention(self, decoder: str) -> dict[str, str]:
+        """Tiles are short sequences without a mask: SDPA is right for the vision tower everywhere."""
+        return {"text_config": decoder, "vision_config": "sdpa"}
+
+    def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
+        """[1, T] int64: an image's tokens count like others."""
+        return np.arange(length)[None]
+
+    def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
+        """The decoder's attention and MLP, and the head; the vision tower and its connector are frozen."""
+        return decoder_modules(model)
+
+
+class SmolVLMVision:
+    """`Vision`: rows of tiles, each with its place in words, then the whole image in one."""
+
+    engine_fields: Mapping[str, EngineField] = {
+        "pixel_values": EngineField(),
+        "pixel_attention_mask": EngineField(),
+        "num_patches": EngineField(one_row_each=True, stays_on_cpu=True),
+    }
+
+    def __init__(self, source: str, config: PretrainedConfig) -> None:
+        self._processor: Any = image_processor(source)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        self.place_id = self.feature_id = config.image_token_id
+        seen = config.vision_config
+        self._tile_tokens = (seen.image_size // seen.patch_size) ** 2 // config.scale_factor**2
+        self._side: int = self._processor.max_image_size["longest_edge"]
+        if self._side != seen.image_size:
+            raise BackendFailed(
+                f"{source}: its image processor makes tiles of {self._side} pixels, its vision tower sees"
+                f" {seen.image_size}"
+            )
+        self._layouts: dict[tuple[int, int], np.ndarray] = {}
+
+    def engine_options(self, max_images: int) -> dict[str, Any]:
+        """Images alone."""
+        return {"limit_mm_per_prompt": {"image": max_images}}
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tiles beside the whole image, by the processor's own rule; (0, 0): there are none."""
+        own = self._processor
+        if not own.do_image_splitting:
+            return 0, 0
+        if own.do_resize:
+            # What it asks of an image is its shape alone.
+            height, width = get_resize_output_image_size(
+                torch.empty(height, width, device="meta"), own.size["longest_edge"]
+            )
+        ratio = width / height
+        if width >= height:
+            width = self._rounded(width)
+            height = self._rounded(int(width / ratio))
+        else:
+            height = self._rounded(height)
+            width = self._rounded(int(height * ratio))
+        rows, columns = height // self._side, width // self._side
+        return (rows, columns) if rows * columns > 1 else (0, 0)
+
+    def _rounded(self, length: int) -> int:
+        return math.ceil(length / self._side) * self._side
+
+    def num_tokens(self, grid: tuple[int, int]) -> int:
+        """Of all tiles, and of what stands around them."""
+        return len(self._layout(grid))
+
+    def image_ids(self, span: ImageSpan) -> np.ndarray:
+        """[N] int64."""
+        return self._layout(span.grid)
+
+    def _layout(self, grid: tuple[int, int]) -> np.ndarray:
+        """[N] int64, as the model's own processor writes it and its tokenizer reads it."""
+        if grid not in self._layouts:
+            rows, columns = grid
+            tile = IMAGE * self._tile_tokens
+            lines = [
+                "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))
+                for row in range(1, rows + 1)
+            ]
+            text = "".join(f"{line}\n" for line in lines) + ("\n" if lines else "") + AROUND + WHOLE + tile + AROUND
+            self._layouts[grid] = np.array(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._layouts[grid]
+
+    def process(self, rgb: Image.Image) -> dict[str, Tensor]:
+        """pixel_values [P, 3, S, S], and what the engine wants to know of them: pixel_attention_mask [P, S, S], of
+        tiles that are all image, and num_patches [1]."""
+        tiles_P3SS = self._processor(images=[rgb], return_tensors="pt")["pixel_values"][0]
+        mask_PSS = torch.ones(len(tiles_P3SS), *tiles_P3SS.shape[2:], dtype=torch.bool)
+        return {
+            "pixel_values": tiles_P3SS,
+            "pixel_attention_mask": mask_PSS,
+            "num_patches": torch.tensor([len(tiles_P3SS)]),
+        }
+
+    def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
+        """num_patches [1]."""
+        return {"num_patches": torch.tensor([span.grid[0] * span.grid[1] + 1])}
+
+    def tower(self, model: PreTrainedModel) -> TileTower:
+        """Its tower and connector."""
+        return TileTower(model, has_samples=True)
