@@ -27,8 +27,6 @@ from backends.lru import LRU
 from backends.protocol import InvalidInput
 
 _AHEAD_BYTES = 1 << 30
-_BYTES_PER_PIXEL = 24
-"""Of an image that is ready for the model: three channels in float32, which a patch of one picture holds twice."""
 MAX_LARGEST_IMAGES = 10
 """Of the largest images allowed: as many pixels may all images of one request have. To decode 50 million takes 3 s."""
 
@@ -125,7 +123,7 @@ class Renderer:
             if key in known or key in self._in_use or self._cache.get(key) is not None:
                 continue
             with contextlib.suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
-                size_bytes = image.width * image.height * _BYTES_PER_PIXEL
+                size_bytes = vision.size_bytes(vision.grid(image.width, image.height))
                 self._ahead.begin(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
 
     def forget_expected(self) -> None:

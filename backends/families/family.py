@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 LoraFlag = Literal["train_attn", "train_mlp", "train_unembed", "train_vision"]
 """A field of a request's lora_config; the last one is the server's to set."""
+FLOAT32_BYTES = 4
 ImageFeatures = tuple[Tensor, ...]
 """What a vision tower makes of one image: its tokens [N, H] first, then whatever else the decoder takes of it."""
 
@@ -116,6 +117,9 @@ class Vision(Protocol):
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """All of forward's tensors of one image, by the model's own processor."""
+
+    def size_bytes(self, grid: tuple[int, int]) -> int:
+        """Of the pixels that `process` gives, in float32."""
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """Those of `process` that the image's size alone decides."""

@@ -15,7 +15,7 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 
 from backends.families.family import EngineField, ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
-from backends.families.tiles import TileTower, image_processor, token_ids
+from backends.families.tiles import TileTower, image_processor, tiles_bytes, token_ids
 from backends.protocol import BackendFailed
 
 ARCHITECTURES = ("InternVLForConditionalGeneration",)
@@ -98,6 +98,11 @@ class InternVLVision:
         # The model's own processor asks for tiles, whatever the image processor's file says.
         features = self._processor(images=[rgb], crop_to_patches=True, return_tensors="pt")
         return {"pixel_values": features["pixel_values"], **self._described(len(features["pixel_values"]))}
+
+    def size_bytes(self, grid: tuple[int, int]) -> int:
+        """Of all tiles."""
+        size = self._processor.size
+        return tiles_bytes(self._num_tiles(grid), size["height"], size["width"])
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """What the engine wants to know of the tiles."""

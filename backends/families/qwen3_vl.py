@@ -14,7 +14,15 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from backends.families.family import EngineField, ImageFeatures, ImageSpan, LoraFlag, RenderedImage, TowerLora
+from backends.families.family import (
+    FLOAT32_BYTES,
+    EngineField,
+    ImageFeatures,
+    ImageSpan,
+    LoraFlag,
+    RenderedImage,
+    TowerLora,
+)
 from backends.families.lora_names import decoder_modules
 from backends.families.tower_attention import use_varlen
 from backends.protocol import BackendFailed
@@ -119,6 +127,11 @@ class Qwen3VLVision:
         """pixel_values [P, D] and image_grid_thw [1, 3], in patches before merging."""
         features = self._processor(images=[rgb], return_tensors="pt")
         return {name: features[name] for name in self.engine_fields}
+
+    def size_bytes(self, grid: tuple[int, int]) -> int:
+        """Three channels, held once for each of a patch's pictures."""
+        pixels = self.num_tokens(grid) * (self._processor.patch_size * self._processor.merge_size) ** 2
+        return int(pixels * 3 * self._processor.temporal_patch_size * FLOAT32_BYTES)
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """image_grid_thw [1, 3]."""

@@ -5,6 +5,7 @@ P tiles, S pixels of a tile's side, N tokens of an image
 
 import math
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers.models.idefics3.image_processing_idefics3 import get_resize_ou
 
 from backends.families.family import EngineField, ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
-from backends.families.tiles import TileTower, image_processor, token_ids
+from backends.families.tiles import TileTower, image_processor, tiles_bytes, token_ids
 from backends.protocol import BackendFailed
 
 ARCHITECTURES = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")
@@ -71,6 +72,7 @@ class SmolVLMVision:
                 f" {seen.image_size}"
             )
         self._layouts: dict[tuple[int, int], np.ndarray] = {}
+        self._lock = Lock()
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
         """Images alone."""
@@ -109,16 +111,20 @@ class SmolVLMVision:
 
     def _layout(self, grid: tuple[int, int]) -> np.ndarray:
         """[N] int64, as the model's own processor writes it and its tokenizer reads it."""
-        if grid not in self._layouts:
-            rows, columns = grid
-            tile = IMAGE * self._tile_tokens
-            lines = [
-                "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))
-                for row in range(1, rows + 1)
-            ]
-            text = "".join(f"{line}\n" for line in lines) + ("\n" if lines else "") + AROUND + WHOLE + tile + AROUND
-            self._layouts[grid] = np.array(self._tokenizer.encode(text, add_special_tokens=False))
-        return self._layouts[grid]
+        with self._lock:  # a tokenizer's settings are its own, and threads set them
+            if grid not in self._layouts:
+                text = self._text(grid)
+                self._layouts[grid] = np.array(self._tokenizer.encode(text, add_special_tokens=False))
+            return self._layouts[grid]
+
+    def _text(self, grid: tuple[int, int]) -> str:
+        rows, columns = grid
+        tile: str = IMAGE * self._tile_tokens
+        lines = [
+            "".join(f"{AROUND}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1))
+            for row in range(1, rows + 1)
+        ]
+        return "".join(f"{line}\n" for line in lines) + ("\n" if lines else "") + AROUND + WHOLE + tile + AROUND
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """pixel_values [P, 3, S, S], and what the engine wants to know of them: pixel_attention_mask [P, S, S], of
@@ -131,9 +137,17 @@ class SmolVLMVision:
             "num_patches": torch.tensor([len(tiles_P3SS)]),
         }
 
+    def size_bytes(self, grid: tuple[int, int]) -> int:
+        """Of all tiles."""
+        return tiles_bytes(self._num_tiles(grid), self._side, self._side)
+
+    def _num_tiles(self, grid: tuple[int, int]) -> int:
+        """One is of the whole image."""
+        return grid[0] * grid[1] + 1
+
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """num_patches [1]."""
-        return {"num_patches": torch.tensor([span.grid[0] * span.grid[1] + 1])}
+        return {"num_patches": torch.tensor([self._num_tiles(span.grid)])}
 
     def tower(self, model: PreTrainedModel) -> TileTower:
         """Its tower and connector."""

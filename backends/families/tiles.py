@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from backends.families.family import ImageFeatures, RenderedImage
+from backends.families.family import FLOAT32_BYTES, ImageFeatures, RenderedImage
 from backends.protocol import BackendFailed
 
 _AT_ONCE = 128
@@ -46,6 +46,11 @@ class TileTower:
     def output(self, features: Sequence[ImageFeatures]) -> Any:
         """All images' tiles [P, F, H], one after the other."""
         return BaseModelOutputWithPooling(pooler_output=torch.cat([one[0] for one in features]))
+
+
+def tiles_bytes(num_tiles: int, height: int, width: int) -> int:
+    """Of tiles in three channels of float32."""
+    return num_tiles * 3 * height * width * FLOAT32_BYTES
 
 
 def image_processor(source: str) -> Any:
