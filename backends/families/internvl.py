@@ -57,6 +57,7 @@ class InternVL:
 class InternVLVision:
     """`Vision`: tiles of the image, then the whole image in one, between a mark of begin and one of end."""
 
+    lora = None
     engine_fields: Mapping[str, EngineField] = {
         "pixel_values": EngineField(),
         "image_num_patches": EngineField(one_row_each=True, stays_on_cpu=True),

@@ -53,6 +53,7 @@ class SmolVLM:
 class SmolVLMVision:
     """`Vision`: rows of tiles, each with its place in words, then the whole image in one."""
 
+    lora = None
     engine_fields: Mapping[str, EngineField] = {
         "pixel_values": EngineField(),
         "pixel_attention_mask": EngineField(),

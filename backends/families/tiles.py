@@ -27,10 +27,9 @@ class TileTower:
         self._has_samples = has_samples
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """All images' tiles side by side, without gradient."""
+        """All images' tiles side by side."""
         tiles_P3SS = torch.cat([image.tensors["pixel_values"] for image in images]).to(device)
-        with torch.no_grad():
-            features_PFH = torch.cat([self._features(part) for part in tiles_P3SS.split(_AT_ONCE)])
+        features_PFH = torch.cat([self._features(part) for part in tiles_P3SS.split(_AT_ONCE)])
         parts = features_PFH.split([len(image.tensors["pixel_values"]) for image in images])
         # Clones: slices would keep the whole batch's memory alive.
         return [(part_PFH.clone(),) for part_PFH in parts]
