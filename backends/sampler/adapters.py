@@ -25,6 +25,9 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, Ba
 from backends.sampler.engine import MAX_ADAPTERS
 from backends.sampler.scores import score
 
+_MAX_NAMES = 5
+"""In one error."""
+
 
 class Adapter:
     """One adapter's files and name, and how many use it."""
@@ -107,8 +110,10 @@ class EngineAdapters:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise BackendFailed(f"the sampler cannot load these weights: {reason}") from error
         if ignored:
+            others = f" and {len(ignored) - _MAX_NAMES} others" if len(ignored) > _MAX_NAMES else ""
             raise BackendFailed(
-                f"the sampler cannot load these weights: the engine has no place for {', '.join(ignored)}"
+                "the sampler cannot load these weights: the engine has no place for"
+                f" {', '.join(ignored[:_MAX_NAMES])}{others}"
             )
         if canary is not None:
             canary.check_same(await score(self._engine, canary.token_ids, request), self._dtype)

@@ -65,6 +65,17 @@ async def test_weights_that_cannot_be_loaded_fail_alone(sampler, reference, adap
         assert_close((await good).prompt_logprobs, reference.prompt_logprobs(MIXED["text"], "large"))
 
 
+async def test_weights_with_a_tower_are_refused_by_an_engine_whose_tower_takes_none(sampler, tmp_path):
+    module = "base_model.model.model.visual.blocks.{}.attn.qkv"
+    shapes = {"lora_A": (4, 32), "lora_B": (96, 4)}
+    tensors = {f"{module.format(i)}.{half}.weight": torch.ones(shapes[half]) for i in (0, 1) for half in shapes}
+    write_directory(tmp_path / "seeing", lambda at: write_adapter(at, tensors, Trainable(rank=4, seed=0), "base"))
+    with pytest.raises(
+        BackendFailed, match=r"no place for visual\.blocks\.0\.attn\.qkv, visual\.blocks\.1\.attn\.qkv$"
+    ):
+        await sample(sampler, request(MIXED["text"]), tmp_path / "seeing")
+
+
 async def test_weights_sample_on_after_their_directory_is_deleted(sampler, reference, adapters, tmp_path):
     """Also once as many others as the sampler holds have been used in between."""
     first = shutil.copytree(adapters["small"], tmp_path / "first")
