@@ -3,12 +3,17 @@
 To launch a short prompt's kernels one by one takes 75 ms on an H200, for a model of 4 billion parameters, and from a
 graph 17; whoever decodes in the same step waits as long. vLLM 0.32 records graphs of both kinds of step only with its
 torch.compile, or (`FULL`) graphs of one kind that serves both, and decodes more slowly.
+
+A prompt with images never has one. Qwen3-VL's forward empties what its tower laid aside for the first layers only
+where there is something, and nothing is there when a graph is recorded: the next step's tokens would be given this
+one's images.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 TOKENS = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
@@ -17,6 +22,24 @@ TOKENS = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 Graphs = list[BatchExecutionDescriptor]
 Candidates = dict[tuple[int, int], Graphs]
 """By a step's tokens and adapters the graphs that may serve it, the best first."""
+
+
+class StepsWithImages:
+    """Whether a request with images is in the engine's next step."""
+
+    def __init__(self) -> None:
+        self._requests: set[str] = set()
+        self.is_next = False
+
+    def note(self, step: SchedulerOutput) -> None:
+        """Called with every step before it is computed."""
+        self._requests -= step.finished_req_ids
+        self._requests |= {request.req_id for request in step.scheduled_new_reqs if request.mm_features}
+        self.is_next = not self._requests.isdisjoint(step.num_scheduled_tokens)
+
+
+IMAGES = StepsWithImages()
+"""Of the engine in this process."""
 
 
 def record_both_kinds() -> None:
@@ -47,4 +70,17 @@ def record_both_kinds() -> None:
             key: [*for_decoding.get(key, []), *for_any.get(key, [])] for key in for_any | for_decoding
         }
 
+    choose: Callable[..., BatchExecutionDescriptor] = CudaGraphManager.dispatch
+
+    def choose_without_images(
+        manager: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> BatchExecutionDescriptor:
+        graph = choose(manager, num_reqs, num_tokens, *args, **kwargs)
+        if IMAGES.is_next and graph.cg_mode is CUDAGraphMode.FULL and graph.uniform_token_count is None:
+            return BatchExecutionDescriptor(
+                CUDAGraphMode.NONE, num_tokens, num_reqs, num_active_loras=graph.num_active_loras
+            )
+        return graph
+
     CudaGraphManager._init_candidates = list_both
+    CudaGraphManager.dispatch = choose_without_images

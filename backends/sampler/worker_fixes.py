@@ -26,7 +26,7 @@ from backends.sampler.lora_fixes import (
     replace_cpu_ops,
     take_heads_beside_decoders,
 )
-from backends.sampler.step_graphs import record_both_kinds
+from backends.sampler.step_graphs import IMAGES, record_both_kinds
 
 # vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
 # zero, and zero times the NaN of a tenant whose adapter has diverged is NaN for the next one. Read by scheduler and
@@ -86,7 +86,7 @@ class WorkerExtension:
         if runner.parallel_config.world_size != 1:
             raise RuntimeError("the scheduler is in another process, where blocks of the KV cache are not cleared")
         during = self._fix_adapters(runner) if takes_adapters else _unchanged
-        self._count_steps(runner)
+        self._watch_steps(runner)
         columns = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
         if self.use_v2_model_runner:
             _keep_draws_in_vocabulary()
@@ -114,15 +114,16 @@ class WorkerExtension:
         loadable += ["lm_head"] if "lm_head" not in loadable else []
         return PromptRows(heads[0].punica_wrapper).during
 
-    def _count_steps(self, runner: Any) -> None:
+    def _watch_steps(self, runner: Any) -> None:
         execute, self.steps_done = runner.execute_model, 0
 
-        def counted(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        def watched(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            IMAGES.note(scheduler_output)
             answer = execute(scheduler_output, *args, **kwargs)
             self.steps_done += scheduler_output.total_num_scheduled_tokens > 0
             return answer
 
-        runner.execute_model = counted
+        runner.execute_model = watched
 
     def count_steps(self) -> int:
         """Steps in which the model computed something."""

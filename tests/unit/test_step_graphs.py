@@ -7,7 +7,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from backends.sampler.step_graphs import record_both_kinds
+from backends.sampler import step_graphs
+from backends.sampler.step_graphs import StepsWithImages, record_both_kinds
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 MAX_SEQUENCES = 265
@@ -16,7 +17,9 @@ MAX_SEQUENCES = 265
 @pytest.fixture
 def manager(monkeypatch):
     """vLLM's own, told of `mode`, with graphs for no adapter and for any number of three."""
-    monkeypatch.setattr(CudaGraphManager, "_init_candidates", CudaGraphManager._init_candidates)
+    for name in ("_init_candidates", "dispatch"):
+        monkeypatch.setattr(CudaGraphManager, name, getattr(CudaGraphManager, name))
+    monkeypatch.setattr(step_graphs, "IMAGES", StepsWithImages())
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False)
     record_both_kinds()
@@ -57,6 +60,26 @@ def test_steps_with_a_prompt_have_a_graph_of_any_lengths(manager, lengths, token
 
 def test_long_prompts_have_none(manager):
     assert step(manager(CUDAGraphMode.FULL), [513]).cg_mode == CUDAGraphMode.NONE
+
+
+def scheduled(tokens: dict[str, int], *, new: dict[str, bool], finished: tuple[str, ...] = ()) -> SimpleNamespace:
+    """What vLLM's scheduler says of a step; `new` requests by whether they have images."""
+    requests = [SimpleNamespace(req_id=name, mm_features=[object()] if seen else []) for name, seen in new.items()]
+    return SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=requests, num_scheduled_tokens=tokens)
+
+
+def test_a_step_with_a_prompt_has_no_graph_while_a_request_with_images_is_in_it(manager):
+    made = manager(CUDAGraphMode.FULL)
+    step_graphs.IMAGES.note(scheduled({"seen": 40, "text": 9}, new={"seen": True, "text": False}))
+    found = step(made, [40, 9])
+    assert (found.cg_mode, found.num_tokens, found.num_reqs, found.num_active_loras) == (CUDAGraphMode.NONE, 49, 2, 3)
+    step_graphs.IMAGES.note(scheduled({"seen": 1, "later": 9}, new={"later": False}))
+    assert step(made, [1, 9]).cg_mode == CUDAGraphMode.NONE
+    assert step(made, [1, 1]).cg_mode == CUDAGraphMode.FULL  # the image was read in an earlier step
+    step_graphs.IMAGES.note(scheduled({"text": 1, "last": 9}, new={"last": False}))
+    assert step(made, [1, 9]).cg_mode == CUDAGraphMode.FULL
+    step_graphs.IMAGES.note(scheduled({"seen": 9}, new={"seen": False}, finished=("seen",)))
+    assert step(made, [9]).cg_mode == CUDAGraphMode.FULL
 
 
 def test_every_graph_that_may_serve_a_step_is_recorded(manager):
