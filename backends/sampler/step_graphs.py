@@ -4,9 +4,8 @@ To launch a short prompt's kernels one by one takes 75 ms on an H200, for a mode
 graph 17; whoever decodes in the same step waits as long. vLLM 0.32 records graphs of both kinds of step only with its
 torch.compile, or (`FULL`) graphs of one kind that serves both, and decodes more slowly.
 
-A prompt with images never has one. Qwen3-VL's forward empties what its tower laid aside for the first layers only
-where there is something, and nothing is there when a graph is recorded: the next step's tokens would be given this
-one's images.
+A prompt with images never has one. A forward may empty what the tower laid aside for its first layers only where there
+is something, and nothing is there when a graph is recorded: the next step's tokens would be given this one's images.
 """
 
 from collections.abc import Callable
