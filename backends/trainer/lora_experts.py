@@ -88,7 +88,7 @@ class LoraExperts(nn.Module):
         # Back to the tokens' order and summed there: adding by index is not deterministic on a GPU.
         place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
         y_TKH: Tensor = y_SH[place_S].unflatten(0, experts_TK.shape)
-        return y_TKH.sum(1)
+        return y_TKH.sum(1).to(hidden_TH.dtype)  # some routers' weights are in float32
 
 
 @torch.library.custom_op("tinker_server::lora_grouped", mutates_args=())
