@@ -19,12 +19,14 @@ _WARM_UP_LENGTHS = (41, 26)
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Have each layer compiled when it is first called."""
+    """Have each layer compiled when it is first called, but for those of linear attention: transformers computes that
+    in a loop over a row, and what is compiled of it would be of one length."""
     # Norms and silu(gate) * up are then computed again in backward, not kept: a quarter less memory, 1 % more time.
     torch._functorch.config.ban_recompute_materialized_backward = False
     torch._functorch.config.ban_recompute_used_far_apart = False
     for layer in layers:
-        layer.compile(dynamic=True)
+        if not hasattr(layer, "linear_attn"):
+            layer.compile(dynamic=True)
 
 
 def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
