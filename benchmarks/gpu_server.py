@@ -52,7 +52,7 @@ def main() -> None:
         try:
             name = torch.cuda.get_device_name()
             print(f"{name}, {peak / 1e12:.0f} TFLOP/s; ready after {time.perf_counter() - began:.0f} s", flush=True)
-            training = server.client().create_lora_training_client(NAME, rank=RANK)
+            training = server.client().create_lora_training_client(NAME, rank=RANK).result()
             train(training, shape, peak, given.rounds)
             saves(training, given.rounds).show("from trained weights to a token of them")
             for number in range(given.rounds):
