@@ -42,9 +42,11 @@ class Loaded:
     """Of all parameters."""
     whole_bytes: int
     different: list[str]
-    """Names of tensors that transformers loads otherwise, and that the files hold otherwise under the same name."""
+    """Names of tensors that transformers loads otherwise, and that the files hold otherwise under the same name.
+
+    But for prefixes."""
     num_from_files: int
-    """Tensors that the files hold under the same name, and as they are used."""
+    """Tensors that the files hold under such a name, and as they are used."""
 
 
 @contextmanager
@@ -88,8 +90,10 @@ def loaded(world: World, config: TrainerConfig) -> Loaded:
     wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     got = {name: whole(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     files = [load_file(path).items() for path in Path(config.source).glob("*.safetensors")]
+    of_files = {_without_prefixes(name): tensor for file in files for name, tensor in file}
+    found = {name: of_files.get(_without_prefixes(name)) for name in got}
     # Of another shape are those that transformers turns when it loads.
-    own = {n: tensor for file in files for n, tensor in file if n in got and got[n].shape == tensor.shape}
+    own = {name: tensor for name, tensor in found.items() if tensor is not None and got[name].shape == tensor.shape}
     different = [name for name, tensor in wanted.items() if not same(got.get(name), tensor)]
     different += [name for name, tensor in own.items() if not same(got[name], tensor.to(got[name].dtype))]
     return Loaded(
@@ -100,6 +104,11 @@ def loaded(world: World, config: TrainerConfig) -> Loaded:
         different=different + sorted(got.keys() - wanted.keys()),
         num_from_files=len(own),
     )
+
+
+def _without_prefixes(name: str) -> str:
+    """Files of some models have `language_model.model.` where transformers has `model.language_model.`, or nothing."""
+    return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
 
 
 def whole(tensor: Tensor) -> Tensor:
