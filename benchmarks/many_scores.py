@@ -60,7 +60,7 @@ class Memory:
 
 async def score(server: Server, prompts: Sequence[types.ModelInput]) -> None:
     """Prints how long it took, and how many were answered."""
-    sampler = await server.client().create_sampling_client_async(base_model=TINY_VL)
+    sampler = await server.client().create_sampling_client(base_model=TINY_VL)
     one_token = types.SamplingParams(max_tokens=1, temperature=0)
 
     async def one(prompt: types.ModelInput) -> float:
