@@ -10,23 +10,21 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
-from backends.families.family import EngineField, ImageSpan, LoraFlag
-from backends.families.lora_names import decoder_modules
-from backends.families.tiles import TileTower, image_processor, tiles_bytes, token_ids
+from backends.families.family import EngineField, ImageSpan
+from backends.families.processors import image_processor
+from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
 from backends.protocol import BackendFailed
 
 ARCHITECTURES = ("InternVLForConditionalGeneration",)
 BEGIN, END, CONTEXT = "<img>", "</img>", "<IMG_CONTEXT>"
 
 
-class InternVL:
+class InternVL(Tiled):
     """`Family` of InternVL with a dense decoder: text and images; no video."""
 
-    model_class: Any = AutoModelForImageTextToText
-    has_linear_attention = False
     frozen: Sequence[str] = ("model.vision_tower", "model.multi_modal_projector")
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
@@ -40,18 +38,6 @@ class InternVL:
         ids = token_ids(source, (BEGIN, END, CONTEXT), config.image_token_id)
         self.vision = InternVLVision(source, ids, config.image_seq_length)
         self.placeholders: Mapping[int, str] = {number: name for name, number in ids.items()}
-
-    def attention(self, decoder: str) -> dict[str, str]:
-        """Tiles are short sequences without a mask: SDPA is right for the vision tower everywhere."""
-        return {"text_config": decoder, "vision_config": "sdpa"}
-
-    def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[1, T] int64: an image's tokens count like others."""
-        return np.arange(length)[None]
-
-    def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """The decoder's attention and MLP, and the head; the vision tower and its projector are frozen."""
-        return decoder_modules(model)
 
 
 class InternVLVision:

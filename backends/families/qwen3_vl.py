@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from backends.families.family import (
@@ -24,8 +24,8 @@ from backends.families.family import (
     TowerLora,
 )
 from backends.families.lora_names import decoder_modules
+from backends.families.processors import image_processor
 from backends.families.tower_attention import use_varlen
-from backends.protocol import BackendFailed
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 """Their first decoder layers add what layers of the vision tower saw."""
@@ -81,11 +81,7 @@ class Qwen3VLVision:
     }
 
     def __init__(self, source: str, config: PretrainedConfig) -> None:
-        try:
-            # Trainer and sampler must see the same pixels: those of the torchvision backend.
-            self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
-        except (OSError, ValueError) as error:
-            raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
+        self._processor = image_processor(source)
         self.place_id = self.feature_id = config.image_token_id
         self._has_taps = config.architectures[0] in WITH_TAPS
         # The embedding of patches is a convolution whose name ends as attention's own projection does.

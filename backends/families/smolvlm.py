@@ -12,23 +12,21 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
-from backends.families.family import EngineField, ImageSpan, LoraFlag
-from backends.families.lora_names import decoder_modules
-from backends.families.tiles import TileTower, image_processor, tiles_bytes, token_ids
+from backends.families.family import EngineField, ImageSpan
+from backends.families.processors import image_processor
+from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
 from backends.protocol import BackendFailed
 
 ARCHITECTURES = ("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration")
 AROUND, WHOLE, IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 
 
-class SmolVLM:
+class SmolVLM(Tiled):
     """`Family` of SmolVLM, SmolVLM2 and Idefics3: text and images; no video."""
 
-    model_class: Any = AutoModelForImageTextToText
-    has_linear_attention = False
     frozen: Sequence[str] = ("model.vision_model", "model.connector")
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
@@ -36,18 +34,6 @@ class SmolVLM:
         self.vision = SmolVLMVision(source, config)
         ids = token_ids(source, (AROUND, WHOLE, IMAGE), config.image_token_id)
         self.placeholders: Mapping[int, str] = {number: name for name, number in ids.items()}
-
-    def attention(self, decoder: str) -> dict[str, str]:
-        """Tiles are short sequences without a mask: SDPA is right for the vision tower everywhere."""
-        return {"text_config": decoder, "vision_config": "sdpa"}
-
-    def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[1, T] int64: an image's tokens count like others."""
-        return np.arange(length)[None]
-
-    def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """The decoder's attention and MLP, and the head; the vision tower and its connector are frozen."""
-        return decoder_modules(model)
 
 
 class SmolVLMVision:

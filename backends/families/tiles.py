@@ -1,21 +1,43 @@
 """What kinds of models that cut an image into square tiles have in common.
 
-P tiles, S pixels of a tile's side, N tokens of an image, F features of a tile, H hidden width of the language model
+P tiles, S pixels of a tile's side, N tokens of an image, T of an input, F features of a tile, H hidden width of the
+language model
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from backends.families.family import FLOAT32_BYTES, ImageFeatures, RenderedImage
+from backends.families.family import FLOAT32_BYTES, ImageFeatures, ImageSpan, LoraFlag, RenderedImage
+from backends.families.lora_names import decoder_modules
 from backends.protocol import BackendFailed
 
 _AT_ONCE = 128
 """Tiles in a pass of the tower."""
+
+
+class Tiled:
+    """What a `Family` of such models is but for its image processor and its names; their decoders are dense."""
+
+    model_class: Any = AutoModelForImageTextToText
+    has_linear_attention = False
+
+    def attention(self, decoder: str) -> dict[str, str]:
+        """Tiles are short sequences without a mask: SDPA is right for the vision tower everywhere."""
+        return {"text_config": decoder, "vision_config": "sdpa"}
+
+    def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
+        """[1, T] int64: an image's tokens count like others."""
+        return np.arange(length)[None]
+
+    def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
+        """The decoder's attention and MLP, and the head; the vision tower and what joins it to them are frozen."""
+        return decoder_modules(model)
 
 
 class TileTower:
@@ -50,15 +72,6 @@ class TileTower:
 def tiles_bytes(num_tiles: int, height: int, width: int) -> int:
     """Of tiles in three channels of float32."""
     return num_tiles * 3 * height * width * FLOAT32_BYTES
-
-
-def image_processor(source: str) -> Any:
-    """The one in the model's directory. Raises BackendFailed where there is none."""
-    try:
-        # Trainer and sampler must see the same pixels: those of the torchvision backend.
-        return AutoImageProcessor.from_pretrained(source, backend="torchvision")
-    except (OSError, ValueError) as error:
-        raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
 
 
 def token_ids(source: str, names: Sequence[str], image_token_id: int) -> Mapping[str, int]:
