@@ -7,9 +7,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
+from backends.protocol import EncodedBatch
 from backends.trainer.parallel import World, join_world
+from backends.trainer.rank import TrainerRank
+from tests.trainers import SMOOTH, assert_same, forward_backward
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,6 +28,30 @@ def on_two_ranks(function: Callable[Concatenate[World, P], T], *args: P.args, **
     ):
         calls = [processes.submit(_as_rank, rank, meeting, function, args, kwargs) for rank in (0, 1)]
         return [call.result(timeout=240) for call in calls]
+
+
+Stepped = tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]
+
+
+def two_steps(rank: TrainerRank, model_id: str, batch: EncodedBatch) -> Stepped:
+    """The log probabilities of each, on rank 0, and the adapter after them."""
+    found = []
+    for _ in range(2):
+        output = forward_backward(rank, model_id, batch, True)
+        rank.optim_step(model_id, SMOOTH)
+        if output is not None:
+            found.append([one["logprobs"] for one in output.loss_fn_outputs])
+    return found, {name: tensor.detach().clone() for name, tensor in rank.tenants[model_id].adapter.tensors.items()}
+
+
+def check_two_are_as_one(steps: Callable[Concatenate[World, P], Stepped], *args: P.args, **kwargs: P.kwargs) -> None:
+    """What a module's function that ends with `two_steps` gives in a world of two, and alone."""
+    one, one_weights = steps(World(0, 1, torch.device("cpu")), *args, **kwargs)
+    (two, two_weights), _ = on_two_ranks(steps, *args, **kwargs)
+    for single, double in zip(one, two, strict=True):
+        for a, b in zip(single, double, strict=True):
+            np.testing.assert_allclose(b, a, atol=1e-4)
+    assert_same(two_weights, one_weights)
 
 
 def _as_rank(rank: int, meeting: socket.socket, function: Callable[..., T], args: tuple, kwargs: dict) -> T:  # type: ignore[type-arg]

@@ -26,11 +26,10 @@ from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_moe, make_tiny_smolvlm
-from tests.ranks import on_two_ranks
+from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
     LORA,
-    SMOOTH,
     assert_same,
     config,
     forward_backward,
@@ -172,30 +171,19 @@ def test_packed_samples_are_as_one_by_one(source, data) -> None:
     assert_same(packed_gradients, single_gradients)
 
 
-def on_ranks(world: World, source: Path) -> tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]:
+def on_ranks(world: World, source: Path) -> Stepped:
     """What two steps on mixed samples give, and the adapter after them; rank 0's."""
     renderer = make_renderer(source)
     inputs = MIXED if renderer.takes_images else TEXTS
     batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())])
     rank = TrainerRank(config(source, 60), world)
     rank.create_model("m", LORA)
-    found = []
-    for _ in range(2):
-        output = forward_backward(rank, "m", batch, True)
-        rank.optim_step("m", SMOOTH)
-        if output is not None:
-            found.append([one["logprobs"] for one in output.loss_fn_outputs])
-    return found, {name: tensor.detach().clone() for name, tensor in rank.tenants["m"].adapter.tensors.items()}
+    return two_steps(rank, "m", batch)
 
 
 @pytest.mark.slow
 def test_two_ranks_are_as_one(source: Path) -> None:
-    one, one_weights = on_ranks(World(0, 1, torch.device("cpu")), source)
-    (two, two_weights), _ = on_two_ranks(on_ranks, source)
-    for single, double in zip(one, two, strict=True):
-        for a, b in zip(single, double, strict=True):
-            np.testing.assert_allclose(b, a, atol=1e-4)
-    assert_same(two_weights, one_weights)
+    check_two_are_as_one(on_ranks, source)
 
 
 @pytest.mark.slow

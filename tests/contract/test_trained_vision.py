@@ -23,7 +23,7 @@ from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
-from tests.ranks import on_two_ranks
+from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, sample, sampler_config, scoring
 from tests.trainers import (
     SMOOTH,
@@ -180,28 +180,17 @@ def test_a_server_that_trains_no_tower_refuses_a_model_that_does(source) -> None
         trainer(source, train_vision=False).create_model("m", TRAINED)
 
 
-def on_ranks(world: World, source: Path) -> tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]:
+def on_ranks(world: World, source: Path) -> Stepped:
     """What two steps on mixed samples give, and the adapter after them; rank 0's."""
     renderer = make_renderer(source)
     batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())])
     rank = with_model(TrainerRank(replace(config(source, 60), train_vision=True), world))
-    found = []
-    for _ in range(2):
-        output = forward_backward(rank, "m", batch, True)
-        rank.optim_step("m", SMOOTH)
-        if output is not None:
-            found.append([one["logprobs"] for one in output.loss_fn_outputs])
-    return found, {name: tensor.detach().clone() for name, tensor in rank.tenants["m"].adapter.tensors.items()}
+    return two_steps(rank, "m", batch)
 
 
 @pytest.mark.slow
 def test_two_ranks_are_as_one(tiny_vl: Path) -> None:
-    one, one_weights = on_ranks(World(0, 1, torch.device("cpu")), tiny_vl)
-    (two, two_weights), _ = on_two_ranks(on_ranks, tiny_vl)
-    for single, double in zip(one, two, strict=True):
-        for a, b in zip(single, double, strict=True):
-            np.testing.assert_allclose(b, a, atol=1e-4)
-    assert_same(two_weights, one_weights)
+    check_two_are_as_one(on_ranks, tiny_vl)
 
 
 def next_tokens(item: Datum, renderer: Renderer) -> Datum:
