@@ -85,9 +85,12 @@ def scaled(product_TR: Tensor, scales_TR: Tensor) -> Tensor:
 def lora_linear(  # noqa: PLR0913
     x_TI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_RO: Tensor, scales_TR: Tensor, grad_a_RI: Tensor, grad_b_RO: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[T, O], and the scaled inner products [T, R] for backward, which adds to `grad_a_RI` and `grad_b_RO`."""
+    """[T, O], and the scaled inner products [T, R] for backward, which adds to `grad_a_RI` and `grad_b_RO`.
+
+    The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
+    """
     inner_TR = scaled(x_TI @ a_RI.T, scales_TR)
-    return (x_TI @ weight_OI.T).addmm_(inner_TR, b_RO), inner_TR
+    return (inner_TR @ b_RO).addmm_(x_TI, weight_OI.T), inner_TR
 
 
 @torch.library.custom_op("tinker_server::lora_linear_backward", mutates_args=("grad_a_RI", "grad_b_RO"))
@@ -106,7 +109,7 @@ def lora_linear_backward(  # noqa: PLR0913
     grad_inner_TR = scaled(grad_y_TO @ b_RO.T, scales_TR)
     add_product(grad_b_RO, inner_TR, grad_y_TO)
     add_product(grad_a_RI, grad_inner_TR, x_TI)
-    return (grad_y_TO @ weight_OI).addmm_(grad_inner_TR, a_RI)
+    return (grad_inner_TR @ a_RI).addmm_(grad_y_TO, weight_OI)
 
 
 def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:

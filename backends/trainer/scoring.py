@@ -135,8 +135,8 @@ def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]
 def _logits(hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
     """[T, V] in float32, and the scaled inner products [T, R]."""
     inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
-    logits_TV = _head_logits(hidden_TH, head.weight)
-    add_product(logits_TV, inner_TR.T, head.b_RO)
+    logits_TV = _head_logits(inner_TR, head.b_RO.T)
+    add_product(logits_TV, hidden_TH.T, head.weight.T)
     return logits_TV if head.bias is None else logits_TV.add_(head.bias), inner_TR
 
 

@@ -24,8 +24,9 @@ from backends.protocol import BackendFailed
 from backends.trainer.batching import Microbatch
 from backends.trainer.trained import TrainedWeights
 
-_AT_ONCE = 8
-"""Images that a GPU begins with while the next are still decoded."""
+_FIRST = 8
+"""Images that a GPU begins with while the next are still decoded; then twice as many, and so on. It takes 45 ms to
+launch a tower's kernels, whatever they are of."""
 _CELLS_AT_ONCE = 1 << 21
 """Of pixel tensors in one pass of a tower that is trained, whose activations are all there in its backward."""
 
@@ -53,6 +54,7 @@ class ImageEncoder:
         self._kept: LRU[object, _Kept] = LRU(max_bytes, lambda kept: kept.size_bytes, trims_itself=False)
         self._waiting: dict[str, RenderedImage] = {}
         """By hash, images of the next forward: too few yet to begin with."""
+        self._enough = _FIRST
         self._on_device: list[_Kept] = []
         self._copying = ThreadPoolExecutor(1, "image-features")
         self._next: Any = None
@@ -65,7 +67,8 @@ class ImageEncoder:
     def begin(self, images: Sequence[RenderedImage], device: torch.device) -> None:
         """Compute some of the next forward's images, which has not got all of them yet, by the frozen tower."""
         self._waiting |= {image.hash: image for image in images if image.hash not in self}
-        if len(self._waiting) >= _AT_ONCE:
+        if len(self._waiting) >= self._enough:
+            self._enough *= 2
             with suppress(torch.OutOfMemoryError):  # `shown` tries again, and there room can be made
                 self._compute(list(self._waiting.values()), device)
             self._waiting = {}
@@ -86,7 +89,7 @@ class ImageEncoder:
 
     def trim(self) -> None:
         """Let the least recently used go. Not while rendered images wait whose pixels were left out."""
-        self._waiting = {}
+        self._waiting, self._enough = {}, _FIRST
         if self._on_device:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
