@@ -6,7 +6,9 @@ Writes OUT.csv (run, step, reward, validation reward, KL from sampler to trainer
 import csv
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -21,24 +23,29 @@ COLUMNS = {
 }
 
 
-def read(run: str, directory: Path) -> list[dict[str, object]]:
-    """A row for each step that says anything."""
+def read(run: str, metrics: Path, columns: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A row for each step of a metrics.jsonl that says anything; `columns`: by the table's names, those of the file."""
     rows = []
-    for line in (directory / "rl" / "metrics.jsonl").read_text().splitlines():
+    for line in metrics.read_text().splitlines():
         found = json.loads(line)
-        values = {name: found[key] for name, key in COLUMNS.items() if key in found}
+        values = {name: found[key] for name, key in columns.items() if key in found}
         if values:
             rows.append({"run": run, "step": found["step"], **values})
     return rows
 
 
-def main(out: str, runs: dict[str, Path]) -> None:
-    """The table and the picture."""
-    rows = [row for run, directory in runs.items() for row in read(run, directory)]
+def write_table(out: str, rows: Sequence[Mapping[str, object]], columns: Mapping[str, str]) -> None:
+    """OUT.csv; what a step did not measure stays empty."""
     with Path(f"{out}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["run", "step", *COLUMNS])
+        writer = csv.DictWriter(file, ["run", "step", *columns])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def main(out: str, runs: dict[str, Path]) -> None:
+    """The table and the picture."""
+    rows = [row for run, directory in runs.items() for row in read(run, directory / "rl" / "metrics.jsonl", COLUMNS)]
+    write_table(out, rows, COLUMNS)
     figure, axes = plt.subplots(figsize=(7, 4))
     for number, run in enumerate(runs):
         for name, style in (("reward", "-"), ("validation", "o")):

@@ -52,6 +52,9 @@ def main(folder: Path, tiny_vl: Path, caltech10: Path, caltech101: Path | None =
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(folder / "model")
+    embedded = folder / "tinker-server" / "tiny-vl"
+    embedded.parent.mkdir()
+    embedded.symlink_to(tiny_vl)
     write_texts(folder)
     photographs = folder / "dpdl-benchmark" / "caltech101"
     if caltech101 is not None:
@@ -175,4 +178,4 @@ def write_photographs(directory: Path, archive: Path, test_per_class: int = 20) 
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*(Path(one).resolve() for one in sys.argv[1:]))  # links hold where they lie
