@@ -137,6 +137,7 @@ def make_model(directory: Path, shape: Shape) -> Path:
             "num_experts": shape.experts,
             "num_experts_per_tok": shape.experts_per_token,
             "moe_intermediate_size": shape.inner,
+            "norm_topk_prob": True,
         }
     config = config_kind(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied, **ids)
     config.architectures = [kind.__name__]
