@@ -24,8 +24,9 @@ from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 ENV_CLASS = "geometry3k"
 MAX_TURNS = 3
 TOOL = "calc_score"
-SIDE = 160
-LARGEST = 4
+SIDE, CELL = 160, 48
+"""Of a picture and of a square in it, in pixels."""
+LARGEST = 3
 """Columns and rows of a figure."""
 INSTRUCTIONS = f"Ask {TOOL} how good an answer is, or give your answer as \\boxed{{...}}. You have {MAX_TURNS} turns."
 _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -91,14 +92,11 @@ def figure(seed: int) -> tuple[Image.Image, str, str]:
     columns, rows = draw.randint(1, LARGEST), draw.randint(1, LARGEST)
     image = Image.new("RGB", (SIDE, SIDE), "white")
     canvas = ImageDraw.Draw(image)
-    cell = 32
-    left, top = draw.randint(0, SIDE - columns * cell - 1), draw.randint(0, SIDE - rows * cell - 1)
+    left, top = draw.randint(0, SIDE - columns * CELL - 1), draw.randint(0, SIDE - rows * CELL - 1)
     for column in range(columns):
         for row in range(rows):
-            corner = (left + column * cell, top + row * cell)
-            canvas.rectangle(
-                (*corner, corner[0] + cell, corner[1] + cell), outline="black", fill=(170, 200, 240), width=2
-            )
+            x, y = left + column * CELL, top + row * CELL
+            canvas.rectangle((x, y, x + CELL, y + CELL), outline="black", fill=(90, 140, 230), width=4)
     return image, f"How many squares does the rectangle have? {INSTRUCTIONS}", str(columns * rows)
 
 

@@ -9,12 +9,15 @@ writes (metrics.jsonl, checkpoints.jsonl) in the folders `warm` and `rl`, and wh
 """
 
 import asyncio
+import math
 import os
 import random
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import chz
@@ -33,6 +36,8 @@ from tinker_cookbook.utils import ml_log
 
 TINY_VL = Path(__file__).resolve().parents[2] / "tinker_server" / "tiny_vl"
 WARM_CHECKPOINT = "warm"
+WINDOW = 10
+"""Steps of the warm start whose loss says when it ends."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,15 @@ class Task:
     max_tokens: int
     """Of one answer."""
     warm_steps: int
+    """At most: the rate falls to 0 over so many."""
     rl_steps: int
     warm_rate: float
     rl_rate: float
+    warm_until: float = 0.0
+    """The warm start ends where the mean loss of a token over WINDOW steps is below this, in nats."""
+    batch_size: int = 8
+    """Groups of a step."""
+    group_size: int = 8
 
 
 def no_env(seed: int) -> MessageEnv:
@@ -78,17 +89,25 @@ class Options:
     seed: int = 0
     warm_batch_size: int = 32
     """Conversations of a step of the warm start."""
-    batch_size: int = 8
-    """Groups of a step."""
-    group_size: int = 8
-    validation_groups: int = 64
+    validation_groups: int = 128
+    """Episodes of validation, each of its own seed."""
     eval_every: int = 20
     warm_steps: int | None = None
-    rl_steps: int | None = None
+    """This and those below: as in the task, unless given."""
     warm_rate: float | None = None
+    warm_until: float | None = None
+    rl_steps: int | None = None
     rl_rate: float | None = None
+    batch_size: int | None = None
+    group_size: int | None = None
     loss_fn: str = "importance_sampling"
     behavior_if_log_dir_exists: cli_utils.LogdirBehavior = "raise"
+
+
+def chosen(options: Options, task: Task, name: str) -> Any:
+    """What the command line says of a task's setting, or else the task."""
+    given = getattr(options, name)
+    return getattr(task, name) if given is None else given
 
 
 @chz.chz
@@ -108,13 +127,12 @@ class Data(RLDatasetBuilder):
             training_env = geometry.geometry_task(path)
             held_out_env = geometry.geometry_task(path.with_name(f"validation{path.suffix}"))
         common = {"served": self.served, "max_tokens": task.max_tokens}
-        num_batches = options.rl_steps or task.rl_steps
         training = Episodes(
             task=training_env,
             seed=options.seed,
-            batch_size=options.batch_size,
-            group_size=options.group_size,
-            num_batches=num_batches,
+            batch_size=chosen(options, task, "batch_size"),
+            group_size=chosen(options, task, "group_size"),
+            num_batches=chosen(options, task, "rl_steps"),
             **common,
         )
         held_out = Episodes(
@@ -144,15 +162,19 @@ def warm_up(task: Task, options: Options, served: Served) -> str:
     service = tinker.ServiceClient(base_url=options.base_url)
     client = service.create_lora_training_client(options.model_name, rank=options.lora_rank, seed=options.seed).result()
     draw = random.Random(f"warm-{options.seed}")
-    steps = task.warm_steps if options.warm_steps is None else options.warm_steps
+    steps, until = chosen(options, task, "warm_steps"), chosen(options, task, "warm_until")
+    losses: deque[float] = deque([math.inf] * WINDOW, WINDOW)
     for step in range(steps):
+        if fmean(losses) < until:
+            break
         seeds = [draw.randrange(2**31) for _ in range(options.warm_batch_size)]
         batch = [one_turn(task.warm_start(seed), renderer, draw) for seed in seeds]
-        rate = (options.warm_rate or task.warm_rate) * (1 - step / steps)
+        rate = chosen(options, task, "warm_rate") * (1 - step / steps)
         forward_backward = client.forward_backward(batch, "cross_entropy")
         client.optim_step(tinker.AdamParams(learning_rate=rate)).result()
         weights = sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in batch)
-        logger.log_metrics({"train_nll": forward_backward.result().metrics["loss:sum"] / weights}, step=step)
+        losses.append(forward_backward.result().metrics["loss:sum"] / weights)
+        logger.log_metrics({"train_nll": losses[-1]}, step=step)
     path: str = client.save_state(WARM_CHECKPOINT, ttl_seconds=7 * 24 * 3600).result().path
     logger.close()
     return path
@@ -179,7 +201,7 @@ def main(task_name: str, options: Options) -> None:
         recipe_name=f"vision_rl_{task_name}",
         load_checkpoint_path=warm_state(task, options, served),
         dataset_builder=Data(options=options, task_name=task_name, served=served),
-        learning_rate=options.rl_rate or task.rl_rate,
+        learning_rate=chosen(options, task, "rl_rate"),
         lora_rank=options.lora_rank,
         max_tokens=task.max_tokens,
         loss_fn=options.loss_fn,
