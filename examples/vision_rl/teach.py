@@ -68,8 +68,18 @@ def no_env(seed: int) -> MessageEnv:
 
 TASKS = {
     "squares": Task(squares.squares, squares.warm_start, 4, warm_steps=32, rl_steps=50, warm_rate=3e-3, rl_rate=5e-4),
-    "maze": Task(maze.maze_env, maze.warm_start, 12, warm_steps=150, rl_steps=30, warm_rate=3e-3, rl_rate=5e-4),
-    "geometry": Task(no_env, geometry.warm_start, 48, warm_steps=40, rl_steps=20, warm_rate=3e-3, rl_rate=5e-4),
+    "maze": Task(
+        maze.maze_env,
+        maze.warm_start,
+        12,
+        warm_steps=150,
+        warm_until=0.09,
+        rl_steps=60,
+        warm_rate=3e-3,
+        rl_rate=3e-4,
+        batch_size=16,
+    ),
+    "geometry": Task(no_env, geometry.warm_start, 48, warm_steps=50, rl_steps=60, warm_rate=3e-3, rl_rate=5e-4),
 }
 
 

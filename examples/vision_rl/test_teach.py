@@ -4,7 +4,7 @@ from pathlib import Path
 
 import chz
 from base import Served
-from teach import TASKS, TINY_VL, Options, warm_state
+from teach import TASKS, TINY_VL, Options, chosen, warm_state
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 
@@ -15,3 +15,10 @@ def test_a_run_that_is_resumed_takes_the_warm_start_that_it_noted(tmp_path: Path
     served = Served("tinker-server/tiny-vl", TINY_VL)
     assert warm_state(TASKS["maze"], nobody, served) == "tinker://run:train:0/weights/warm"
     assert get_tokenizer(served.name).encode("red")  # RL asks for it by the name of the served model
+
+
+def test_the_command_line_goes_before_a_tasks_own_settings() -> None:
+    task = TASKS["maze"]
+    options = chz.entrypoint(Options, argv=["log_path=x", "rl_steps=3", "warm_until=0.0"])
+    assert (chosen(options, task, "rl_steps"), chosen(options, task, "warm_until")) == (3, 0.0)
+    assert chosen(options, task, "rl_rate") == task.rl_rate
