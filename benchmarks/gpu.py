@@ -36,7 +36,7 @@ from backends.trainer.commands import TrainerConfig
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, photo
-from tests.models import make_tiny_vl
+from tests.models import make_tiny_vl, transpose_experts
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
 
 HEADS, HEAD_SIZE, VOCAB, RANK = 32, 128, 151936, 32
@@ -149,6 +149,8 @@ def make_model(directory: Path, shape: Shape) -> Path:
                 inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
                 parameter.normal_(0, inputs**-0.5)
     model.save_pretrained(directory)
+    if shape.experts:
+        transpose_experts(directory)
     return directory
 
 

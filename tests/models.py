@@ -111,7 +111,7 @@ def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed:
     kind = Qwen3VLMoeForConditionalGeneration if moe else Qwen3VLForConditionalGeneration
     _save(kind, config, directory, ids, seed)
     if moe:
-        _transpose_experts(directory / "model.safetensors")
+        transpose_experts(directory)
     _write_processor(directory)
     return directory
 
@@ -268,13 +268,14 @@ def _write_processor(directory: Path, patch_size: int = 16, processor_class: str
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
 
 
-def _transpose_experts(path: Path) -> None:
+def transpose_experts(directory: Path) -> None:
     """Files of Qwen3-VL MoE hold inputs before outputs; transformers turns them when it loads, not when it saves."""
-    tensors = {
-        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
-        for name, tensor in load_file(path).items()
-    }
-    save_file(tensors, path, {"format": "pt"})
+    for path in directory.glob("*.safetensors"):
+        tensors = {
+            name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, {"format": "pt"})
 
 
 def make_tiny_text(directory: Path, *, seed: int = 0) -> Path:
