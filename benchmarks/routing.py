@@ -45,8 +45,10 @@ def make_model(directory: Path) -> Path:
     make_tiny_moe(directory)
     tiny = Qwen3MoeConfig.from_pretrained(directory)
     sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2}
-    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "mlp_only_layers": []}
+    # By the name that `to_dict` gives, which wins over its alias num_experts.
+    experts = {"num_local_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "mlp_only_layers": []}
     wide = Qwen3MoeConfig(**{**tiny.to_dict(), **sizes, **experts})
+    assert wide.num_experts == experts["num_local_experts"]
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(wide)
     with torch.no_grad():

@@ -93,8 +93,11 @@ NOTES = """
   tests hold its trainer alone to transformers. None of them has been run on CUDA yet.
 - Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts; so is Qwen3-Next's `in_proj_qkvz`.
 - On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
-  bfloat16 alone there. On an H200 the trainer's experts gave the CPU's numbers, to 0.015 nats in bfloat16; the engine's
-  experts, and linear attention in either, have not been measured on CUDA yet.
+  bfloat16 alone there. On an H200, mean and largest difference in bfloat16: the trainer's experts from the CPU's 0.015
+  nats, Qwen3-Next's 0.017 and 0.17; the engine from the trainer 0.011 and 0.067 (Qwen3 MoE), 0.007 and 0.036 (Qwen3-VL
+  MoE). The engine's linear attention has not been measured on CUDA yet. The shape of Qwen3-VL-30B-A3B with 12 of its 48
+  layers, random, trains, samples and recovers there; engine and trainer are 0.037 and 0.50 nats apart, for a fifth of
+  its tokens go to other experts by rounding alone (docs/performance.md).
 
 ## Refused
 
