@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from api_schemas.sampling import SampleResponse
 from backends.canary import Canary, canary_tokens
 from backends.children import Hearer, serve_async
+from backends.heap import give_back_memory
 from backends.progress import Progress
 from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
 from backends.rendering import Renderer
@@ -38,6 +39,8 @@ from backends.sampler.whole_models import EngineModels
 T = TypeVar("T")
 
 _WATCH_S = 0.2
+_GIVE_BACK_S = 60.0
+"""While there is work, memory that was freed is given back so often: it takes tens of milliseconds."""
 _TOLD_S = 0.01
 _BATCH_S = 0.2
 """For an engine whose step is short; less than the server waits (`client.py`)."""
@@ -62,6 +65,7 @@ class SamplerProcess:
         self._batch: EngineBatch | None = None
         self._counting: asyncio.Task[None] | None = None
         self._watching = asyncio.create_task(self._watch())
+        self._giving_back = asyncio.create_task(self._give_back())
 
     @classmethod
     async def start(cls, config: SamplerConfig, progress: Progress | None = None) -> "SamplerProcess":
@@ -136,6 +140,16 @@ class SamplerProcess:
             await asyncio.sleep(_WATCH_S)
         end_process()
 
+    async def _give_back(self) -> None:
+        done = 0
+        while True:
+            await asyncio.sleep(_GIVE_BACK_S)
+            if done != self._tasks_done:
+                done = self._tasks_done
+                give_back_memory()
+                with self.ending_with_engine():
+                    await self._engine.collective_rpc("give_back_memory")
+
     def ending_with_engine(self) -> AbstractContextManager[None]:
         """Around a command: the process ends where it fails because the engine is dead."""
         return ending_with(self._engine)
@@ -143,6 +157,7 @@ class SamplerProcess:
     def shutdown(self) -> None:
         """End the engine."""
         self._watching.cancel()
+        self._giving_back.cancel()
         if self._counting is not None:
             self._counting.cancel()
         self._engine.shutdown()

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu.sample import sampler as second_sampler
 
+from backends.heap import give_back_memory
 from backends.sampler import placeholders, prompt_columns
 from backends.sampler.experts_on_cpu import replace_experts
 from backends.sampler.linear_attention_on_cpu import copy_single_rows
@@ -128,6 +129,10 @@ class WorkerExtension:
     def count_steps(self) -> int:
         """Steps in which the model computed something."""
         return self.steps_done
+
+    def give_back_memory(self) -> None:
+        """What the engine's process has freed."""
+        give_back_memory()
 
     def take_model(self, path: str) -> list[str]:
         """Read another whole model into the place of the one at hand; parameters that its files lack, which vLLM
