@@ -121,11 +121,27 @@ def with_known(value: Any, known: dict[str, str]) -> Any:
     }
 
 
-@schema.parametrize()
-@settings(
+FEW = settings(
     max_examples=EXAMPLES, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
+BATCHES = r"/forward(_backward)?$"
+"""Routes whose requests take hypothesis a minute to make."""
+
+
+@schema.exclude(path_regex=BATCHES).parametrize()
+@FEW
 def test_every_answer_is_as_described(case: Case, server: Running, known: dict[str, str]) -> None:
+    check_answer(case, server, known)
+
+
+@pytest.mark.slow
+@schema.include(path_regex=BATCHES).parametrize()
+@FEW
+def test_every_answer_to_a_batch_is_as_described(case: Case, server: Running, known: dict[str, str]) -> None:
+    check_answer(case, server, known)
+
+
+def check_answer(case: Case, server: Running, known: dict[str, str]) -> None:
     case.path_parameters = with_known(case.path_parameters, known)
     name = case.path.rpartition("/")[2]
     names = {key: text for key, text in known.items() if key != "path" or name == "load_weights"}
