@@ -27,6 +27,8 @@ class Canary:
 
     token_ids: list[int]
     logprobs: list[float]
+    model_id: str = ""
+    """Of the model whose weights they are."""
 
     def check_finite(self) -> None:
         """Raises InvalidInput for weights that no sampler could use."""
@@ -49,7 +51,7 @@ class Canary:
 
     def to_metadata(self) -> dict[str, str]:
         """For the header of a safetensors file."""
-        return {_KEY: json.dumps([self.token_ids, self.logprobs])}
+        return {_KEY: json.dumps([self.token_ids, self.logprobs, self.model_id])}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str] | None) -> "Canary | None":

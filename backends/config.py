@@ -25,6 +25,8 @@ class BackendConfig(BaseModel):
     """Largest rank a client may ask for; the sampler has memory for it; absent: 128, or less where memory is small."""
     train_vision: bool = False
     """Whether models train the vision tower too, but for those whose user_metadata has train_vision false."""
+    replay_routing: bool = False
+    """Whether mixtures of experts train on what they sampled by the experts that the sampler sent its tokens to."""
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None
     """Published loss that answers stable_reinforce, whose own formula is not published; absent: it is refused."""
     full: bool = False

@@ -89,6 +89,7 @@ class FoundModel:
     dtype: Literal["float32", "bfloat16"]
     size: ModelSize
     max_lora_rank: int
+    has_experts: bool
 
 
 def describe_models(config: BackendConfig, machine: Machine | None = None) -> dict[str, LocalModel]:
@@ -106,6 +107,10 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
     for name, directory in directories.items():
         if directory not in found:
             found[directory] = find(name, directory, device, config, machine)
+    if config.replay_routing and not any(model.has_experts for model in found.values()):
+        raise BackendFailed(
+            "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"
+        )
     places = placed([*found.values()], config, machine)
     loaded = {
         directory: _describe(model, places[model.name], device, config, config.scratch_dir / str(number))
@@ -161,7 +166,8 @@ def find(name: str, directory: Path, device: Device, config: BackendConfig, mach
     room = machine.main_bytes if device == "cpu" else min(machine.gpu_bytes, default=0) * config.gpu_memory_fraction
     rank_bytes = config.adapter_slots * numbers.adapter * number_bytes
     max_lora_rank = config.max_lora_rank or default_lora_rank(rank_bytes, room)
-    return FoundModel(name, source, directory, renderer, context, dtype, size, max_lora_rank)
+    has_experts = bool(getattr(text_config, "num_experts_per_tok", 0))
+    return FoundModel(name, source, directory, renderer, context, dtype, size, max_lora_rank, has_experts)
 
 
 def _training_bytes(numbers: Numbers, number_bytes: int, device: Device, source: str) -> int:
@@ -198,8 +204,10 @@ def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -
 def _describe(
     model: FoundModel, placement: Placement, device: Device, config: BackendConfig, scratch: Path
 ) -> LocalModel:
-    sampler = SamplerClient(_sampler_config(model, placement, device, config, scratch))
-    trainer_config = _trainer_config(model, placement, device, config)
+    routing_dir = _routing_dir(scratch) if config.replay_routing and model.has_experts else None
+    sampler_config = _sampler_config(model, placement, device, config, scratch)
+    sampler = SamplerClient(replace(sampler_config, routing_dir=routing_dir))
+    trainer_config = replace(_trainer_config(model, placement, device, config), routing_dir=routing_dir)
     trainer = TrainerClient(trainer_config, num_ranks=config.ranks)
     info = BaseModelInfo(
         name=model.name,
@@ -228,6 +236,11 @@ def _describe(
     )
 
 
+def _routing_dir(scratch: Path) -> Path:
+    """Beside the sampler's own directory, which it empties when it starts."""
+    return scratch.with_name(f"{scratch.name}-routing").absolute()
+
+
 def _numerics(config: TrainerConfig, num_ranks: int) -> dict[str, str]:
     """What a change of which may change the last bits of a result."""
     values = {
@@ -236,6 +249,7 @@ def _numerics(config: TrainerConfig, num_ranks: int) -> dict[str, str]:
         "ranks": num_ranks,
         "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
         "gpu_memory_bytes": config.gpu_memory_bytes,
+        "replay_routing": config.routing_dir is not None,
     }
     return {name: str(value) for name, value in values.items()} | {name: version(name) for name in _COMPUTING}
 

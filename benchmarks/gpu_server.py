@@ -1,6 +1,6 @@
 """A whole server on one GPU, through the SDK, as a user starts it: training, an RL step, a death of the trainer.
 
-    python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3]
+    python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3] [--replay-routing]
 
 Random weights in the shape of a Qwen3-VL, LoRA of rank 32; what is not said here is at its default. MFU as in
 `benchmarks/gpu.py`; its peak is measured before the server starts.
@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replay-routing", action="store_true", help="as the server's switch, of a mixture")
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +49,8 @@ def main() -> None:
         model = make_model(scratch / "model", shape)
         torch.cuda.empty_cache()
         began = time.perf_counter()
-        server = Server(scratch / "data", {NAME: model}, "--device", "cuda").start()
+        switches = ["--replay-routing"] if given.replay_routing else []
+        server = Server(scratch / "data", {NAME: model}, "--device", "cuda", *switches).start()
         try:
             name = torch.cuda.get_device_name()
             print(f"{name}, {peak / 1e12:.0f} TFLOP/s; ready after {time.perf_counter() - began:.0f} s", flush=True)

@@ -301,6 +301,23 @@ def make_tiny_moe(directory: Path, *, dense_layers: Sequence[int] = (0,), seed: 
     return directory
 
 
+def make_wide_moe(directory: Path) -> Path:
+    """A Qwen3 MoE of 8 layers with 32 experts, 4 for a token, and weights that keep the size of what passes them: in
+    bfloat16, rounding sends a tenth of its tokens to other experts."""
+    tokenizer, ids = _tokenizer(directory)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2}
+    experts = {**EXPERTS, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+    config = Qwen3MoeConfig(**{**_text_sizes(tokenizer, ids, False), **sizes, **experts, "mlp_only_layers": []})
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    return directory
+
+
 def make_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> Path:
     """A Qwen3-Next: a layer of linear attention, then one of full attention, both with experts, one of them shared."""
     return make_tiny_of(

@@ -40,6 +40,7 @@ def trainer(source: Path, max_tokens: int = 1024) -> TrainerRank:
 
 
 _numbers = itertools.count()
+OWNER = "somebody"
 
 
 def forward_backward(
@@ -56,7 +57,7 @@ def together(
     rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]], backward: bool = True
 ) -> list[ForwardBackwardOutput | Exception | None]:
     """Of several models in common rows, as they come."""
-    new = [commands.NewPass(next(_numbers), model_id, batch, backward) for model_id, batch in batches]
+    new = [commands.NewPass(next(_numbers), model_id, OWNER, batch, backward) for model_id, batch in batches]
     left = [one.number for one in new]
     finished: dict[int, ForwardBackwardOutput | Exception] = {}
     arriving: list[commands.NewPass] = new

@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument(
         "--train-vision", action="store_true", default=None, help="models train the vision tower too (they do not)"
     )
+    routing_help = "mixtures train on their samples by the experts that the sampler chose (by the trainer's)"
+    models.add_argument("--replay-routing", action="store_true", default=None, help=routing_help)
     full_help = "train all weights of a base instead of adapters, of one model at a time"
     models.add_argument("--full", action="store_true", default=None, help=full_help)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -103,7 +105,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         names = ("host", "port", "data_dir", "keys_file", "database_url")
         own = {name: given[name] for name in names if name in given}
         backend = settings.backend.model_dump(exclude_unset=True)
-        switches = ("device", "ranks", "train_vision", "full")
+        switches = ("device", "ranks", "train_vision", "replay_routing", "full")
         backend |= {name: given[name] for name in switches if name in given}
         named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
         backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}

@@ -80,6 +80,11 @@ class EngineAdapters:
             adapter.users -= 1
             self._drop_idle()
 
+    def model_id(self, adapter: "Adapter | None") -> str:
+        """As the weights' file says."""
+        canary = None if adapter is None else adapter.linking.result()
+        return "" if canary is None else canary.model_id
+
     async def load(self, adapter: "Adapter | None") -> LoRARequest | None:
         """The engine's name for an adapter that is held. Raises BackendFailed where the engine cannot load it, or
         does not score with it as the trainer did."""

@@ -36,6 +36,8 @@ class SamplerConfig:
     train_vision: bool = False
     full: bool = False
     """Whether what is sampled from are whole models, one at a time, and no adapters."""
+    routing_dir: Path | None = None
+    """Where to keep which experts tokens were sent to, for the trainer; None: it is not asked for."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
         worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
+        enable_return_routed_experts=config.routing_dir is not None,
         disable_log_stats=True,
         use_tqdm_on_load=False,
         enable_log_requests=False,

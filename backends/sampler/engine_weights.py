@@ -20,6 +20,9 @@ class EngineWeights(Protocol):
         cannot be read.
         """
 
+    def model_id(self, held: Any) -> str:
+        """The model whose weights they are; empty where nothing says so."""
+
     async def load(self, held: Any) -> LoRARequest | None:
         """Have it ready for a row that has its slot, and the engine's name for it where that needs one. Raises
         BackendFailed where the engine cannot load it, or does not score with it as the trainer did."""

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from backends.heap import give_back_memory
 from backends.progress import Progress
 from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
 from backends.rendering import Renderer
+from backends.routing import RoutingFiles
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
 from backends.sampler.chat import Chats
@@ -29,6 +31,7 @@ from backends.sampler.chat_engine import Room
 from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.engine_weights import EngineWeights
+from backends.sampler.expert_routing import allow_on_cpu, keep_routing
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import sampling_params
 from backends.sampler.scores import score
@@ -58,6 +61,7 @@ class SamplerProcess:
         self._takes_turns = config.full
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, config.source)
+        self._routing = None if config.routing_dir is None else RoutingFiles(config.routing_dir)
         self._turns = Turns(config.max_concurrent_samples, 1 if config.full else config.adapter_slots)
         room = Room(self._sequences, self._turns, self._weights, renderer, self._end_tokens, self._placeholders)
         self._chats = Chats(engine, room)
@@ -81,6 +85,8 @@ class SamplerProcess:
         check_kv_cache(renderer, config)
         (progress or Progress()).does("reads weights and prepares kernels")
         await asyncio.sleep(_TOLD_S)  # what was said is on its way before the engine takes the event loop
+        if config.routing_dir is not None and config.device == "cpu":
+            allow_on_cpu()
         engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))
         placeholders = sorted(renderer.family.placeholders)
         await engine.collective_rpc("install_fixes", args=(placeholders, not config.full))
@@ -99,8 +105,12 @@ class SamplerProcess:
                     return await self._sequences.final(inputs, params, lora, num_before)
 
             outputs = await _all(sequence(index) for index in range(task.num_samples))
+            rendered, _ = await prompt.render()
+            if self._routing is not None and (model_id := self._weights.model_id(held)):
+                keep = partial(keep_routing, self._routing, task.owner, model_id)
+                await asyncio.to_thread(keep, rendered, [output.outputs[0] for output in outputs])
         self._tasks_done += 1
-        return answer(task, (await prompt.render())[0], outputs)
+        return answer(task, rendered, outputs)
 
     async def chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
         """`protocol.Sampler.chat`."""

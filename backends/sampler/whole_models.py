@@ -81,6 +81,10 @@ class EngineModels:
             model.users -= 1
             self._drop_idle()
 
+    def model_id(self, model: WholeModel) -> str:
+        """As the weights' file says."""
+        return model.linking.result().model_id
+
     async def load(self, model: WholeModel) -> None:
         """Have the engine's next rows computed with a version that is held, by one that has its slot. Raises
         BackendFailed where the engine cannot load it, or does not score with it as the trainer did."""

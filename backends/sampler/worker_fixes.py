@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu.sample import sampler as second_sampler
 
 from backends.heap import give_back_memory
-from backends.sampler import placeholders, prompt_columns
+from backends.sampler import expert_routing, placeholders, prompt_columns
 from backends.sampler.experts_on_cpu import replace_experts
 from backends.sampler.linear_attention_on_cpu import copy_single_rows
 from backends.sampler.lora_fixes import (
@@ -41,6 +41,7 @@ take_heads_beside_decoders()
 if current_platform.is_cpu():
     replace_experts()
     copy_single_rows()
+    expert_routing.allow_on_cpu()
 else:
     record_both_kinds()
 
@@ -102,6 +103,8 @@ class WorkerExtension:
             runner._get_prompt_logprobs_dict = during(scores, argument=0)
             if placeholder_ids:
                 placeholders.on_first_runner(runner.sampler, columns)
+            if runner.vllm_config.aux_output_config.enabled:
+                expert_routing.on_first_runner(runner)
 
     def _fix_adapters(self, runner: Any) -> Callable[..., Any]:
         """`PromptRows.during` of the model's head."""

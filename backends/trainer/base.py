@@ -23,6 +23,7 @@ from backends.trainer.graphs import Graphs
 from backends.trainer.loading import load
 from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World
+from backends.trainer.replay import Replay
 from backends.trainer.scoring import Scorer
 from backends.trainer.self_test import own_logprobs, packing_is_exact
 from backends.trainer.trained import TrainedWeights
@@ -61,7 +62,8 @@ class FrozenBase:
         self.vision: ImageEncoder | None = None
         if family.vision is not None:
             self.vision = ImageEncoder(family.vision, model.base_model, config.image_cache_bytes, self.adapters)
-        self.scorer = Scorer(root, self.vision, self.adapters).eval()
+        self.replay = None if config.routing_dir is None else Replay(model, config.routing_dir)
+        self.scorer = Scorer(root, self.vision, self.adapters, self.replay).eval()
         is_exact = packing_is_exact(self.scorer, self.renderer, own, world.device)
         self.packs = is_exact and not family.has_linear_attention
         """Whether samples may stand in one row."""

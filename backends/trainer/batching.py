@@ -79,6 +79,8 @@ class Microbatch:
     """Of the samples that were given; what follows in the row is nobody's."""
     tower_scales: Sequence[Tensor | None] = ()
     """Of each image, its model's scales [R] where that trains the vision tower, else None; empty: none does."""
+    experts_LTK: Tensor | None = None
+    """What `Replay.row` gives of it; None: routers choose."""
 
 
 def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device) -> Microbatch:

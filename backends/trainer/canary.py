@@ -10,7 +10,7 @@ from backends.trainer.batching import pack
 from backends.trainer.trained import TrainedModel
 
 
-def score_canary(base: FrozenBase, device: torch.device, adapter: TrainedModel) -> Canary:
+def score_canary(base: FrozenBase, device: torch.device, adapter: TrainedModel, model_id: str) -> Canary:
     """On all ranks, which compute the same; what is not finite is left in."""
     token_ids = canary_tokens(base.renderer.vocab_size, base.renderer.family.placeholders)
     batch = pack([(Rendered(token_ids, [], []), np.roll(token_ids, -1))], base.renderer.family, device)
@@ -19,4 +19,4 @@ def score_canary(base: FrozenBase, device: torch.device, adapter: TrainedModel) 
         base.memory.prepare(len(token_ids))
     with torch.no_grad():
         logprobs_T1 = base.score(batch, scales_R.repeat(len(token_ids), 1))
-    return Canary(token_ids.tolist(), logprobs_T1[:-1, 0].tolist())
+    return Canary(token_ids.tolist(), logprobs_T1[:-1, 0].tolist(), model_id)

@@ -55,7 +55,6 @@ class _Pass:
     """A forward_backward that is not finished."""
 
     new: commands.NewPass
-    owner: str
     taken_up: bool = False
     """Whether the ranks know of it."""
     finished: asyncio.Future[ForwardBackwardOutput] = field(
@@ -187,7 +186,7 @@ class TrainerClient:
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """As the protocol says; the batch is decoded and checked on the ranks."""
         owner = self._owner(model_id)
-        this = _Pass(commands.NewPass(next(self._numbers), model_id, batch, backward), owner)
+        this = _Pass(commands.NewPass(next(self._numbers), model_id, owner, batch, backward))
         self._passes[this.new.number] = this
         try:
             while not this.finished.done():
@@ -205,7 +204,7 @@ class TrainerClient:
         if self._config.shares_rows and asyncio.get_running_loop().time() > self._apart_until_s:
             waiting = [one for one in self._passes.values() if one is not first and not one.finished.done()]
             waiting = [one for one in waiting if one.new.model_id in self._owners]
-            company = sorted(waiting, key=lambda one: self._turns.standing(one.owner, one.new.model_id))
+            company = sorted(waiting, key=lambda one: self._turns.standing(one.new.owner, one.new.model_id))
         passes = [first, *company]
         new = tuple(one.new for one in passes if not one.taken_up)
         for one in passes:
@@ -238,7 +237,7 @@ class TrainerClient:
         """Of one that nobody waits for any more the ranks are told."""
         del self._passes[this.new.number]
         if this.taken_up and not this.finished.done() and this.new.model_id in self._owners:
-            async with self._turns.turn(this.owner, this.new.model_id):
+            async with self._turns.turn(this.new.owner, this.new.model_id):
                 if await self._alive():
                     await self._command(commands.DropPasses((this.new.number,)))
 

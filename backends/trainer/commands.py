@@ -40,6 +40,8 @@ class TrainerConfig:
     train_vision: bool = False
     full: bool = False
     """Whether the model on it trains all weights, and is the only one."""
+    routing_dir: Path | None = None
+    """Where the sampler keeps which experts it sent tokens to; None: routers choose."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class NewPass:
     number: int
     """Names it until it is finished."""
     model_id: str
+    owner: str
     batch: EncodedBatch
     backward: bool
 

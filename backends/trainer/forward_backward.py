@@ -13,6 +13,7 @@ from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
 from backends.protocol import InvalidInput
 from backends.trainer.batching import plan_steps
 from backends.trainer.checks import loss_config
+from backends.trainer.commands import NewPass
 from backends.trainer.loss_metrics import metrics
 from backends.trainer.losses import LOSSES
 from backends.trainer.trained import AnyTenant
@@ -29,6 +30,8 @@ class Share:
     """By datum: the shape of its target_tokens, float32, nats."""
     observed: list[Sequence[float]] = field(default_factory=list)
     """By row, what `loss_metrics.observe` gives."""
+    replayed: dict[int, int] = field(default_factory=dict)
+    """By datum, its tokens whose experts the sampler chose."""
 
 
 class BatchPass:
@@ -36,22 +39,21 @@ class BatchPass:
 
     def __init__(
         self,
-        number: int,
+        new: NewPass,
         tenant: AnyTenant,
         loss_input: ForwardBackwardInput,
         plan: Sequence[Sequence[Sequence[int]]],
-        *,
-        backward: bool,
     ) -> None:
         """`loss_input` has passed `check_forward_backward`; `plan` is what `plan_pass` made of it."""
-        self.number = number
+        self.number = new.number
         """Names it on all ranks."""
+        self.owner, self.model_id = new.owner, new.model_id
         self.tenant = tenant
         self.data = loss_input.data
         self.lengths = lengths(loss_input)
         self.loss = LOSSES[loss_input.loss_fn]
         self.config = loss_config(self.loss, loss_input)
-        self.backward = backward
+        self.backward = new.backward
         self.apart = any(targets(datum).ndim > 1 for datum in self.data)
         """Its rows are its own: several targets of a token would have all tokens of the row computed for as many."""
         self.share = Share()
@@ -111,8 +113,14 @@ class BatchPass:
         return ForwardBackwardOutput(
             loss_fn_outputs=[{"logprobs": logprobs[index]} for index in range(len(self.data))],
             metrics=metrics((row for share in shares for row in share.observed), self.loss)
+            | self._replayed(shares)
             | ({self.note: 1.0} if self.note else {}),
         )
+
+    def _replayed(self, shares: Sequence[Share]) -> dict[str, float]:
+        """Nothing where no routing is replayed at all."""
+        counts = [count for share in shares for count in share.replayed.values()]
+        return {"replayed_tokens:sum": float(sum(counts))} if counts else {}
 
 
 Row = dict[BatchPass, list[int]]

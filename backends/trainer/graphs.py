@@ -16,6 +16,7 @@ from torch import Tensor
 from backends.protocol import BackendFailed
 from backends.trainer.batching import Microbatch
 from backends.trainer.packed_attention import LONG
+from backends.trainer.replay import OWN
 from backends.trainer.scoring import Scorer
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,10 @@ class _Graph:
         bounds[0] = 0
         unknown = torch.zeros(2, dtype=torch.int32)  # on the host; what is recorded serves rows of any lengths
         targets_TK = zeros(num_tokens, 1, dtype=torch.int64)
-        self.row = Microbatch(inputs, [], bounds, unknown, num_tokens, targets_TK, [num_tokens])
+        experts_LTK = None if scorer.replay is None else scorer.replay.blank(num_tokens)
+        self.row = Microbatch(
+            inputs, [], bounds, unknown, num_tokens, targets_TK, [num_tokens], experts_LTK=experts_LTK
+        )
         self.scales_TR = zeros(num_tokens, width, dtype=torch.float32)
         self.grad_TK = zeros(num_tokens, 1, dtype=torch.float32)
         gathered = [gradient.clone() for gradient in scorer.adapters.gathered]
@@ -133,6 +137,10 @@ class _Graph:
             self.row.model_inputs[name].zero_()[..., :count] = value
         self.row.targets_TK.zero_()[:count] = batch.targets_TK
         self.scales_TR.zero_()[:count] = scales_TR
+        if self.row.experts_LTK is not None:
+            self.row.experts_LTK.fill_(OWN)
+            if batch.experts_LTK is not None:
+                self.row.experts_LTK[:, :count] = batch.experts_LTK
         # The rest is one sample, and others of no token: the kernel writes nothing where no sample is.
         self.row.cu_seqlens.fill_(len(self.row.targets_TK))[:ends] = batch.cu_seqlens
         self._forward.replay()

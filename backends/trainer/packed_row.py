@@ -20,6 +20,7 @@ from backends.trainer.batching import Microbatch, loss_inputs, pack
 from backends.trainer.forward_backward import BatchPass, Row, targets
 from backends.trainer.loss_metrics import observe
 from backends.trainer.parallel import World, agreed, agreed_each, told
+from backends.trainer.replay import Replay
 from backends.trainer.tenant import all_finite
 from backends.trainer.time_limits import microbatch_s
 
@@ -129,6 +130,8 @@ class RowComputer:
         counts = torch.tensor([one.num_tokens(indices) for one, indices in row.items()], dtype=torch.int64)
         if any(one.tenant.adapter.config.train_vision for one in row):
             batch = replace(batch, tower_scales=_tower_scales(row, rendered, scales_PR))
+        if self._base.replay is not None:
+            batch = replace(batch, experts_LTK=_experts(row, rendered, self._base.replay, len(batch.targets_TK)))
         scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
         missing = len(batch.targets_TK) - len(scales_TR)  # the sample that is nobody's
         return batch, torch.cat([scales_TR, scales_TR.new_zeros(missing, scales_TR.shape[1])])
@@ -206,6 +209,17 @@ def _tower_scales(row: Row, rendered: dict[int, list[Rendered]], scales_PR: Tens
         own = scales_R if one.tenant.adapter.config.train_vision else None
         found += [own for datum in rendered[one.number] for _ in datum.images]
     return found
+
+
+def _experts(row: Row, rendered: dict[int, list[Rendered]], replay: Replay, num_tokens: int) -> Tensor:
+    """[L, T, K], as `Microbatch.experts_LTK` has them; how many are known is told to the passes' shares."""
+    parts = []
+    for one, indices in row.items():
+        for index, datum in zip(indices, rendered[one.number], strict=True):
+            length, found = len(datum.token_ids_T), replay.find(one.owner, one.model_id, datum)
+            one.share.replayed[index] = 0 if found is None else length
+            parts.append((length, found))
+    return replay.row(parts, num_tokens)
 
 
 class _Feared(Exception):

@@ -140,7 +140,7 @@ class TrainerRank:
                 longest = self._longest_row if one.backward else _MAX_ROW
                 asked, loss_input = inputs[one.number]
                 plan = plan_pass(loss_input, self._world.size, self._max_tokens, longest)
-                self._passes[one.number] = BatchPass(one.number, tenant, loss_input, plan, backward=one.backward)
+                self._passes[one.number] = BatchPass(one, tenant, loss_input, plan)
                 if asked != loss_input.loss_fn:
                     self._passes[one.number].note = f"{asked}_as_{loss_input.loss_fn}:max"
             except (InvalidInput, BackendFailed) as error:
@@ -204,7 +204,7 @@ class TrainerRank:
     def save_sampler_weights(self, model_id: str, directory: Path, for_elsewhere: bool) -> None:
         """The adapter alone, or the whole model."""
         tenant = self._about_to_move(model_id)
-        canary = score_canary(self.base, self._world.device, tenant.adapter)
+        canary = score_canary(self.base, self._world.device, tenant.adapter, model_id)
         dtype = torch.float32 if for_elsewhere else getattr(torch, self._config.dtype)
         self._files.save_adapter(tenant, directory, canary, dtype)
 

@@ -16,6 +16,7 @@ from backends.trainer import attention
 from backends.trainer.batching import Microbatch
 from backends.trainer.lora_linear import LoraLinear, add_product, lora_linear_backward, scaled
 from backends.trainer.parallel import Root
+from backends.trainer.replay import Replay
 from backends.trainer.trained import TrainedWeights
 from backends.trainer.vision import ImageEncoder
 
@@ -26,11 +27,14 @@ MAX_LOGITS = 2**27
 class Scorer(nn.Module):
     """A model whose forward gives target log probabilities."""
 
-    def __init__(self, root: Root, vision: ImageEncoder | None, adapters: TrainedWeights) -> None:
+    def __init__(
+        self, root: Root, vision: ImageEncoder | None, adapters: TrainedWeights, replay: Replay | None = None
+    ) -> None:
         super().__init__()
         self._root = root
         self._vision = vision
         self.adapters = adapters
+        self.replay = replay
 
     @property
     def model(self) -> PreTrainedModel:
@@ -43,6 +47,9 @@ class Scorer(nn.Module):
 
     def _scored(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         self.adapters.use(scales_TR)
+        if self.replay is not None:
+            known = batch.experts_LTK
+            self.replay.use(self.replay.blank(len(batch.targets_TK)) if known is None else known)
         with ExitStack() as forward:
             image_inputs: dict[str, Tensor] = {}
             if self._vision is not None:

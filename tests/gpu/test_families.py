@@ -23,8 +23,8 @@ from tests.trainers import LORA, config, forward_backward, gradients, perturb, r
 
 pytestmark = pytest.mark.gpu
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23, 300)}
-SAMPLED = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5", "Qwen3.5 MoE", "Qwen2.5-VL")
-"""One of each: experts, with images too, linear attention, both, and windows in the vision tower."""
+SAMPLED = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5", "Qwen3.5 MoE", "Qwen2.5-VL", "InternVL", "SmolVLM2")
+"""One of each: experts, with images too, linear attention, both, windows in the vision tower, and tiles of an image."""
 
 
 def on_cuda(source: Path, dtype: str) -> TrainerRank:
