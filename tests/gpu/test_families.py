@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from api_schemas.inputs import Datum
+from api_schemas.inputs import Datum, EncodedTextChunk
 from backends.sampler.client import SamplerClient
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, scoring_datum
-from tests.models import FAMILIES
+from tests.models import FAMILIES, make_wide_moe
 from tests.sampling import request, sample, sampler_config
 from tests.trainers import LORA, config, forward_backward, gradients, perturb, relative_distance, trainer
 
@@ -27,8 +27,8 @@ SAMPLED = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen3.5", "Qwen3.5 MoE", "Qwen2.5-VL", 
 """One of each: experts, with images too, linear attention, both, windows in the vision tower, and tiles of an image."""
 
 
-def on_cuda(source: Path, dtype: str) -> TrainerRank:
-    settings = dataclasses.replace(config(source), device="cuda", dtype=dtype)
+def on_cuda(source: Path, dtype: str, **others: object) -> TrainerRank:
+    settings = dataclasses.replace(config(source), device="cuda", dtype=dtype, **others)
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
 
 
@@ -40,7 +40,7 @@ def inputs(renderer) -> list[Datum]:
 def scored(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
     rank.create_model("m", LORA)
     perturb(rank, "m")
-    return [one["logprobs"] for one in forward_backward(rank, "m", cross_entropy(data), True).loss_fn_outputs]
+    return scored_rows(rank, data)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -95,3 +95,46 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
     print(f"{kind}: mean {found.mean():.4f}, max {found.max():.4f} nats over {len(found)} tokens")
     assert found.mean() < MEAN
     assert np.quantile(found, 0.95) < LARGEST
+
+
+async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_path):
+    """Long rows and short ones, which graphs compute; nothing is compiled for it while it serves."""
+    source, routing_dir = make_wide_moe(tmp_path / "model"), tmp_path / "routing"
+    ranks = {"plain": on_cuda(source, "bfloat16"), "replayed": on_cuda(source, "bfloat16", routing_dir=routing_dir)}
+    for rank in ranks.values():
+        rank.create_model("m", LORA)
+        perturb(rank, "m")
+    ranks["replayed"].save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
+    settings = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_fraction": 0.2, "kv_cache_bytes": 1 << 30}
+    settings["routing_dir"] = routing_dir
+    running = SamplerClient(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **settings))
+    await running.start()
+    prompts = [prompt(words(length, length)) for length in (5, 40, 300)]
+    try:
+        asked = [request(one, {"max_tokens": 100, "stop": []}, num_samples=4) for one in prompts]
+        answers = await asyncio.gather(*(sample(running, one, tmp_path / "m") for one in asked))
+    finally:
+        await running.stop()
+    data, drawn = [], []
+    for one, answer in zip(prompts, answers, strict=True):
+        for sequence in answer.sequences:
+            ids = np.concatenate([one.chunks[0].tokens, sequence.tokens])
+            text = prompt(EncodedTextChunk(tokens=ids[:-1].astype(np.int32)))
+            weights = np.ones(len(ids) - 1, np.float32)
+            targets = {"target_tokens": ids[1:].astype(np.int64), "weights": weights}
+            data.append(Datum(model_input=text, loss_fn_inputs=targets))
+            drawn.append(sequence.logprobs)
+    torch._dynamo.utils.counters.clear()
+    found = {}
+    for name, rank in ranks.items():
+        rows = [row for part in ([data[0]], data) for row in scored_rows(rank, part)][1:]
+        found[name] = np.abs(np.concatenate([row[-100:] - one for row, one in zip(rows, drawn, strict=True)]))
+        print(f"{name}: mean {found[name].mean():.4f}, max {found[name].max():.4f} nats")
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert found["replayed"].mean() < MEAN
+    assert found["replayed"].max() < LARGEST
+    assert found["replayed"].mean() < found["plain"].mean() / 2
+
+
+def scored_rows(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
+    return [one["logprobs"] for one in forward_backward(rank, "m", cross_entropy(data), True).loss_fn_outputs]
