@@ -109,6 +109,8 @@ def _device_args(config: SamplerConfig) -> dict[str, Any]:
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
         # Logits of 16 to 32 rounded to bfloat16 are 0.03 nats off on average. No copy of the head's weights is made.
         "hf_overrides": {"head_dtype": "float32"},
+        # Linear attention's other kernel, FlashInfer's, would be built when it is first met, by a compiler for CUDA.
+        "gdn_prefill_backend": "triton",
         "gpu_memory_utilization": config.gpu_memory_fraction,
         "max_num_batched_tokens": max(8192, max_rows(config)),
     }

@@ -145,7 +145,8 @@ def _spans(cu_seqlens: Tensor, bounds: list[int], longest: int, *, apart: bool) 
 
 
 def _row(query_THD: Tensor, key_TGD: Tensor, cu_seqlens: Tensor, bounds: Tensor, longest: int) -> list[Span]:
-    apart = longest >= LONG and _cudnn_serves(
+    has_long = longest >= LONG and bounds[-1].item() > 0  # or the device alone knows
+    apart = has_long and _cudnn_serves(
         query_THD.device,
         query_THD.dtype,
         query_THD.shape[1:],

@@ -132,13 +132,15 @@ def test_a_graph_of_a_small_row_gives_what_its_kernels_give_one_by_one(tiny_vl, 
     for place, lora_rank in enumerate((4, 16)):
         rank.create_model(f"m{place}", Trainable(rank=lora_rank, seed=place))
         perturb(rank, f"m{place}")
-    for lengths in ([64] * 4, [100, 3, 77], [1, 2], [30] * 30, [512], [1000, 400]):
+    for lengths in ([64] * 4, [100, 3, 77], [1, 2], [30] * 30, [512], [1000, 400], [700, 500, 800]):
         batches = [
             (f"m{place}", cross_entropy([datum(prompt(words(n, n)), renderer, n) for n in lengths]))
             for place in range(2)
         ]
+        rank.base._graphs = graphs
         outputs = together(rank, batches)
         got = [gradients(rank, name) for name, _ in batches]
+        assert rank.base._graphs is graphs  # none was found to be wrong
         rank.base._graphs = None
         for (name, alone), output, gradient in zip(batches, outputs, got, strict=True):
             rank.tenants[name].clear_gradient()
