@@ -118,7 +118,7 @@ class WeightFiles:
         agreed(self._on_rank_zero(write_finite), self._world)
 
     def _require_finite(self, tenant: Tenant) -> None:
-        if not all_finite(list(tenant.adapter.tensors.values())):
+        if not all_finite(list(tenant.adapter.parameters)):
             raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
     def _read(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
