@@ -201,10 +201,10 @@ class Trainer(Protocol):
         """Seconds that the trainer has worked for this model since it was loaded: what is beyond, it has waited."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
-        """Write the adapter in PEFT's form into `directory`, which appears whole or not at all, but is not durable yet:
-        in float32 where it is `for_elsewhere`, else in the base's precision, which is the sampler's. Of a model that
-        trains all weights write a complete Hugging Face model, always in the base's precision. InvalidInput for
-        weights that are not finite, or whose log probabilities are not."""
+        """Write the adapter into `directory`, which appears whole or not at all, but is not durable yet: in PEFT's form
+        and in float32 where it is `for_elsewhere`, else for the sampler alone, in its precision, which is the base's,
+        and a layer's experts in stacks. Of a model that trains all weights write a complete Hugging Face model, always
+        in the base's precision. InvalidInput for weights that are not finite, or whose log probabilities are not."""
 
 
 @dataclass(frozen=True)

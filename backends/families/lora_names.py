@@ -12,6 +12,8 @@ LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "i
 """Qwen3-Next has two projections in, Qwen3.5 four."""
 ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "out_proj", "lm_head")
 """The same by the engine's names. The input embeddings are not among them, though a tied head shares their weight."""
+EXPERT_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""What the engine calls the adapters of one matrix of all a layer's experts, in its order."""
 
 _IN_FILES = {
     "MixtralForCausalLM": {

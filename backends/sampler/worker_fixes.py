@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.sample import sampler as second_sampler
 
 from backends.heap import give_back_memory
 from backends.sampler import expert_routing, placeholders, prompt_columns
+from backends.sampler.expert_stacks import take_expert_stacks
 from backends.sampler.experts_on_cpu import replace_experts
 from backends.sampler.linear_attention_on_cpu import copy_single_rows
 from backends.sampler.lora_fixes import (
@@ -113,8 +114,10 @@ class WorkerExtension:
         heads = [module for module in runner.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
         if len(heads) != 1:
             raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
+        manager = runner.lora_manager._adapter_manager
+        take_expert_stacks(manager)
         # Of some models (Mistral, Gemma) vLLM wraps the head, and then refuses files that have an adapter for it.
-        loadable = runner.lora_manager._adapter_manager.supported_lora_modules
+        loadable = manager.supported_lora_modules
         loadable += ["lm_head"] if "lm_head" not in loadable else []
         return PromptRows(heads[0].punica_wrapper).during
 

@@ -38,7 +38,7 @@ def write_directory(directory: Path, write: Callable[[Path], None], *, durable: 
 def write_adapter(
     directory: Path, tensors: Mapping[str, Tensor], config: Trainable, base_model: str, canary: Canary | None = None
 ) -> None:
-    """The two files that PEFT and vLLM load."""
+    """The two files that PEFT and vLLM load, or with a layer's experts in stacks our engine alone."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(on_host, directory / ADAPTER_FILE, None if canary is None else canary.to_metadata())
     peft_config = {

@@ -45,8 +45,8 @@ class FullFiles:
         self._aside = ThreadPoolExecutor(1, "snapshots")
         self._snapshots: dict[Path, Future[None]] = {}
 
-    def save_adapter(self, tenant: FullTenant, directory: Path, canary: Canary, dtype: torch.dtype) -> None:
-        """A complete Hugging Face model in the base's precision, whatever `dtype` says: that is what computes.
+    def save_adapter(self, tenant: FullTenant, directory: Path, canary: Canary, *, for_elsewhere: bool) -> None:
+        """A complete Hugging Face model in the base's precision, which is what computes; for elsewhere too.
 
         Raises InvalidInput where it, or how it scores, is not finite.
         """

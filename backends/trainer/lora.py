@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
-from backends.families.lora_names import name_in_files
+from backends.families.lora_names import EXPERT_STACKS, name_in_files
 from backends.protocol import InvalidInput
 from backends.trainer.lora_experts import ExpertAdapters, LoraExperts
 from backends.trainer.lora_linear import LoraLinear, RowScales
@@ -37,6 +37,8 @@ class Group:
     """Of the matrices, as a PEFT file has them."""
     places: tuple[LoraLinear | ExpertAdapters, ...]
     """What computes with them: one matrix each, or those of a layer's experts."""
+    place_names: tuple[str, ...]
+    """Of the places, as the engine has them: a linear's own, and one for all experts of a layer."""
     positions: tuple[int, ...]
     """Where the matrices stand among all that take LoRA, in the model's own order."""
 
@@ -88,6 +90,18 @@ class Adapter:
         for _, name, a_rI, b_rO in sorted(places, key=lambda place: place[0]):
             parts[f"base_model.model.{name}.lora_A.weight"] = a_rI
             parts[f"base_model.model.{name}.lora_B.weight"] = b_rO.T
+        return parts
+
+    def named_for_engine(self, halves: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """As `named`, but of a layer's experts one tensor for each of their matrices: A [E, r, I] and B [E, O, r]."""
+        parts = {}
+        for stack, (a_LrI, b_LrO) in zip(self.stacks, halves, strict=True):
+            group, begin = stack.group, 0
+            for place, name in zip(group.places, group.place_names, strict=True):
+                own = slice(begin, begin + place.num_matrices) if isinstance(place, ExpertAdapters) else begin
+                parts[f"base_model.model.{name}.lora_A.weight"] = a_LrI[own]
+                parts[f"base_model.model.{name}.lora_B.weight"] = b_LrO[own].mT
+                begin += place.num_matrices
         return parts
 
     def stacked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -278,7 +292,7 @@ def _replace_modules(
 ) -> list[Group]:
     """Put one that takes adapters in the place of every linear and of every layer's experts."""
     flags = {name: flag for flag, names in modules.items() for name in names}
-    found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[list[str], LoraLinear | ExpertAdapters]]] = {}
+    found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[str, list[str], LoraLinear | ExpertAdapters]]] = {}
     in_order: list[str] = []
     for name in [name for name, _ in model.named_modules() if name in flags]:
         parent_name, _, last = name.rpartition(".")
@@ -286,28 +300,30 @@ def _replace_modules(
         row = of_tower if flags[name] == "train_vision" else of_tokens
         ours = LoraLinear(base, row) if isinstance(base, nn.Linear) else LoraExperts(base, row)
         setattr(model.get_submodule(parent_name), last, ours)
-        for kind, place, own_names in _matrices(name, ours):
+        for kind, place, place_name, own_names in _matrices(name, ours):
             names = [name_in_files(model, one) for one in own_names]
             in_order += names
-            found.setdefault((flags[name], kind, place.matrix_shape), []).append((names, place))
+            member = (name_in_files(model, place_name), names, place)
+            found.setdefault((flags[name], kind, place.matrix_shape), []).append(member)
     positions = {name: position for position, name in enumerate(in_order)}
     groups = []
     for (flag, _, _), members in found.items():
-        all_names = tuple(name for names, _ in members for name in names)
-        places = tuple(place for _, place in members)
-        groups.append(Group(flag, all_names, places, tuple(positions[name] for name in all_names)))
+        place_names, names_of_places, places = zip(*members, strict=True)
+        all_names = tuple(name for names in names_of_places for name in names)
+        groups.append(Group(flag, all_names, places, place_names, tuple(positions[name] for name in all_names)))
     return groups
 
 
 def _matrices(
     name: str, module: LoraLinear | LoraExperts
-) -> Iterator[tuple[str, LoraLinear | ExpertAdapters, list[str]]]:
-    """Of what `name` was: by kind, what computes with its adapters, and the matrices' names."""
+) -> Iterator[tuple[str, LoraLinear | ExpertAdapters, str, list[str]]]:
+    """Of what `name` was: by kind, what computes with its adapters, its name and the matrices' own."""
     if isinstance(module, LoraLinear):
-        yield name.rpartition(".")[2], module, [name]
+        yield name.rpartition(".")[2], module, name, [name]
         return
     for projection, adapters in module.adapters.items():
-        yield f"expert {projection}", adapters, [f"{name}.{i}.{projection}" for i in range(adapters.num_matrices)]
+        names = [f"{name}.{i}.{projection}" for i in range(adapters.num_matrices)]
+        yield f"expert {projection}", adapters, f"{name}.{EXPERT_STACKS[projection]}", names
 
 
 def _initialise(adapter: Adapter) -> None:

@@ -77,7 +77,7 @@ class TrainerRank:
 
     def _make_files(self) -> AnyFiles:
         if self.base.full is None:
-            return WeightFiles(self._config.name, self._world)
+            return WeightFiles(self._config.name, getattr(torch, self._config.dtype), self._world)
         return FullFiles(self._config.source, self.base.full, self._world)
 
     def delete_model(self, model_id: str) -> None:
@@ -205,8 +205,7 @@ class TrainerRank:
         """The adapter alone, or the whole model."""
         tenant = self._about_to_move(model_id)
         canary = score_canary(self.base, self._world.device, tenant.adapter, model_id)
-        dtype = torch.float32 if for_elsewhere else getattr(torch, self._config.dtype)
-        self._files.save_adapter(tenant, directory, canary, dtype)
+        self._files.save_adapter(tenant, directory, canary, for_elsewhere=for_elsewhere)
 
     def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
         """Where it raises, the model is as it was."""

@@ -88,8 +88,9 @@ class AnyTenant(Protocol):
 class AnyFiles(Protocol):
     """What the ranks save and load together; whatever fails, fails on all, and leaves the tenant as it was."""
 
-    def save_adapter(self, tenant: Any, directory: Path, canary: Canary, dtype: torch.dtype) -> None:
-        """What an engine loads. Raises InvalidInput where it, or how it scores, is not finite."""
+    def save_adapter(self, tenant: Any, directory: Path, canary: Canary, *, for_elsewhere: bool) -> None:
+        """What an engine loads, or anybody where it is `for_elsewhere`. Raises InvalidInput where it, or how it scores,
+        is not finite."""
 
     def save_state(self, tenant: Any, directory: Path) -> None:
         """Weights and optimizer. Raises InvalidInput where the weights are not finite."""

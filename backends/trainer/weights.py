@@ -24,21 +24,28 @@ T = TypeVar("T")
 class WeightFiles:
     """What the ranks save and load together."""
 
-    def __init__(self, base_model: str, world: World) -> None:
+    def __init__(self, base_model: str, dtype: torch.dtype, world: World) -> None:
+        """`dtype` is the base's, and the engine's."""
         self._base_model = base_model
+        self._dtype = dtype
         self._world = world
         self._aside = ThreadPoolExecutor(1, "snapshots")
         self._snapshots: dict[Path, Future[None]] = {}
 
-    def save_adapter(self, tenant: Tenant, directory: Path, canary: Canary, dtype: torch.dtype) -> None:
-        """The adapter alone, as PEFT and vLLM load it, in this precision and not durable yet.
+    def save_adapter(self, tenant: Tenant, directory: Path, canary: Canary, *, for_elsewhere: bool) -> None:
+        """The adapter alone, not durable yet: in float32 and as PEFT and vLLM load it where it is `for_elsewhere`,
+        else as the engine beside the trainer has it.
 
         Raises InvalidInput where it, or how it scores, is not finite.
         """
 
         def write(aside: Path) -> None:
             canary.check_finite()
-            tensors = host_tensors(tenant.adapter, dtype)
+            adapter = tenant.adapter
+            if for_elsewhere:
+                tensors = adapter.named(host_halves(adapter, torch.float32))
+            else:
+                tensors = adapter.named_for_engine(host_halves(adapter, self._dtype))
             checkpoint.write_adapter(aside, tensors, tenant.adapter.config, self._base_model, canary)
 
         self._write(tenant, directory, write, durable=False)
@@ -111,7 +118,7 @@ class WeightFiles:
         agreed(self._on_rank_zero(write_finite), self._world)
 
     def _require_finite(self, tenant: Tenant) -> None:
-        if not all_finite(list(tenant.adapter.tensors.values())):
+        if not all_finite(list(tenant.adapter.parameters)):
             raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
     def _read(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -122,8 +129,8 @@ class WeightFiles:
         return lambda: action() if self._world.rank == 0 else None
 
 
-def host_tensors(adapter: Adapter, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies of an adapter's tensors in host memory, by their name in a PEFT file, laid out as the file has them.
+def host_halves(adapter: Adapter, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Copies of an adapter's stacks in host memory, as `Adapter.named` takes them, laid out as files have them.
 
     A few large copies from the device instead of two for each linear, after it has rounded and transposed them.
     """
@@ -133,7 +140,7 @@ def host_tensors(adapter: Adapter, dtype: torch.dtype) -> dict[str, Tensor]:
         halves.append((_on_host(a_LrI), _on_host(b_LOr).transpose(1, 2)))
     if adapter.stacks[0].a_LrI.is_cuda:
         torch.cuda.synchronize()
-    return adapter.named(halves)
+    return halves
 
 
 def _on_host(tensor: Tensor) -> Tensor:

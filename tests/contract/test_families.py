@@ -200,6 +200,9 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
     for name in ADAPTERS:
         weights[name] = tmp_path / name
         rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
+    weights["d"] = tmp_path / "a, for elsewhere"  # expert by expert
+    rank.save_sampler_weights("a", weights["d"], for_elsewhere=True)
+    trained_as = {None: "fresh", "d": "a"}
     rank.create_model("fresh", LORA)  # adds nothing
     running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype))
     await running.start()
@@ -228,7 +231,7 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
                 "weights": np.ones(len(whole), np.float32),
             },
         )
-        (expected,) = logprobs(rank, adapter or "fresh", [scored])
+        (expected,) = logprobs(rank, trained_as.get(adapter, adapter), [scored])
         of_prompt = expected[: len(rendered.token_ids_T) - 1]
         for span in rendered.spans:
             of_prompt[max(span.offset - 1, 0) : span.offset + span.num_tokens - 1] = 0

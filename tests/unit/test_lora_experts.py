@@ -89,6 +89,19 @@ def test_models_of_one_row_get_what_each_gets_alone_from_merged_weights(model) -
             torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-11, msg=name)
 
 
+def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model) -> None:
+    adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), CONFIGS[0], 0)
+    ours = adapter.named_for_engine([(stack.a_LrI.data, stack.b_LrO.data) for stack in adapter.stacks])
+    wanted = {name: tensor for name, tensor in adapter.tensors.items() if ".experts." not in name}
+    experts = "base_model.model.model.layers.1.mlp.experts"
+    for matrix, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        for half in ("lora_A", "lora_B"):
+            of_each = [adapter.tensors[f"{experts}.{i}.{name}.{half}.weight"] for i in range(8)]
+            wanted[f"{experts}.{matrix}.{half}.weight"] = torch.stack(of_each)
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
 def test_every_expert_has_its_own_adapter_in_the_files_order_of_layers(model) -> None:
     adapters = Adapters(model, MODULES.lora_modules(model), max_rank=8)
     adapter = adapters.create(Trainable(rank=2, seed=1, train_attn=False, train_unembed=False))
