@@ -18,7 +18,7 @@ from backends.sampler.turns import NEWCOMER_ROWS
 from backends.sources import kv_bytes_per_token
 
 VLLM_VERSION = "0.32.0"
-"""What `worker_fixes.py` and the files beside it that it puts to use reach into; another version may differ silently."""
+"""What `worker_fixes.py`, and the files that it puts to use, reach into; another version may differ silently."""
 MAX_ADAPTERS = 32
 """Adapters held in main memory and in the scratch directory; more only while in use."""
 
