@@ -75,7 +75,8 @@ class Tenant:
             if "without overflow" not in str(error):
                 raise
             return False
-        return all_finite([*self.adapter.parameters, *self.optimizer_state().values()])
+        kept = [value for of_parameter in self.optimizer.state.values() for value in of_parameter.values()]
+        return all_finite([*self.adapter.parameters, *kept])
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's state by `<adapter tensor>:<its name in torch>`; empty before the first step."""
