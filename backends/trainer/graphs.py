@@ -22,12 +22,18 @@ from backends.trainer.scoring import Scorer
 log = logging.getLogger(__name__)
 TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Of a graph. Above, launching takes less time than computing, on an H200 and a model of 4 billion parameters."""
-TOKENS_PER_SAMPLE = 8
-"""A graph of 512 tokens takes up to 64 samples, with the one that fills it up."""
+_FEW_SAMPLES = 64
+_TOKENS_PER_SAMPLE, _MANY_IN = 8, 2048
+"""A graph takes up to 64 samples, with the one that fills it up, or in 2,048 tokens or fewer one for every 8 of them.
+For each that there could be attention launches blocks for as many tokens as the row has: a row of 4,096 with room for
+512 samples took 380 ms on an H200, of which that was 150."""
 _WARM_UPS = 2
 _CLOSE, _CLOSE_PART = 0.1, 0.02
 """Nats, and of their mean magnitude: the mean difference between a graph's and launched kernels'. Rows of different
 lengths were seen to differ by 0.016 nats, by 0.04 in a mixture of experts; what is computed wrongly, by 1.2."""
+
+_Key = tuple[int, int, int]
+"""Tokens, rank columns and samples of a graph."""
 
 
 class Graphs:
@@ -39,7 +45,7 @@ class Graphs:
         self._scorer = scorer
         self._device = device
         self._sizes = [size for size in TOKENS if size <= max(max_tokens, TOKENS[0])]
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[_Key, _Graph] = {}
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle()
         """One for all graphs: no two are ever in use at once."""
@@ -66,7 +72,7 @@ class Graphs:
             and not batch.images
             and batch.max_seqlen < LONG  # or attention has a faster kernel, which must know the lengths
             and batch.targets_TK.shape[1] == 1
-            and len(batch.cu_seqlens) <= size // TOKENS_PER_SAMPLE + 1
+            and samples_of_graph(batch, size) is not None
         )
 
     def __call__(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
@@ -74,18 +80,20 @@ class Graphs:
         there is no recording the model's kernels, OutOfMemoryError."""
         size = self._size(batch)
         assert size is not None
-        key = (size, scales_TR.shape[1])
+        num_samples = samples_of_graph(batch, size)
+        assert num_samples is not None
+        key = (size, scales_TR.shape[1], num_samples)
         if key not in self._graphs:
             torch.cuda.empty_cache()  # as recording does
             before = torch.cuda.memory_reserved(self._device)
             try:
-                self._graphs[key] = _Graph(self._scorer, batch, size, scales_TR.shape[1], self._pool)
+                self._graphs[key] = _Graph(self._scorer, batch, key, self._pool)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise BackendFailed(f"its kernels cannot be recorded ({error})") from error
             self.memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
-            log.info("recorded a graph of %d tokens, %d rank columns", *key)
+            log.info("recorded a graph of %d tokens, %d rank columns, %d samples", *key)
             self._check(self._graphs[key], batch, scales_TR)
         return cast(Tensor, _Replay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
 
@@ -102,16 +110,26 @@ class Graphs:
         return next((size for size in self._sizes if len(batch.targets_TK) <= size), None)
 
 
+def samples_of_graph(batch: Microbatch, num_tokens: int) -> int | None:
+    """Of the graph of so many tokens that takes the row; None where none does."""
+    # What is in no sample would be left as it is in memory, and its gradient, which is 0, times that.
+    needed = len(batch.cu_seqlens) - 1 + (len(batch.targets_TK) < num_tokens)
+    every = num_tokens // _TOKENS_PER_SAMPLE
+    allowed = [min(_FEW_SAMPLES, every)] + ([every] if num_tokens <= _MANY_IN else [])
+    return next((most for most in allowed if needed <= most), None)
+
+
 class _Graph:
     """Forward and backward of rows of one size, each at fixed places in memory."""
 
-    def __init__(self, scorer: Scorer, like: Microbatch, num_tokens: int, width: int, pool: Any) -> None:
+    def __init__(self, scorer: Scorer, like: Microbatch, key: _Key, pool: Any) -> None:
+        num_tokens, width, num_samples = key
         device = like.targets_TK.device
         zeros = partial(torch.zeros, device=device)
         inputs = {
             name: zeros(*value.shape[:-1], num_tokens, dtype=value.dtype) for name, value in like.model_inputs.items()
         }
-        bounds = torch.full((num_tokens // TOKENS_PER_SAMPLE + 1,), num_tokens, dtype=torch.int32, device=device)
+        bounds = torch.full((num_samples + 1,), num_tokens, dtype=torch.int32, device=device)
         bounds[0] = 0
         unknown = torch.zeros(2, dtype=torch.int32)  # on the host; what is recorded serves rows of any lengths
         targets_TK = zeros(num_tokens, 1, dtype=torch.int64)
@@ -154,7 +172,7 @@ class _Graph:
             self.row.experts_LTK.fill_(OWN)
             if batch.experts_LTK is not None:
                 self.row.experts_LTK[:, :count] = batch.experts_LTK
-        # The rest is one sample, and others of no token: the kernel writes nothing where no sample is.
+        # The rest is one sample, and others of no token.
         self.row.cu_seqlens.fill_(len(self.row.targets_TK))[:ends] = batch.cu_seqlens
         self._forward.replay()
         logprobs_TK: Tensor = self._logprobs_TK[:count]
