@@ -9,6 +9,7 @@ T tokens, L layers of the decoder, K experts of a token
 """
 
 import hashlib
+import logging
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 
 from backends.rendering import Rendered
 
+log = logging.getLogger(__name__)
 _MAX_BYTES = 4 << 30
 """Of all files of one base model. A decoder of 48 layers with 8 experts for a token takes 384 bytes a token."""
 _ASIDE = "aside"
@@ -67,10 +69,13 @@ class RoutingFiles:
 
 
 def read_routing(directory: Path, name: str) -> np.ndarray | None:
-    """[T, L, K] of unsigned integers; None where nothing is kept of it."""
+    """[T, L, K] of unsigned integers; None where nothing is kept of it, or no longer whole."""
     try:
         with (directory / name).open("rb") as file:
             experts_TLK: np.ndarray = np.load(file, allow_pickle=False)
     except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:  # as after a power loss: nothing here is made durable
+        log.warning("what experts were sampled cannot be read: %s", error)
         return None
     return experts_TLK

@@ -6,6 +6,7 @@ around it.
 T tokens, L layers of the decoder, K experts of a token
 """
 
+import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from backends.protocol import BackendFailed
 from backends.rendering import Rendered
 from backends.routing import RoutingFiles, routing_name
 
+log = logging.getLogger(__name__)
+
 
 def allow_on_cpu() -> None:
     """Once in the engine's process and in the one that starts it: vLLM refuses to tell for a runner that does not."""
@@ -28,14 +31,17 @@ def allow_on_cpu() -> None:
 def keep_routing(
     files: RoutingFiles, owner: str, model_id: str, rendered: Rendered, outputs: Sequence[CompletionOutput]
 ) -> None:
-    """Of a prompt and each of its samples. The last token drawn was sent nowhere yet."""
+    """Of a prompt and each of its samples. The last token drawn was sent nowhere yet. A full disk fails no sample."""
     for output in outputs:
         fed = output.token_ids[:-1]
         num_tokens, experts_TLK = len(rendered.token_ids_T) + len(fed), output.routed_experts
         if experts_TLK is None or len(experts_TLK) < num_tokens:
             told = 0 if experts_TLK is None else len(experts_TLK)
             raise BackendFailed(f"the engine told the experts of {told} tokens where {num_tokens} were due")
-        files.write(routing_name(owner, model_id, rendered, fed), experts_TLK[:num_tokens])
+        try:
+            files.write(routing_name(owner, model_id, rendered, fed), experts_TLK[:num_tokens])
+        except OSError as error:
+            log.warning("what experts were sampled is not kept: %s", error)
 
 
 def on_first_runner(runner: Any) -> None:

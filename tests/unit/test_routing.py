@@ -1,5 +1,6 @@
 """Routing in files, and routers that choose by it."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from vllm.outputs import CompletionOutput
 
 from api_schemas.inputs import Datum
 from backends.config import BackendConfig
@@ -19,10 +21,12 @@ from backends.placement import Machine
 from backends.protocol import BackendFailed
 from backends.rendering import Renderer
 from backends.routing import RoutingFiles, read_routing, routing_name
+from backends.sampler.expert_routing import keep_routing
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_moe
+from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.trainers import (
     LORA,
     OWNER,
@@ -37,6 +41,7 @@ from tests.trainers import (
 )
 
 TEXTS = [prompt(words(length, length)) for length in (5, 11, 23)]
+TINY_VL = Path(__file__).parents[2] / "tinker_server/tiny_vl"
 KINDS = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen2 MoE", "Mixtral")
 
 
@@ -96,7 +101,7 @@ def test_what_was_written_first_goes_first_and_an_earlier_process_s_files_count(
 
 
 def test_a_name_is_of_one_user_one_model_its_tokens_and_its_images() -> None:
-    renderer = make_renderer(Path("tinker_server/tiny_vl"))
+    renderer = make_renderer(TINY_VL)
     rendered = {name: renderer.render(one, name) for name, one in MIXED.items()}
     text = rendered["text"]
     names = [routing_name("u", "m", one) for one in rendered.values()]
@@ -208,6 +213,46 @@ def test_models_in_one_row_have_each_its_own_routing(tmp_path: Path) -> None:
         for row, expected in zip(got.loss_fn_outputs, wanted.loss_fn_outputs, strict=True):
             np.testing.assert_allclose(row["logprobs"], expected["logprobs"], atol=1e-5)
     assert [one.metrics["replayed_tokens:sum"] for one in alone] == [len(data[1].loss_fn_inputs["target_tokens"]), 0]
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"no array", np.lib.format.magic(1, 0) + b"x"])
+def test_what_is_no_longer_whole_is_as_if_it_were_not_there(spoilt: bytes, tmp_path: Path, caplog) -> None:
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    item = datum(TEXTS[0], renderer)
+    keep(files, renderer, item, 0)
+    (file,) = (tmp_path / "routing").iterdir()
+    file.write_bytes(spoilt)
+    rank = replaying(source, tmp_path / "routing")
+    assert forward_backward(rank, "m", cross_entropy([item]), False).metrics["replayed_tokens:sum"] == 0
+    assert "cannot be read" in caplog.text
+
+
+def test_a_sample_does_not_fail_where_its_routing_cannot_be_kept(tmp_path: Path, caplog) -> None:
+    renderer, files = make_renderer(TINY_VL), RoutingFiles(tmp_path / "routing")
+    shutil.rmtree(tmp_path / "routing")
+    rendered = renderer.render(TEXTS[0], "prompt")
+    experts_TLK = np.zeros((len(rendered.token_ids_T) + 2, 2, 3), np.uint8)
+    output = CompletionOutput(0, "", [5, 6, 7], None, None, experts_TLK)
+    keep_routing(files, OWNER, "m", rendered, [output])
+    assert "is not kept" in caplog.text
+    with pytest.raises(BackendFailed, match="the engine told the experts of 6 tokens where 7 were due"):
+        keep_routing(files, OWNER, "m", rendered, [replace(output, routed_experts=experts_TLK[:6])])
+
+
+def replaying_rank(world: World, source: Path, directory: Path) -> Stepped:
+    rank = TrainerRank(replace(config(source, 30), routing_dir=directory), world)
+    rank.create_model("m", LORA)
+    return two_steps(rank, "m", cross_entropy(data_of(make_renderer(source))))
+
+
+@pytest.mark.slow
+def test_two_ranks_are_as_one(tmp_path: Path) -> None:
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    for index, item in enumerate(data_of(renderer)[1:]):
+        keep(files, renderer, item, index)
+    check_two_are_as_one(replaying_rank, source, tmp_path / "routing")
 
 
 @pytest.mark.parametrize(
