@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import RANK, SHAPES, Shape, make_model, peak_flops
 from benchmarks.handover import saves
 from tests.servers import Server
+from tests.training import rl_datum
 
 NAME = "bench/model"
 GROUPS, GROUP_SIZE, PROMPT, COMPLETION = 64, 4, 64, 256
@@ -138,21 +139,6 @@ def rl_step(training: tinker.TrainingClient, number: int) -> None:
         f"RL step {number}: new weights and samples {sampled_s:.2f}, training {whole_s - sampled_s:.2f}, together"
         f" {whole_s:.2f} s; trainer and sampler differ by {gaps.mean():.4f} nats on average, {gaps.max():.3f} at most",
         flush=True,
-    )
-
-
-def rl_datum(prompt: list[int], drawn: types.SampledSequence, advantage: float) -> types.Datum:
-    """A prompt's tokens have no advantage."""
-    tokens = [*prompt, *drawn.tokens]
-    before, logprobs = np.zeros(len(prompt) - 1, np.float32), np.asarray(drawn.logprobs, np.float32)
-    rows = {
-        "target_tokens": np.asarray(tokens[1:]),
-        "logprobs": np.concatenate([before, logprobs]),
-        "advantages": np.concatenate([before, np.full_like(logprobs, advantage)]),
-    }
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={name: types.TensorData.from_numpy(values) for name, values in rows.items()},
     )
 
 

@@ -34,11 +34,6 @@ def train(rank: TrainerRank, data: list[Datum], num_steps: int, adam: AdamParams
         rank.optim_step("m", adam)
 
 
-def logprobs(rank: TrainerRank, data: list[Datum], model_id: str = "m") -> list[np.ndarray]:
-    output = forward_backward(rank, model_id, cross_entropy(data), False)
-    return [one["logprobs"] for one in output.loss_fn_outputs]
-
-
 def assert_scores(model, renderer: Renderer, data: list[Datum], got: Sequence[np.ndarray]) -> None:
     for item, values in zip(data, got, strict=True):
         with torch.no_grad():

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from api_schemas.inputs import Datum
@@ -14,6 +15,7 @@ from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
+from tests.factories import cross_entropy
 
 LORA = Trainable(rank=8, seed=1)
 # Adam's first step is nearly the sign of the gradient, which blows rounding up; a large eps makes it
@@ -66,6 +68,11 @@ def together(
         arriving = []
         left = [number for number in left if number in rank._passes]
     return [finished.get(one.number) for one in new]
+
+
+def logprobs(rank: TrainerRank, data: list[Datum], model_id: str = "m") -> list[np.ndarray]:
+    output = forward_backward(rank, model_id, cross_entropy(data), False)
+    return [one["logprobs"] for one in output.loss_fn_outputs]
 
 
 def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.Tensor]:

@@ -38,6 +38,21 @@ def logprobs_of(client: tinker.TrainingClient, data: list[Datum]) -> list[np.nda
     return [np.array(row["logprobs"].tolist()) for row in output.loss_fn_outputs]
 
 
+def rl_datum(prompt: list[int], drawn: types.SampledSequence, advantage: float) -> types.Datum:
+    """Of a prompt and what was drawn after it; the prompt's tokens have no advantage."""
+    tokens = [*prompt, *drawn.tokens]
+    before, logprobs = np.zeros(len(prompt) - 1, np.float32), np.asarray(drawn.logprobs, np.float32)
+    rows = {
+        "target_tokens": np.asarray(tokens[1:]),
+        "logprobs": np.concatenate([before, logprobs]),
+        "advantages": np.concatenate([before, np.full_like(logprobs, advantage)]),
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={name: types.TensorData.from_numpy(values) for name, values in rows.items()},
+    )
+
+
 def saved_adapter(server: Server, path: str) -> dict[str, torch.Tensor]:
     """What a tinker:// path holds on the server's disk."""
     run_id, kind, name = path.removeprefix("tinker://").split("/")

@@ -66,13 +66,11 @@ class Graphs:
 
     def takes(self, batch: Microbatch) -> bool:
         """Whether a row is of those that have a graph."""
-        size = self._size(batch)
         return (
-            size is not None
-            and not batch.images
+            not batch.images
             and batch.max_seqlen < LONG  # or attention has a faster kernel, which must know the lengths
             and batch.targets_TK.shape[1] == 1
-            and samples_of_graph(batch, size) is not None
+            and self._size(batch) is not None
         )
 
     def __call__(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
@@ -80,9 +78,8 @@ class Graphs:
         there is no recording the model's kernels, OutOfMemoryError."""
         size = self._size(batch)
         assert size is not None
-        num_samples = samples_of_graph(batch, size)
-        assert num_samples is not None
-        key = (size, scales_TR.shape[1], num_samples)
+        num_tokens, num_samples = size
+        key = (num_tokens, scales_TR.shape[1], num_samples)
         if key not in self._graphs:
             torch.cuda.empty_cache()  # as recording does
             before = torch.cuda.memory_reserved(self._device)
@@ -106,8 +103,11 @@ class Graphs:
         if known.any() and not difference < _CLOSE + _CLOSE_PART * computed_TK[known].abs().mean():
             raise BackendFailed(f"recorded kernels give log probabilities {difference:.3g} nats from launched ones")
 
-    def _size(self, batch: Microbatch) -> int | None:
-        return next((size for size in self._sizes if len(batch.targets_TK) <= size), None)
+    def _size(self, batch: Microbatch) -> tuple[int, int] | None:
+        """Tokens and samples of the graph that takes a row of so many."""
+        num_tokens = next((size for size in self._sizes if len(batch.targets_TK) <= size), None)
+        num_samples = None if num_tokens is None else samples_of_graph(batch, num_tokens)
+        return None if num_tokens is None or num_samples is None else (num_tokens, num_samples)
 
 
 def samples_of_graph(batch: Microbatch, num_tokens: int) -> int | None:

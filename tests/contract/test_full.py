@@ -17,10 +17,10 @@ from backends.rendering import Renderer
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
-from tests.full import ADAM, FULL, assert_scores, full_trainer, logprobs, mixed_data, train
+from tests.full import ADAM, FULL, assert_scores, full_trainer, mixed_data, train
 from tests.models import make_tiny_vl
 from tests.ranks import on_two_ranks
-from tests.trainers import config, forward_backward, reference_logprobs
+from tests.trainers import config, forward_backward, logprobs, reference_logprobs
 
 DECODER = ("model.language_model.", "model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 Params = dict[str, torch.Tensor]

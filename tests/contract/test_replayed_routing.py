@@ -23,6 +23,7 @@ from tests.models import make_tiny_vl, make_wide_moe
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.servers import Server
 from tests.trainers import LORA, OWNER, config, forward_backward, perturb
+from tests.training import rl_datum
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +95,7 @@ def test_through_the_sdk_trainer_and_sampler_agree_in_bfloat16_on_a_mixture(tmp_
             params = types.SamplingParams(max_tokens=32, stop=[])
             futures = [sampling.sample(types.ModelInput.from_ints(one), 2, params) for one in prompts]
             data = [
-                importance_sampling_datum(one, sequence)
+                rl_datum(one, sequence, 1.0)
                 for one, future in zip(prompts, futures, strict=True)
                 for sequence in future.result().sequences
             ]
@@ -107,17 +108,3 @@ def test_through_the_sdk_trainer_and_sampler_agree_in_bfloat16_on_a_mixture(tmp_
         assert other.forward(data, "importance_sampling").result().metrics["replayed_tokens:sum"] == 0
     finally:
         server.stop()
-
-
-def importance_sampling_datum(asked: list[int], drawn: types.SampledSequence) -> types.Datum:
-    tokens, zeros = [*asked, *drawn.tokens], np.zeros(len(asked) - 1, np.float32)
-    logprobs = np.asarray(drawn.logprobs, np.float32)
-    rows = {
-        "target_tokens": np.asarray(tokens[1:]),
-        "logprobs": np.concatenate([zeros, logprobs]),
-        "advantages": np.concatenate([zeros, np.ones_like(logprobs)]),
-    }
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={name: types.TensorData.from_numpy(values) for name, values in rows.items()},
-    )

@@ -10,6 +10,8 @@ from tests.servers import sdk_input
 from tests.training import logprobs_of
 
 MEAN, LARGEST = 0.03, 0.2
+ON_CUDA = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_fraction": 0.2, "kv_cache_bytes": 1 << 30}
+"""Of a sampler's config, beside a trainer in the test's own process."""
 
 
 def scoring_datum(model_input, renderer):

@@ -16,7 +16,7 @@ from backends.sampler.client import SamplerClient
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
-from tests.gpu.agreement import LARGEST, MEAN, scoring_datum
+from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import FAMILIES, make_wide_moe
 from tests.sampling import request, sample, sampler_config
 from tests.trainers import LORA, config, forward_backward, gradients, perturb, relative_distance, trainer
@@ -73,8 +73,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
         perturb(rank, name)
         weights[name] = tmp_path / name
         rank.save_sampler_weights(name, weights[name], for_elsewhere=False)
-    settings = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_fraction": 0.2, "kv_cache_bytes": 1 << 30}
-    running = SamplerClient(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **settings))
+    running = SamplerClient(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA))
     await running.start()
     try:
         asked = [(name, item) for item in data for name in weights]
@@ -108,9 +107,8 @@ async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_
         rank.create_model("m", LORA)
         perturb(rank, "m")
     ranks["replayed"].save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
-    settings = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_fraction": 0.2, "kv_cache_bytes": 1 << 30}
-    settings["routing_dir"] = routing_dir
-    running = SamplerClient(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **settings))
+    settings = dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA, routing_dir=routing_dir)
+    running = SamplerClient(settings)
     await running.start()
     prompts = [prompt(words(length, length)) for length in (5, 40, 300)]
     try:

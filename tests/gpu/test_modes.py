@@ -19,10 +19,10 @@ from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer
 from tests.full import FULL
-from tests.gpu.agreement import LARGEST, MEAN, scoring_datum
+from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import FAMILIES
 from tests.sampling import sample, sampler_config, scoring
-from tests.trainers import config, forward_backward, perturb
+from tests.trainers import config, forward_backward, logprobs, perturb
 
 pytestmark = pytest.mark.gpu
 
@@ -71,10 +71,6 @@ def trained(
     return rank
 
 
-def logprobs(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
-    return [one["logprobs"] for one in forward_backward(rank, "m", cross_entropy(data), False).loss_fn_outputs]
-
-
 def test_two_steps_are_as_on_the_cpu(mode, tiny_vl, tmp_path):
     source = mode.source(tiny_vl, tmp_path / "model")
     renderer = make_renderer(source)
@@ -95,8 +91,7 @@ async def test_the_sampler_scores_as_the_trainer(mode, tiny_vl, tmp_path):
     steps_on = [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())] if mode.lora.full else []
     rank = trained(source, mode, "cuda", "bfloat16", steps_on)
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
-    settings = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_fraction": 0.2, "kv_cache_bytes": 1 << 30}
-    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), **settings, **mode.settings))
+    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA, **mode.settings))
     await running.start()
     try:
         scores = [

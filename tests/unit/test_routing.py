@@ -34,6 +34,7 @@ from tests.trainers import (
     config,
     forward_backward,
     gradients,
+    logprobs,
     perturb,
     reference_logprobs,
     together,
@@ -81,11 +82,6 @@ def keep(files: RoutingFiles, renderer: Renderer, item: Datum, seed: int, owner:
     experts_TLK = experts_of(renderer, len(rendered.token_ids_T), seed)
     files.write(routing_name(owner, "m", rendered), experts_TLK)
     return experts_TLK
-
-
-def logprobs(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
-    output = forward_backward(rank, "m", cross_entropy(data), False)
-    return [one["logprobs"] for one in output.loss_fn_outputs]
 
 
 def test_what_was_written_first_goes_first_and_an_earlier_process_s_files_count(tmp_path: Path) -> None:
