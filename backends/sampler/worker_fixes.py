@@ -28,6 +28,7 @@ from backends.sampler.lora_fixes import (
     replace_cpu_ops,
     take_heads_beside_decoders,
 )
+from backends.sampler.residual_stream import keep_in_float32
 from backends.sampler.step_graphs import IMAGES, record_both_kinds
 
 # vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
@@ -39,6 +40,7 @@ KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 lora_model.PIN_MEMORY = model_manager.PIN_MEMORY = False
 name_tower_attention()
 take_heads_beside_decoders()
+keep_in_float32()
 if current_platform.is_cpu():
     replace_experts()
     copy_single_rows()

@@ -24,6 +24,7 @@ from backends.trainer.loading import load
 from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World
 from backends.trainer.replay import Replay
+from backends.trainer.residual_stream import keep_in_float32
 from backends.trainer.scoring import Scorer
 from backends.trainer.self_test import own_logprobs, packing_is_exact
 from backends.trainer.trained import TrainedWeights
@@ -58,6 +59,7 @@ class FrozenBase:
         self.full = FullWeights(root, modules, world) if config.full else None
         """Where one model trains all weights."""
         own = own_logprobs(root, self.renderer, world.device)
+        keep_in_float32(model)
         self.adapters: TrainedWeights = self.full or Adapters(model, modules, config.max_lora_rank)
         self.vision: ImageEncoder | None = None
         if family.vision is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from backends.rendering import Rendered, Renderer
 from backends.trainer.batching import Microbatch, pack
+from backends.trainer.lora_experts import LoraExperts
 from backends.trainer.parallel import World
 from backends.trainer.scoring import Scorer
 
@@ -21,9 +22,15 @@ _WARM_UP_LENGTHS = (41, 26)
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Have each layer compiled when it is first called, but for those of linear attention: transformers computes that
     in a loop over a row, and what is compiled of it would be of one length."""
+    layers = list(layers)
     # Norms and silu(gate) * up are then computed again in backward, not kept: a quarter less memory, 1 % more time.
     torch._functorch.config.ban_recompute_materialized_backward = False
     torch._functorch.config.ban_recompute_used_far_apart = False
+    # Rotated queries and keys too, which hold a concatenation. Our own operators are never computed again; nor is what
+    # a router chooses, which could be another where two experts are equal.
+    has_experts = any(isinstance(module, LoraExperts) for layer in layers for module in layer.modules())
+    torch._functorch.config.ban_recompute_not_in_allowlist = has_experts
+    torch._functorch.config.is_non_builtin_to_include = not has_experts
     for layer in layers:
         if not hasattr(layer, "linear_attn"):
             layer.compile(dynamic=True)

@@ -1,0 +1,66 @@
+"""The engine's residual stream in float32, where its weights are in 16 bits: as the trainer has it.
+
+Each norm of vLLM's decoders adds to it what the layer before has computed. Rounded there to bfloat16, as vLLM does,
+the engine's log probabilities of a model of 36 layers differ by 0.013 nats on average from the engine's own, when it
+sums in another order.
+
+T tokens, H hidden width
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.triton_utils import tl, triton
+
+
+def keep_in_float32() -> None:
+    """Once, before the engine is made."""
+    _replace(RMSNorm, lambda norm: norm.weight.data)
+    _replace(GemmaRMSNorm, lambda norm: norm.weight.data.float() + 1)
+
+
+def _replace(kind: Any, weight_of: Callable[[Any], Tensor]) -> None:
+    own = kind.forward_native
+
+    def forward(norm: Any, x_TH: Tensor, residual_TH: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        of_a_part = getattr(norm, "variance_size_override", None) is not None
+        if residual_TH is None or x_TH.dtype == torch.float32 or of_a_part:
+            return own(norm, x_TH, residual_TH)  # type: ignore[no-any-return]
+        return add_and_norm(x_TH, residual_TH, weight_of(norm), norm.variance_epsilon)
+
+    kind.forward_native = kind.forward_cuda = forward
+
+
+def add_and_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm of their sum, rounded once to the type of `x_TH`, and the sum in float32, in the place of
+    `residual_TH` where that is."""
+    if not x_TH.is_cuda:
+        sum_TH = x_TH.float() + residual_TH
+        scale_T1 = torch.rsqrt(sum_TH.pow(2).mean(-1, keepdim=True) + epsilon)
+        return (sum_TH * scale_T1 * weight_H.float()).to(x_TH.dtype), sum_TH
+    x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
+    num_tokens, width = x_TH.shape
+    normed_TH = torch.empty_like(x_TH)
+    sum_TH = residual_TH if residual_TH.dtype == torch.float32 else torch.empty_like(x_TH, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    _add_and_norm[num_tokens,](
+        x_TH, residual_TH, weight_H, normed_TH, sum_TH, width, epsilon, BLOCK=block, num_warps=min(16, max(4, block // 512))
+    )
+    return normed_TH, sum_TH
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _add_and_norm(x, residual, weight, normed, total, width, epsilon, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001, N803, PLR0913
+    """Of one token."""
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    place = tl.program_id(0).to(tl.int64) * width + column
+    summed = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    summed += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + place, summed, mask=inside)
+    scale = tl.rsqrt(tl.sum(summed * summed) / width + epsilon)
+    scaled = summed * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, scaled.to(normed.dtype.element_ty), mask=inside)
