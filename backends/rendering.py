@@ -44,9 +44,16 @@ class Renderer:
     """Renders for one base model. `source` is a local directory."""
 
     def __init__(
-        self, source: str, *, image_cache_bytes: int, max_image_pixels: int, pixel_dtype: torch.dtype = torch.float32
+        self,
+        source: str,
+        *,
+        image_cache_bytes: int,
+        max_image_pixels: int,
+        pixel_dtype: torch.dtype = torch.float32,
+        pins_pixels: bool = False,
     ) -> None:
-        """`pixel_dtype`: that of the model, which would round the pixels to it first of all."""
+        """`pixel_dtype`: that of the model, which would round the pixels to it first of all. `pins_pixels`: in memory
+        from which a GPU copies while the host goes on."""
         self.config = AutoConfig.from_pretrained(source)
         text_config = self.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
@@ -54,6 +61,7 @@ class Renderer:
         self.takes_images = self.family.vision is not None
         self._max_image_pixels = max_image_pixels
         self._pixel_dtype = pixel_dtype
+        self._pins_pixels = pins_pixels
         self._cache: LRU[str, RenderedImage] = LRU(image_cache_bytes, lambda image: image.size_bytes)
         self._in_use: WeakValueDictionary[str, RenderedImage] = WeakValueDictionary()
         """One image of several inputs is decoded once."""
@@ -181,8 +189,12 @@ class Renderer:
         """Raises BadImage."""
         tensors = vision.process(decode(data, self._max_image_pixels))
         return RenderedImage(
-            key, {name: one.to(self._pixel_dtype) if one.is_floating_point() else one for name, one in tensors.items()}
+            key, {name: self._pixels(one) if one.is_floating_point() else one for name, one in tensors.items()}
         )
+
+    def _pixels(self, tensor: torch.Tensor) -> torch.Tensor:
+        rounded = tensor.to(self._pixel_dtype)
+        return rounded.pin_memory() if self._pins_pixels else rounded
 
 
 def _key(chunk: ImageChunk) -> str:

@@ -25,7 +25,9 @@ from backends.families.family import (
 )
 from backends.families.lora_names import decoder_modules
 from backends.families.processors import image_processor
+from backends.families.qwen_grids import precomputed
 from backends.families.tower_attention import use_varlen
+from backends.pinned import to_device
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 """Their first decoder layers add what layers of the vision tower saw."""
@@ -146,6 +148,7 @@ class Qwen3VLTower:
     def __init__(self, model: PreTrainedModel, *, has_taps: bool) -> None:
         """`model` is the one whose forward calls its own get_image_features."""
         self._run: Callable[..., Any] = model.get_image_features
+        self._visual = model.visual
         self._embedding = model.visual.patch_embed.proj
         model.visual.patch_embed.forward = self._embed
         use_varlen(model.visual)
@@ -155,10 +158,12 @@ class Qwen3VLTower:
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
         """All images in one pass of the tower."""
-        pixels_PD = _on_device([image.tensors["pixel_values"] for image in images], device)
+        pixels_PD = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
         # Nothing before the tower wants a gradient, and backward ends before the first thing that wants one.
         pixels_PD.requires_grad_(torch.is_grad_enabled())
-        output = self._run(pixels_PD, self._grids(images, device), return_dict=True)
+        grids_N3 = self._grids(images)
+        known = precomputed(self._visual, grids_N3, device)
+        output = self._run(pixels_PD, grids_N3, return_dict=True, **known)
         self._output = type(output)
         # transformers splits the taps by image since 5.18; before, it leaves them in one.
         taps = output.deepstack_features if self._has_taps else []
@@ -179,7 +184,7 @@ class Qwen3VLTower:
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
         """Pixels that say no more than that there are images, and the real grids."""
-        return {"pixel_values": torch.empty(0, device=device), "image_grid_thw": self._grids(images, device)}
+        return {"pixel_values": torch.empty(0, device=device), "image_grid_thw": to_device(self._grids(images), device)}
 
     def output(self, features: Sequence[ImageFeatures]) -> Any:
         """In the form in which `compute` met them."""
@@ -190,17 +195,8 @@ class Qwen3VLTower:
         split = taps if self._splits_taps else [torch.cat(tap) for tap in taps]
         return self._output(pooler_output=tokens, deepstack_features=split)
 
-    def _grids(self, images: Sequence[RenderedImage], device: torch.device) -> Tensor:
-        return torch.cat([image.tensors["image_grid_thw"] for image in images]).to(device)
-
-
-def _on_device(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The parts side by side; on their way to a GPU in pinned memory, from where they are copied twice as fast."""
-    if device.type == "cpu":
-        return torch.cat(list(parts))
-    rows = sum(len(part) for part in parts)
-    pinned = torch.empty(rows, *parts[0].shape[1:], dtype=parts[0].dtype, pin_memory=True)
-    return torch.cat(list(parts), out=pinned).to(device, non_blocking=True)
+    def _grids(self, images: Sequence[RenderedImage]) -> Tensor:
+        return torch.cat([image.tensors["image_grid_thw"] for image in images])
 
 
 def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:

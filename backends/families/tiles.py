@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from backends.families.family import FLOAT32_BYTES, ImageFeatures, ImageSpan, LoraFlag, RenderedImage
 from backends.families.lora_names import decoder_modules
+from backends.pinned import to_device
 from backends.protocol import BackendFailed
 
 _AT_ONCE = 128
@@ -50,7 +51,7 @@ class TileTower:
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
         """All images' tiles side by side."""
-        tiles_P3SS = torch.cat([image.tensors["pixel_values"] for image in images]).to(device)
+        tiles_P3SS = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
         features_PFH = torch.cat([self._features(part) for part in tiles_P3SS.split(_AT_ONCE)])
         parts = features_PFH.split([len(image.tensors["pixel_values"]) for image in images])
         # Clones: slices would keep the whole batch's memory alive.

@@ -46,14 +46,14 @@ def add_and_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, epsilon: f
     normed_TH = torch.empty_like(x_TH)
     sum_TH = residual_TH if residual_TH.dtype == torch.float32 else torch.empty_like(x_TH, dtype=torch.float32)
     block = triton.next_power_of_2(width)
-    _add_and_norm[num_tokens,](
-        x_TH, residual_TH, weight_H, normed_TH, sum_TH, width, epsilon, BLOCK=block, num_warps=min(16, max(4, block // 512))
-    )
+    warps = min(16, max(4, block // 512))
+    places = x_TH, residual_TH, weight_H, normed_TH, sum_TH
+    _add_and_norm[num_tokens,](*places, width, epsilon, BLOCK=block, num_warps=warps)
     return normed_TH, sum_TH
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _add_and_norm(x, residual, weight, normed, total, width, epsilon, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001, N803, PLR0913
+def _add_and_norm(x, residual, weight, normed, total, width, epsilon, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """Of one token."""
     column = tl.arange(0, BLOCK)
     inside = column < width

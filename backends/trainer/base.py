@@ -46,6 +46,7 @@ class FrozenBase:
             image_cache_bytes=config.image_cache_bytes if config.train_vision else 0,
             max_image_pixels=config.max_image_pixels,
             pixel_dtype=getattr(torch, config.dtype),
+            pins_pixels=world.device.type == "cuda",
         )
         family = self.renderer.family
         self.is_sharded = world.size > 1 and (config.full or not _fits_whole(config))

@@ -7,8 +7,9 @@ T tokens of the packed row, K alternatives of a target
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from api_schemas.inputs import Datum
 from backends.families.family import Family, RenderedImage
+from backends.pinned import to_device
 from backends.rendering import Rendered
 from backends.trainer.losses import Loss, LossInputs
 
@@ -98,32 +100,35 @@ def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device:
     )
     token_ids = np.concatenate([rendered.token_ids_T for rendered, _ in samples])[None]
     model_inputs = {
-        "input_ids": torch.from_numpy(token_ids).to(device),
-        "position_ids": torch.from_numpy(position_ids).to(device),
+        "input_ids": to_device(torch.from_numpy(token_ids), device),
+        "position_ids": to_device(torch.from_numpy(position_ids), device),
     }
     bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     return Microbatch(
         model_inputs,
         [image for rendered, _ in samples for image in rendered.images],
-        bounds.to(device),
+        to_device(bounds, device),
         bounds,
         max(lengths),
-        torch.from_numpy(_in_columns([targets for _, targets in samples], 0)).to(device),
+        to_device(torch.from_numpy(_in_columns([targets for _, targets in samples], 0)), device),
         own_lengths,
     )
 
 
-def loss_inputs(loss: Loss, config: Mapping[str, float], datums: Sequence[Datum], logprobs_TK: Tensor) -> LossInputs:
-    """The datums' loss inputs, side by side as their samples are packed; cells beyond a datum's own K are 0."""
+def loss_inputs(
+    loss: Loss, config: Mapping[str, float], datums: Sequence[Datum], device: torch.device
+) -> Callable[[Tensor], LossInputs]:
+    """By their log probabilities [T, K] the datums' loss inputs, side by side as their samples are packed; cells beyond
+    a datum's own K are 0. All that the datums give is on the device before."""
     lengths = [len(datum.loss_fn_inputs["target_tokens"]) for datum in datums]
     tensors = {}
     for name in (*loss.required, *loss.optional):
         parts = [_input(loss, config, datum, name) for datum in datums]
         values = _in_columns(parts, 0.0).astype(np.float32)
-        on_device = torch.from_numpy(values).to(logprobs_TK.device)
+        on_device = to_device(torch.from_numpy(values), device)
         tensors[name] = on_device if loss.soft_targets else on_device[:, 0]
-    datum_T = torch.repeat_interleave(torch.arange(len(datums)), torch.tensor(lengths)).to(logprobs_TK.device)
-    return LossInputs(logprobs_TK, tensors, config, datum_T, len(datums))
+    datum_T = to_device(torch.repeat_interleave(torch.arange(len(datums)), torch.tensor(lengths)), device)
+    return partial(LossInputs, tensors=tensors, config=config, datum_T=datum_T, num_datums=len(datums))
 
 
 def _input(loss: Loss, config: Mapping[str, float], datum: Datum, name: str) -> np.ndarray:

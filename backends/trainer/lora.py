@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
 from backends.families.lora_names import EXPERT_STACKS, name_in_files
+from backends.pinned import to_device
 from backends.protocol import InvalidInput
 from backends.trainer.lora_experts import ExpertAdapters, LoraExperts
 from backends.trainer.lora_linear import LoraLinear, RowScales
@@ -191,7 +192,7 @@ class Adapters:
         scales = torch.zeros(len(adapters), width, dtype=self.gradient_dtype)
         for scale_R, columns in zip(scales, self._columns, strict=True):
             scale_R[columns] = ALPHA / (columns.stop - columns.start)
-        return scales.to(self._device)
+        return to_device(scales, self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
         """[T, R] scales of tokens of no model, after `load([])`: the base alone."""

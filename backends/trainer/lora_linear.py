@@ -76,6 +76,10 @@ class LoraLinear(nn.Module):
 
 def scaled(product_TR: Tensor, scales_TR: Tensor) -> Tensor:
     """`product_TR` * `scales_TR` in place. A scale of 0 gives 0, whatever another model's adapter made of the token."""
+    if product_TR.is_cuda:
+        from backends.trainer.scaled_on_cuda import scale
+
+        return scale(product_TR, scales_TR)
     return product_TR.mul_(scales_TR).masked_fill_(scales_TR == 0, 0)
 
 

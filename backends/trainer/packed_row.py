@@ -150,6 +150,11 @@ class RowComputer:
 
     def _forward_backward(self, row: Row, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         """[P, 8]: what `observe` gives for each pass."""
+        # Before the row is on its way: the device then goes from its forward to its backward without waiting.
+        losses = [
+            loss_inputs(one.loss, one.config, [one.data[index] for index in indices], scales_TR.device)
+            for one, indices in row.items()
+        ]
         logprobs_TK = self._base.score(batch, scales_TR)
         if not row:  # the others have one more row: take part in what collectives they have, with no gradient
             if logprobs_TK.requires_grad:
@@ -158,8 +163,8 @@ class RowComputer:
         logprobs_TK = logprobs_TK[: sum(batch.sample_lengths)]
         values, observed = [], []
         parts = logprobs_TK.split([one.num_tokens(indices) for one, indices in row.items()])
-        for (one, indices), part_TK in zip(row.items(), parts, strict=True):
-            inputs = loss_inputs(one.loss, one.config, [one.data[index] for index in indices], part_TK)
+        for one, of_part, part_TK in zip(row, losses, parts, strict=True):
+            inputs = of_part(part_TK)
             values.append(one.loss.compute(inputs))
             observed.append(observe(one.loss, inputs, values[-1]))
         if logprobs_TK.requires_grad:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from backends.pinned import to_device
 from backends.protocol import BackendFailed
 from backends.rendering import Rendered
 from backends.routing import read_routing, routing_name
@@ -91,7 +92,7 @@ class Replay:
             if found is not None:
                 experts_TLK[begin : begin + length] = found
             begin += length
-        return torch.from_numpy(np.ascontiguousarray(experts_TLK.transpose(1, 0, 2))).to(self._device)
+        return to_device(torch.from_numpy(np.ascontiguousarray(experts_TLK.transpose(1, 0, 2))), self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
         """[L, T, K]: of a row of which nothing is known."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from backends.families.family import ImageFeatures, RenderedImage, Vision
 from backends.lru import LRU
+from backends.pinned import to_device
 from backends.protocol import BackendFailed
 from backends.trainer.batching import Microbatch
 from backends.trainer.trained import TrainedWeights
@@ -39,8 +40,13 @@ class _Kept:
         self.size_bytes = sum(part.nbytes for part in features)
 
     def to_host(self, side: torch.cuda.Stream) -> None:
+        """Into pinned memory, from where the next row has them while the host goes on."""
+        host = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in self.features)
         with torch.cuda.stream(side):
-            self.features = _to(self.features, torch.device("cpu"))
+            for place, part in zip(host, self.features, strict=True):
+                place.copy_(part, non_blocking=True)
+        side.synchronize()
+        self.features = host
 
 
 class ImageEncoder:
@@ -114,7 +120,11 @@ class ImageEncoder:
     def _frozen(self, images: Mapping[str, RenderedImage], device: torch.device) -> dict[str, ImageFeatures]:
         self._compute([image for name, image in images.items() if name not in self], device)
         kept = {name: self._kept.get(name) for name in images}
-        return {name: _to(one.features, device) for name, one in kept.items() if one is not None}
+        return {
+            name: tuple(to_device(part, device) for part in one.features)
+            for name, one in kept.items()
+            if one is not None
+        }
 
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def _compute(self, images: list[RenderedImage], device: torch.device) -> None:
@@ -156,7 +166,3 @@ def _groups(images: Iterable[RenderedImage]) -> list[list[RenderedImage]]:
         groups[-1].append(image)
         room -= size
     return groups
-
-
-def _to(features: ImageFeatures, device: torch.device) -> ImageFeatures:
-    return tuple(part.to(device) for part in features)

@@ -24,7 +24,7 @@ def evaluate(loss_fn: str, config: dict | None = None, **inputs: list[float]) ->
     loss = LOSSES[loss_fn]
     settings = loss_config(loss, ForwardBackwardInput(data=[datum], loss_fn=loss_fn, loss_fn_config=config))
     logprobs = torch.tensor(LOGPROBS)[:, None].requires_grad_()
-    value = loss.compute(loss_inputs(loss, settings, [datum], logprobs))
+    value = loss.compute(loss_inputs(loss, settings, [datum], logprobs.device)(logprobs))
     value.backward()
     return value.item(), logprobs.grad[:, 0].tolist()
 

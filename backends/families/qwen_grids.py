@@ -1,0 +1,47 @@
+"""What the vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5 read of their images' sizes.
+
+Left to themselves they read it on the device, a few small operations and a wait for each image.
+
+N images, P patches
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from backends.pinned import to_device
+
+
+def precomputed(tower: PreTrainedModel, grids_N3: Tensor, device: torch.device) -> dict[str, Any]:
+    """By the names under which transformers' get_image_features takes them; `grids_N3` are on the host."""
+    bounds = get_vision_cu_seqlens(grids_N3)
+    found = {"position_ids": get_vision_position_ids(grids_N3, tower.spatial_merge_size), "cu_seqlens": bounds}
+    longest = {"max_seqlen": _longest(bounds)}
+    if hasattr(tower, "num_grid_per_side"):
+        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grids_N3,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+    if hasattr(tower, "window_size"):
+        found["window_index"], windows = get_vision_window_index(
+            grids_N3, tower.spatial_merge_size, tower.window_size, tower.patch_size
+        )
+        found["cu_window_seqlens"] = windows
+        longest["max_window_seqlen"] = _longest(windows)
+    on_device = {name: to_device(value, device) for name, value in found.items()}
+    return {f"image_{name}": value for name, value in (on_device | longest).items()}
+
+
+def _longest(bounds: Tensor) -> int:
+    return int(bounds.diff().max())
