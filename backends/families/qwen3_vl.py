@@ -25,7 +25,7 @@ from backends.families.family import (
 )
 from backends.families.lora_names import decoder_modules
 from backends.families.processors import image_processor
-from backends.families.qwen_grids import precomputed
+from backends.families.qwen_grids import Grids
 from backends.families.tower_attention import use_varlen
 from backends.pinned import to_device
 
@@ -148,7 +148,7 @@ class Qwen3VLTower:
     def __init__(self, model: PreTrainedModel, *, has_taps: bool) -> None:
         """`model` is the one whose forward calls its own get_image_features."""
         self._run: Callable[..., Any] = model.get_image_features
-        self._visual = model.visual
+        self._grids = Grids(model.visual)
         self._embedding = model.visual.patch_embed.proj
         model.visual.patch_embed.forward = self._embed
         use_varlen(model.visual)
@@ -161,9 +161,8 @@ class Qwen3VLTower:
         pixels_PD = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
         # Nothing before the tower wants a gradient, and backward ends before the first thing that wants one.
         pixels_PD.requires_grad_(torch.is_grad_enabled())
-        grids_N3 = self._grids(images)
-        known = precomputed(self._visual, grids_N3, device)
-        output = self._run(pixels_PD, grids_N3, return_dict=True, **known)
+        grids_N3 = _sizes(images)
+        output = self._run(pixels_PD, grids_N3, return_dict=True, **self._grids.known(grids_N3, device))
         self._output = type(output)
         # transformers splits the taps by image since 5.18; before, it leaves them in one.
         taps = output.deepstack_features if self._has_taps else []
@@ -184,7 +183,7 @@ class Qwen3VLTower:
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
         """Pixels that say no more than that there are images, and the real grids."""
-        return {"pixel_values": torch.empty(0, device=device), "image_grid_thw": to_device(self._grids(images), device)}
+        return {"pixel_values": torch.empty(0, device=device), "image_grid_thw": to_device(_sizes(images), device)}
 
     def output(self, features: Sequence[ImageFeatures]) -> Any:
         """In the form in which `compute` met them."""
@@ -195,8 +194,10 @@ class Qwen3VLTower:
         split = taps if self._splits_taps else [torch.cat(tap) for tap in taps]
         return self._output(pooler_output=tokens, deepstack_features=split)
 
-    def _grids(self, images: Sequence[RenderedImage]) -> Tensor:
-        return torch.cat([image.tensors["image_grid_thw"] for image in images])
+
+def _sizes(images: Sequence[RenderedImage]) -> Tensor:
+    """[images, 3]: frames, rows and columns of patches."""
+    return torch.cat([image.tensors["image_grid_thw"] for image in images])
 
 
 def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:

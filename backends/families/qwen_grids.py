@@ -1,10 +1,11 @@
 """What the vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5 read of their images' sizes.
 
-Left to themselves they read it on the device, a few small operations and a wait for each image.
+Left to themselves they read it on the device, with a wait for each image. Here it is read once for each size.
 
 N images, P patches
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,28 +20,45 @@ from transformers.vision_utils import (
 
 from backends.pinned import to_device
 
+_SIZES = 256
+"""Of images, whose patches' places are kept: 64 bytes a patch."""
 
-def precomputed(tower: PreTrainedModel, grids_N3: Tensor, device: torch.device) -> dict[str, Any]:
-    """By the names under which transformers' get_image_features takes them; `grids_N3` are on the host."""
-    bounds = get_vision_cu_seqlens(grids_N3)
-    found = {"position_ids": get_vision_position_ids(grids_N3, tower.spatial_merge_size), "cu_seqlens": bounds}
-    longest = {"max_seqlen": _longest(bounds)}
-    if hasattr(tower, "num_grid_per_side"):
-        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
-            grids_N3,
-            num_grid_per_side=tower.num_grid_per_side,
-            mode=tower.interpolation_mode,
-            align_corners=tower.interpolation_align_corners,
-            spatial_merge_size=tower.spatial_merge_size,
-        )
-    if hasattr(tower, "window_size"):
-        found["window_index"], windows = get_vision_window_index(
-            grids_N3, tower.spatial_merge_size, tower.window_size, tower.patch_size
-        )
-        found["cu_window_seqlens"] = windows
-        longest["max_window_seqlen"] = _longest(windows)
-    on_device = {name: to_device(value, device) for name, value in found.items()}
-    return {f"image_{name}": value for name, value in (on_device | longest).items()}
+
+class Grids:
+    """Of one vision tower."""
+
+    def __init__(self, tower: PreTrainedModel) -> None:
+        self._tower = tower
+        self._of_image = lru_cache(_SIZES)(self._compute)
+
+    def known(self, grids_N3: Tensor, device: torch.device) -> dict[str, Any]:
+        """By the names under which transformers' get_image_features takes them; `grids_N3` are on the host."""
+        tower, bounds = self._tower, get_vision_cu_seqlens(grids_N3)
+        images = [self._of_image(*grid) for grid in grids_N3.tolist()]
+        found = {name: torch.cat([image[name] for image in images]) for name in images[0]} | {"cu_seqlens": bounds}
+        longest = {"max_seqlen": _longest(bounds)}
+        if hasattr(tower, "window_size"):
+            found["window_index"], windows = get_vision_window_index(
+                grids_N3, tower.spatial_merge_size, tower.window_size, tower.patch_size
+            )
+            found["cu_window_seqlens"] = windows
+            longest["max_window_seqlen"] = _longest(windows)
+        on_device = {name: to_device(value, device) for name, value in found.items()}
+        return {f"image_{name}": value for name, value in (on_device | longest).items()}
+
+    def _compute(self, frames: int, height: int, width: int) -> dict[str, Tensor]:
+        """Of one image, [P, ...] each."""
+        tower, grid_13 = self._tower, torch.tensor([[frames, height, width]])
+        found = {"position_ids": get_vision_position_ids(grid_13, tower.spatial_merge_size)}
+        if hasattr(tower, "num_grid_per_side"):
+            found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+                grid_13,
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=tower.spatial_merge_size,
+            )
+        return found
 
 
 def _longest(bounds: Tensor) -> int:

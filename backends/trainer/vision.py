@@ -36,17 +36,30 @@ class _Kept:
     """One image's features: where they were made, until they have been copied to host memory."""
 
     def __init__(self, features: ImageFeatures) -> None:
-        self.features = features
+        self._features = features
+        self._shapes = [part.shape for part in features]
+        self._host: Tensor | None = None
         self.size_bytes = sum(part.nbytes for part in features)
+        if features[0].is_cuda:
+            self.size_bytes = 1 << (self.size_bytes - 1).bit_length()  # torch rounds pinned memory up so
 
     def to_host(self, side: torch.cuda.Stream) -> None:
         """Into pinned memory, from where the next row has them while the host goes on."""
-        host = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in self.features)
+        host = torch.empty(sum(part.numel() for part in self._features), dtype=self._features[0].dtype, pin_memory=True)
         with torch.cuda.stream(side):
-            for place, part in zip(host, self.features, strict=True):
+            for place, part in zip(self._parts(host), self._features, strict=True):
                 place.copy_(part, non_blocking=True)
         side.synchronize()
-        self.features = host
+        self._host, self._features = host, ()
+
+    def on(self, device: torch.device) -> ImageFeatures:
+        """The features there, in one copy."""
+        features, host = self._features, self._host  # in this order: they are on their way to the host
+        return features if host is None else self._parts(to_device(host, device))
+
+    def _parts(self, flat: Tensor) -> ImageFeatures:
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True))
 
 
 class ImageEncoder:
@@ -120,11 +133,7 @@ class ImageEncoder:
     def _frozen(self, images: Mapping[str, RenderedImage], device: torch.device) -> dict[str, ImageFeatures]:
         self._compute([image for name, image in images.items() if name not in self], device)
         kept = {name: self._kept.get(name) for name in images}
-        return {
-            name: tuple(to_device(part, device) for part in one.features)
-            for name, one in kept.items()
-            if one is not None
-        }
+        return {name: one.on(device) for name, one in kept.items() if one is not None}
 
     @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
     def _compute(self, images: list[RenderedImage], device: torch.device) -> None:
