@@ -27,4 +27,13 @@ def keep_in_float32(model: PreTrainedModel) -> None:
     for module in decoder.modules():
         if "Rotary" in type(module).__name__:
             module.register_forward_hook(rounded)  # cosines and sines, in the type of the stream
-    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
+    if decoder is model.base_model:
+        model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.float())
+    else:  # where images come between, in the type of the weights
+        decoder.register_forward_pre_hook(_with_float32_embeddings, with_kwargs=True)
+
+
+def _with_float32_embeddings(
+    _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return arguments, {**keywords, "inputs_embeds": keywords["inputs_embeds"].float()}

@@ -1,0 +1,38 @@
+"""Our own kernels on CUDA: against the plain operations that they stand for.
+
+pytest tests/gpu
+"""
+
+import pytest
+import torch
+
+from backends.sampler.residual_stream import add_and_norm
+from backends.trainer.lora_linear import scaled
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("width", [64, 2560, 2049])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_engines_norm_adds_in_float32_and_rounds_once(width, kind):
+    torch.manual_seed(0)
+    x, weight = torch.randn(37, width).bfloat16(), torch.randn(width).bfloat16()
+    residual = (10 * torch.randn(37, width)).to(kind)
+    expected_norm, expected_sum = add_and_norm(x, residual, weight, 1e-6)
+    on_device = residual.cuda()
+    normed, summed = add_and_norm(x.cuda(), on_device, weight.cuda(), 1e-6)
+    assert (summed.data_ptr() == on_device.data_ptr()) == (kind == torch.float32)
+    torch.testing.assert_close(summed.cpu(), expected_sum, rtol=0, atol=0)
+    assert (normed.cpu() == expected_norm).float().mean() > 0.99
+    torch.testing.assert_close(normed.cpu(), expected_norm, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 8), (517, 24), (3000, 256)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_one_model", [False, True])
+def test_scales_of_a_row_are_applied_to_the_bit_and_zero_stays_zero(tokens, columns, kind, of_one_model):
+    torch.manual_seed(0)
+    product = torch.randn(tokens, columns).to(kind)
+    scales = torch.randn(1 if of_one_model else tokens, columns) * torch.randint(0, 2, (columns,))
+    product[0, scales[0] == 0] = torch.nan  # of another model, which has diverged
+    assert torch.equal(scaled(product.cuda(), scales.cuda()).cpu(), scaled(product.clone(), scales))
