@@ -40,17 +40,16 @@ class _Kept:
         self._shapes = [part.shape for part in features]
         self._host: Tensor | None = None
         self.size_bytes = sum(part.nbytes for part in features)
-        if features[0].is_cuda:
-            self.size_bytes = 1 << (self.size_bytes - 1).bit_length()  # torch rounds pinned memory up so
 
     def to_host(self, side: torch.cuda.Stream) -> None:
-        """Into pinned memory, from where the next row has them while the host goes on."""
-        host = torch.empty(sum(part.numel() for part in self._features), dtype=self._features[0].dtype, pin_memory=True)
+        """By way of pinned memory, which is not kept: to make more of it holds up whoever launches kernels."""
+        num_values = sum(part.numel() for part in self._features)
+        pinned = torch.empty(num_values, dtype=self._features[0].dtype, pin_memory=True)
         with torch.cuda.stream(side):
-            for place, part in zip(self._parts(host), self._features, strict=True):
+            for place, part in zip(self._parts(pinned), self._features, strict=True):
                 place.copy_(part, non_blocking=True)
         side.synchronize()
-        self._host, self._features = host, ()
+        self._host, self._features = pinned.clone(), ()
 
     def on(self, device: torch.device) -> ImageFeatures:
         """The features there, in one copy."""
