@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,8 +78,12 @@ class Bare:
 
         from backends.sampler.engine import engine_args
 
-        self._engine = AsyncLLM.from_engine_args(engine_args(config, model.renderer.family.vision))
         self._needs_fixes = config.device == "cpu"
+        arguments = engine_args(config, model.renderer.family.vision)
+        if not self._needs_fixes:  # nothing of ours is inside, and graphs are those by which it then decodes fastest
+            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            arguments = replace(arguments, worker_extension_cls="", compilation_config=graphs)  # type: ignore[arg-type]
+        self._engine = AsyncLLM.from_engine_args(arguments)
         self._request = LoRARequest
         self._adapters: dict[Path, LoRARequest] = {}
         self._count = 0
@@ -86,7 +91,7 @@ class Bare:
     async def start(self) -> None:
         """On CPU vLLM's own LoRA kernels are wrong in mixed batches, and slow: there both sides have ours."""
         if self._needs_fixes:
-            await self._engine.collective_rpc("install_fixes", args=([],))
+            await self._engine.collective_rpc("install_fixes", args=([], True))
 
     async def draw(self, work: Round) -> None:
         """As the bare engine is used best: one request a sample, outputs at the end, log probabilities flat."""
