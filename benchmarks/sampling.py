@@ -82,7 +82,7 @@ class Bare:
         arguments = engine_args(config, model.renderer.family.vision)
         if not self._needs_fixes:  # nothing of ours is inside, and graphs are those by which it then decodes fastest
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-            arguments = replace(arguments, worker_extension_cls="", compilation_config=graphs)  # type: ignore[arg-type]
+            arguments = replace(arguments, worker_extension_cls="", compilation_config=graphs)
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._request = LoRARequest
         self._adapters: dict[Path, LoRARequest] = {}
