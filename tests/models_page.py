@@ -94,8 +94,8 @@ NOTES = """
 - Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts; so is Qwen3-Next's `in_proj_qkvz`.
 - On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
   bfloat16 alone there. On an H200, mean and largest difference in bfloat16: the trainer's experts from the CPU's 0.015
-  nats, Qwen3-Next's 0.017 and 0.17; the engine from the trainer 0.011 and 0.067 (Qwen3 MoE), 0.007 and 0.036 (Qwen3-VL
-  MoE), 0.014 and 0.053 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE); at most 0.014 and 0.052 where towers are trained
+  nats, Qwen3-Next's 0.017 and 0.17; the engine from the trainer 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035 (Qwen3-VL
+  MoE), 0.013 and 0.058 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE); at most 0.014 and 0.052 where towers are trained
   (Qwen3-VL, its MoE, Qwen2.5-VL), 0.010 and 0.032 where all weights are.
 - The shape of Qwen3-VL-30B-A3B with 12 of its 48 layers, random, trains, samples and recovers on an H200. Engine and
   trainer are 0.037 nats apart there and 0.50 at most, for a fifth of its tokens go to other experts by rounding alone;
