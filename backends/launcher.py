@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -35,9 +37,11 @@ _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 processes want the cores: a training step of 2 s took 14."""
 
 
-async def launch(name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = ()) -> Child:
+async def launch(
+    name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = (), folder: str | None = None
+) -> Child:
     """Run `python -m module FD`, which ends in `children.serve` or `serve_async`; `env` is added to the server's, and
-    the process has `fds` open too."""
+    the process has `fds` open too. `folder` is its own, and is removed when it has been ended."""
     ours, theirs = socket.socketpair()
     guarding, guard_fd = os.pipe()
     guard = os.fdopen(guard_fd, "w")
@@ -73,6 +77,8 @@ async def launch(name: str, module: str, env: Mapping[str, str], fds: Sequence[i
             os.killpg(process.pid, signal.SIGKILL)
         await watching
         guard.close()
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     return Child(name, Process(process.pid, end), reader, writer)
 
@@ -105,7 +111,9 @@ async def launch_trainer(name: str, *, num_ranks: int, device: Device, gpus: Seq
 
 async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ()) -> Child:
     """The process of one base model's sampler, on the first of `gpus`; its engine starts with the first command."""
+    sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
     env = {
+        "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -120,7 +128,7 @@ async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ())
     else:
         # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return await launch(sampler_name(name), "backends.sampler.process", env)
+    return await launch(sampler_name(name), "backends.sampler.process", env, folder=sockets)
 
 
 def rank_name(name: str, rank: int) -> str:

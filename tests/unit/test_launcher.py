@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -56,9 +57,12 @@ def test_a_killed_server_takes_busy_children_and_their_children_with_it() -> Non
         assert survivors(pids) == []
 
 
-async def test_a_stopped_child_leaves_nothing_behind() -> None:
+async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "socket").touch()
     descriptors = len(os.listdir("/proc/self/fd"))
-    child = await launch("busy", "tests.busy_child", {})
+    child = await launch("busy", "tests.busy_child", {}, folder=str(own))
     pids = [int(pid) for pid in (await child.call(Grandchild())).split()]
     leader = psutil.Process(pids[0])
     group = [pid for pid in psutil.pids() if _group(pid) == leader.pid]
@@ -66,6 +70,7 @@ async def test_a_stopped_child_leaves_nothing_behind() -> None:
     await child.stop()
     await asyncio.sleep(0.1)
     assert survivors(group) == []
+    assert not own.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # the event loop's watcher of children
 
 
