@@ -7,7 +7,7 @@ T positions of a row, K alternatives of a position, P passes of a row, R rank co
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,12 +19,23 @@ from backends.trainer.base import FrozenBase
 from backends.trainer.batching import Microbatch, loss_inputs, pack
 from backends.trainer.forward_backward import BatchPass, Row, targets
 from backends.trainer.loss_metrics import observe
+from backends.trainer.losses import LossInputs
 from backends.trainer.parallel import World, agreed, agreed_each, told
 from backends.trainer.replay import Replay
 from backends.trainer.tenant import all_finite
 from backends.trainer.time_limits import microbatch_s
 
 Failures = dict[BatchPass, Exception]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A row on the device, with all that it needs: what follows goes from forward to backward without waiting."""
+
+    batch: Microbatch
+    scales_TR: Tensor
+    losses: Sequence[Callable[[Tensor], LossInputs]]
+    """Of each pass."""
 
 
 class RowComputer:
@@ -107,19 +118,19 @@ class RowComputer:
     def _computed(self, row: Row, rendered: dict[int, list[Rendered]], passes: Sequence[BatchPass]) -> Failures:
         """Raises _Feared where several passes may have harmed one another."""
         try:
-            batch, scales_TR = agreed(lambda: self._packed(row, rendered), self._world)
+            packed = agreed(lambda: self._packed(row, rendered), self._world)
             if self._base.is_sharded:
-                observed = self._forward_backward(row, batch, scales_TR)
+                observed = self._forward_backward(row, packed)
             else:
-                observed = agreed(lambda: self._in_memory(row, batch, scales_TR), self._world)
+                observed = agreed(lambda: self._in_memory(row, packed), self._world)
         except Exception as error:  # one row's failure must not stop the others
             if self._base.is_sharded and not isinstance(error, (InvalidInput, BackendFailed)):
                 raise  # the others wait in a collective
             return _blame(passes, told(error))
         return self._collected(row, observed, passes)
 
-    def _packed(self, row: Row, rendered: dict[int, list[Rendered]]) -> tuple[Microbatch, Tensor]:
-        """The datums' row on the device, with their models' adapters loaded, and its scales [T, R]."""
+    def _packed(self, row: Row, rendered: dict[int, list[Rendered]]) -> _Packed:
+        """The datums' row on the device, with their models' adapters loaded."""
         samples = [
             (one, targets(of.data[index]))
             for of, indices in row.items()
@@ -134,42 +145,42 @@ class RowComputer:
             batch = replace(batch, experts_LTK=_experts(row, rendered, self._base.replay, len(batch.targets_TK)))
         scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
         missing = len(batch.targets_TK) - len(scales_TR)  # the sample that is nobody's
-        return batch, torch.cat([scales_TR, scales_TR.new_zeros(missing, scales_TR.shape[1])])
+        scales_TR = torch.cat([scales_TR, scales_TR.new_zeros(missing, scales_TR.shape[1])])
+        losses = [
+            loss_inputs(one.loss, one.config, [one.data[index] for index in indices], self._world.device)
+            for one, indices in row.items()
+        ]
+        return _Packed(batch, scales_TR, losses)
 
-    def _in_memory(self, row: Row, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+    def _in_memory(self, row: Row, packed: _Packed) -> Tensor:
         """`_forward_backward`, once more with the least memory where it ran out of it."""
         try:
-            return self._forward_backward(row, batch, scales_TR)
+            return self._forward_backward(row, packed)
         except torch.OutOfMemoryError:
             if self._base.memory is None:
                 raise
         # Outside of the handler, whose traceback holds the failed pass's tensors.
         self._base.adapters.discard()
         self._base.memory.prepare_least()
-        return self._forward_backward(row, batch, scales_TR)
+        return self._forward_backward(row, packed)
 
-    def _forward_backward(self, row: Row, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+    def _forward_backward(self, row: Row, packed: _Packed) -> Tensor:
         """[P, 8]: what `observe` gives for each pass."""
-        # Before the row is on its way: the device then goes from its forward to its backward without waiting.
-        losses = [
-            loss_inputs(one.loss, one.config, [one.data[index] for index in indices], scales_TR.device)
-            for one, indices in row.items()
-        ]
-        logprobs_TK = self._base.score(batch, scales_TR)
+        logprobs_TK = self._base.score(packed.batch, packed.scales_TR)
         if not row:  # the others have one more row: take part in what collectives they have, with no gradient
             if logprobs_TK.requires_grad:
                 (logprobs_TK.sum() * 0).backward()
             return torch.zeros(0, 0)
-        logprobs_TK = logprobs_TK[: sum(batch.sample_lengths)]
+        logprobs_TK = logprobs_TK[: sum(packed.batch.sample_lengths)]
         values, observed = [], []
         parts = logprobs_TK.split([one.num_tokens(indices) for one, indices in row.items()])
-        for one, of_part, part_TK in zip(row, losses, parts, strict=True):
+        for one, of_part, part_TK in zip(row, packed.losses, parts, strict=True):
             inputs = of_part(part_TK)
             values.append(one.loss.compute(inputs))
             observed.append(observe(one.loss, inputs, values[-1]))
         if logprobs_TK.requires_grad:
             torch.stack(values).sum().backward()
-        self._keep(row, logprobs_TK.detach().cpu(), batch.sample_lengths)
+        self._keep(row, logprobs_TK.detach().cpu(), packed.batch.sample_lengths)
         return torch.stack(observed)
 
     def _keep(self, row: Row, logprobs_TK: Tensor, sample_lengths: Sequence[int]) -> None:
