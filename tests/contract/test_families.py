@@ -34,6 +34,7 @@ from tests.trainers import (
     config,
     forward_backward,
     gradients,
+    logprobs,
     perturb,
     reference_logprobs,
     trainer,
@@ -78,15 +79,10 @@ def transformers_model(source: Path, renderer):
     return kind.from_pretrained(source).eval()
 
 
-def logprobs(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
-    output = forward_backward(rank, name, cross_entropy(data), False)
-    return [one["logprobs"] for one in output.loss_fn_outputs]
-
-
 def test_the_trainer_scores_as_transformers(rank, source, renderer, data) -> None:
     rank.create_model("fresh", LORA)
     model = transformers_model(source, renderer)
-    for item, got in zip(data, logprobs(rank, "fresh", data), strict=True):
+    for item, got in zip(data, logprobs(rank, data, "fresh"), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
 
@@ -97,7 +93,7 @@ def test_the_first_smolvlm_is_scored_as_by_transformers(tmp_path: Path) -> None:
     rank.create_model("fresh", LORA)
     model = transformers_model(source, renderer)
     data = [datum(model_input, renderer, 1) for model_input in MIXED.values()]
-    for item, got in zip(data, logprobs(rank, "fresh", data), strict=True):
+    for item, got in zip(data, logprobs(rank, data, "fresh"), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
 
@@ -106,7 +102,7 @@ def test_saved_weights_merged_into_transformers_score_as_the_trainer(rank, sourc
     model = transformers_model(source, renderer)
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=True)
     merge(model, load_file(tmp_path / "a" / ADAPTER_FILE), ALPHA / LORA.rank)
-    for item, got in zip(data, logprobs(rank, "a", data), strict=True):
+    for item, got in zip(data, logprobs(rank, data, "a"), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
 
@@ -121,7 +117,7 @@ def test_peft_reads_the_adapters_of_experts(make: Callable[[Path], Path], tmp_pa
     rank.save_sampler_weights("m", tmp_path / "adapter", for_elsewhere=True)
     data = [datum(model_input, renderer, 1) for model_input in TEXTS.values()]
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source).eval(), tmp_path / "adapter")
-    for item, got in zip(data, logprobs(rank, "m", data), strict=True):
+    for item, got in zip(data, logprobs(rank, data, "m"), strict=True):
         with torch.no_grad():
             np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
 
@@ -152,7 +148,7 @@ def test_in_bfloat16_the_trainer_is_near_float32(rank, source, data) -> None:
     rounded.create_model("a", LORA)
     perturb(rounded, "a")
     output = forward_backward(rounded, "a", cross_entropy(data), True)
-    pairs = zip(output.loss_fn_outputs, logprobs(rank, "a", data), strict=True)
+    pairs = zip(output.loss_fn_outputs, logprobs(rank, data, "a"), strict=True)
     found = np.concatenate([np.abs(one["logprobs"] - other) for one, other in pairs])
     assert found.mean() < 0.05  # 0.02 was seen; rounding sends tokens of a mixture to other experts
 
@@ -231,7 +227,7 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
                 "weights": np.ones(len(whole), np.float32),
             },
         )
-        (expected,) = logprobs(rank, trained_as.get(adapter, adapter), [scored])
+        (expected,) = logprobs(rank, [scored], trained_as.get(adapter, adapter))
         of_prompt = expected[: len(rendered.token_ids_T) - 1]
         for span in rendered.spans:
             of_prompt[max(span.offset - 1, 0) : span.offset + span.num_tokens - 1] = 0

@@ -31,6 +31,7 @@ from tests.trainers import (
     config,
     forward_backward,
     gradients,
+    logprobs,
     perturb,
     reference_logprobs,
     together,
@@ -107,10 +108,6 @@ def test_gradients_are_those_of_transformers_and_peft(rank, source, renderer, da
     wanted = {name.replace(".default", ""): p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert sum("visual" in name for name in found) > 16
     assert_same(found, wanted)
-
-
-def logprobs(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
-    return [one["logprobs"] for one in forward_backward(rank, name, cross_entropy(data), False).loss_fn_outputs]
 
 
 def test_packed_samples_are_as_one_by_one(rank, source, data) -> None:
@@ -221,7 +218,7 @@ async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, rend
         rank.save_sampler_weights(name, tmp_path / name, for_elsewhere=False)
     rank.create_model("fresh", FROZEN)  # adds nothing
     following = [next_tokens(item, renderer) for item in data]
-    expected = {name: logprobs(rank, name or "fresh", following) for name in weights}
+    expected = {name: logprobs(rank, following, name or "fresh") for name in weights}
     for one, other in itertools.combinations(expected.values(), 2):
         assert max(np.abs(a - b).max() for a, b in zip(one, other, strict=True)) > 0.1
     works = list(itertools.product(range(len(data)), weights))
