@@ -18,7 +18,8 @@ class BackendConfig(BaseModel):
     ranks: int = Field(default=1, ge=1)
     """Trainer processes per base model; they shard the base (FSDP2) where half of a GPU could not hold it whole."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters are float32."""
+    """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters, and what layers add to, are
+    float32."""
     max_context_length: int | None = Field(default=None, ge=16)
     """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
