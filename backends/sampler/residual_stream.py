@@ -7,29 +7,53 @@ sums in another order.
 T tokens, H hidden width
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.triton_utils import tl, triton
+
+_ADDS_IN_FLOAT32 = "adds_in_float32"
+"""What a decoder layer's norm has; those of vision towers have it not, and give what vLLM has them give."""
 
 
 def keep_in_float32() -> None:
     """Once, before the engine is made."""
     _replace(RMSNorm, lambda norm: norm.weight.data)
     _replace(GemmaRMSNorm, lambda norm: norm.weight.data.float() + 1)
+    load = BaseModelLoader.load_model
+
+    def load_and_mark(loader: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        model: nn.Module = load(loader, *args, **kwargs)
+        mark(model)
+        return model
+
+    BaseModelLoader.load_model = load_and_mark
+
+
+def mark(model: nn.Module) -> None:
+    """The norms of layers that are given the stream, and pass it on, beside what the layer before has computed."""
+    for layer in model.modules():
+        if "residual" in inspect.signature(type(layer).forward).parameters:
+            for norm in layer.children():
+                if isinstance(norm, (RMSNorm, GemmaRMSNorm)):
+                    setattr(norm, _ADDS_IN_FLOAT32, True)
 
 
 def _replace(kind: Any, weight_of: Callable[[Any], Tensor]) -> None:
     own = kind.forward_native
 
-    def forward(norm: Any, x_TH: Tensor, residual_TH: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        of_a_part = getattr(norm, "variance_size_override", None) is not None
-        if residual_TH is None or x_TH.dtype == torch.float32 or of_a_part:
-            return own(norm, x_TH, residual_TH)  # type: ignore[no-any-return]
-        return add_and_norm(x_TH, residual_TH, weight_of(norm), norm.variance_epsilon)
+    def forward(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None or x.dtype == torch.float32:
+            return own(norm, x, residual)  # type: ignore[no-any-return]
+        # The decoder's last norm, too, is given what its layers added up.
+        if hasattr(norm, _ADDS_IN_FLOAT32) or residual.dtype == torch.float32:
+            return add_and_norm(x, residual, weight_of(norm), norm.variance_epsilon)
+        return own(norm, x, residual)  # type: ignore[no-any-return]
 
     kind.forward_native = kind.forward_cuda = forward
 

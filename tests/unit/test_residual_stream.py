@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from api_schemas.training import AdamParams
 from backends.sampler import residual_stream as of_engine
@@ -96,15 +98,26 @@ def engine_norms(monkeypatch) -> Iterator[None]:
     for kind in (RMSNorm, GemmaRMSNorm):
         for name in ("forward_native", "forward_cuda"):
             monkeypatch.setattr(kind, name, getattr(kind, name))
+    monkeypatch.setattr(BaseModelLoader, "load_model", BaseModelLoader.load_model)
     of_engine.keep_in_float32()
     with set_current_vllm_config(VllmConfig()):
         yield
 
 
+class DecoderLayer(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = norm
+
+    def forward(self, hidden_states, residual):
+        return self.input_layernorm(hidden_states, residual)
+
+
 @pytest.mark.parametrize(("kind", "offset"), [(RMSNorm, 0), (GemmaRMSNorm, 1)])
-def test_the_engines_norms_add_in_float32_and_round_once(engine_norms, kind, offset):
+def test_the_norms_of_the_engines_decoder_layers_add_in_float32_and_round_once(engine_norms, kind, offset):
     torch.manual_seed(0)
     norm = kind(64).to(torch.bfloat16)
+    of_engine.mark(nn.Sequential(DecoderLayer(norm)))
     norm.weight.data.normal_()
     parts = torch.randn(5, 7, 64, dtype=torch.bfloat16)
     stream, exact = parts[0], parts[0].double()
@@ -120,10 +133,16 @@ def test_the_engines_norms_add_in_float32_and_round_once(engine_norms, kind, off
         torch.testing.assert_close(normed, expected, rtol=2**-7, atol=0)
 
 
-def test_the_engines_norms_are_vllms_own_in_float32_and_where_nothing_is_added(engine_norms):
+def test_the_engines_norms_are_vllms_own_in_float32_in_a_vision_tower_and_where_nothing_is_added(engine_norms):
     norm = RMSNorm(64)
+    of_engine.mark(nn.Sequential(DecoderLayer(norm)))
     values, residual = torch.randn(2, 7, 64)
-    normed, summed = norm(values.clone(), residual.clone())
+    normed, summed = norm(values.clone(), residual=residual.clone())
     assert torch.equal(summed, values + residual)
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(summed, (64,), eps=norm.variance_epsilon))
-    assert norm.to(torch.bfloat16)(values.to(torch.bfloat16)).dtype == torch.bfloat16
+    short, other = values.to(torch.bfloat16), residual.to(torch.bfloat16)
+    assert norm.to(torch.bfloat16)(short).dtype == torch.bfloat16
+    of_tower = RMSNorm(64).to(torch.bfloat16)
+    assert [one.dtype for one in of_tower(short.clone(), residual=other.clone())] == [torch.bfloat16] * 2
+    # As a decoder's last norm, which stands beside its layers.
+    assert [one.dtype for one in of_tower(short, residual)] == [torch.bfloat16, torch.float32]
