@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 
 from backends.rendering import Rendered, Renderer
 from backends.trainer.batching import Microbatch, pack
@@ -33,7 +34,34 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     torch._functorch.config.is_non_builtin_to_include = not has_experts
     for layer in layers:
         if not hasattr(layer, "linear_attn"):
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, backend=_with_linears_merged)
+
+
+def _with_linears_merged(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    merge_linears(module.graph)
+    module.recompile()
+    return cast(Callable[..., Any], torch._inductor.compile(module, inputs))
+
+
+def merge_linears(graph: fx.Graph) -> None:
+    """Those that take the same x, as queries, keys and values do, become one operator: it reads x once for the adapters
+    of all, and gives one gradient of it."""
+    siblings: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = {}
+    operator = torch.ops.tinker_server.lora_linears.default
+    for node in graph.find_nodes(op="call_function", target=operator):
+        x, *_, scales_TR = node.args
+        siblings.setdefault((x, scales_TR), []).append(node)
+    for (x, scales_TR), nodes in siblings.items():
+        tensors = [[one for (one,) in lists] for lists in zip(*(node.args[1:-1] for node in nodes), strict=True)]
+        if len(nodes) == 1 or any(one.op not in ("placeholder", "get_attr") for lists in tensors for one in lists):
+            continue
+        with graph.inserting_before(nodes[0]):
+            merged = graph.call_function(operator, (x, *tensors, scales_TR))
+        for place, node in enumerate(nodes):
+            for output in list(node.users):
+                assert output.args == (node, 0)  # what its adapter's gradients are made of is for backward alone
+                output.args = (merged, place)
+            graph.erase_node(node)
 
 
 def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:

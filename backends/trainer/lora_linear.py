@@ -5,9 +5,10 @@ For a token x of model m, of rank r:  y = W x + (alpha / r) B_m A_m x.
 The adapters of a row's models lie side by side, as R columns; a token has its model's scale in that model's columns
 and 0 in all others. Two plain products so serve any mix of models and ranks.
 
-T tokens of a row, I inputs and O outputs of a linear, R rank columns of a row's models
+T tokens of a row, I inputs and O outputs of a linear, R rank columns of a row's models, N = R for each of some linears
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -67,53 +68,88 @@ class LoraLinear(nn.Module):
         """[..., I] to [..., O], with the scales of the row's tokens."""
         if self._row.is_off:
             return cast(Tensor, self.base(x))
-        adapters = (self.a_RI, self.b_RO, self._row.scales_TR, self.grad_a_RI, self.grad_b_RO)
-        y_TO: Tensor = lora_linear(x.flatten(0, -2), self.weight, *adapters)[0]
-        if self.bias is not None:
-            y_TO = y_TO + self.bias
-        return y_TO.reshape(*x.shape[:-1], y_TO.shape[-1])
+        adapters = ([self.a_RI], [self.b_RO], [self.grad_a_RI], [self.grad_b_RO])
+        y: Tensor = lora_linears(x, [self.weight], *adapters, self._row.scales_TR)[0]
+        return y if self.bias is None else y + self.bias
 
 
-def scaled(product_TR: Tensor, scales_TR: Tensor) -> Tensor:
-    """`product_TR` * `scales_TR` in place. A scale of 0 gives 0, whatever another model's adapter made of the token."""
-    if product_TR.is_cuda:
+def scaled(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
+    """`product_TN` * `scales_TR` in place, for each of its linears. A scale of 0 gives 0, whatever another model's
+    adapter made of the token."""
+    if product_TN.is_cuda:
         from backends.trainer.scaled_on_cuda import scale
 
-        return scale(product_TR, scales_TR)
-    return product_TR.mul_(scales_TR).masked_fill_(scales_TR == 0, 0)
+        return scale(product_TN, scales_TR)
+    scales_TN = scales_TR.repeat(1, product_TN.shape[1] // max(1, scales_TR.shape[1]))
+    return product_TN.mul_(scales_TN).masked_fill_(scales_TN == 0, 0)
 
 
 # Custom operators: torch.compile leaves their inside alone. It would copy y before adding to it, round the adapters'
 # gradients to the compute type, and compile again for every R.
-@torch.library.custom_op("tinker_server::lora_linear", mutates_args=())
-def lora_linear(  # noqa: PLR0913
-    x_TI: Tensor, weight_OI: Tensor, a_RI: Tensor, b_RO: Tensor, scales_TR: Tensor, grad_a_RI: Tensor, grad_b_RO: Tensor
-) -> tuple[Tensor, Tensor]:
-    """[T, O], and the scaled inner products [T, R] for backward, which adds to `grad_a_RI` and `grad_b_RO`.
+@torch.library.custom_op("tinker_server::lora_linears", mutates_args=())
+def lora_linears(  # noqa: PLR0913
+    x: Tensor,
+    weights_OI: Sequence[Tensor],
+    as_RI: Sequence[Tensor],
+    bs_RO: Sequence[Tensor],
+    grad_as_RI: Sequence[Tensor],
+    grad_bs_RO: Sequence[Tensor],
+    scales_TR: Tensor,
+) -> list[Tensor]:
+    """Of each linear [..., O], of the same x [..., I]; last the scaled inner products [T, N] for backward, which adds
+    to `grad_as_RI` and `grad_bs_RO`.
 
     The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
     """
-    inner_TR = scaled(x_TI @ a_RI.T, scales_TR)
-    return (inner_TR @ b_RO).addmm_(x_TI, weight_OI.T), inner_TR
+    x_TI = x.flatten(0, -2)
+    inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR)
+    ys = [
+        (inner_TR @ b_RO).addmm_(x_TI, weight_OI.T).view(*x.shape[:-1], weight_OI.shape[0])
+        for inner_TR, b_RO, weight_OI in zip(_parts(inner_TN, len(bs_RO)), bs_RO, weights_OI, strict=True)
+    ]
+    return [*ys, inner_TN]
 
 
-@torch.library.custom_op("tinker_server::lora_linear_backward", mutates_args=("grad_a_RI", "grad_b_RO"))
-def lora_linear_backward(  # noqa: PLR0913
-    grad_y_TO: Tensor,
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    a_RI: Tensor,
-    b_RO: Tensor,
-    inner_TR: Tensor,
+# Two operators: what a layer computes again for its adapters' gradients alone is then computed with what follows.
+@torch.library.custom_op("tinker_server::lora_linears_backward", mutates_args=())
+def lora_linears_backward(
+    grad_ys: Sequence[Tensor],
+    weights_OI: Sequence[Tensor],
+    as_RI: Sequence[Tensor],
+    bs_RO: Sequence[Tensor],
     scales_TR: Tensor,
-    grad_a_RI: Tensor,
-    grad_b_RO: Tensor,
-) -> Tensor:
-    """The gradient of x [T, I]; those of A and B are added where they are gathered."""
-    grad_inner_TR = scaled(grad_y_TO @ b_RO.T, scales_TR)
-    add_product(grad_b_RO, inner_TR, grad_y_TO)
-    add_product(grad_a_RI, grad_inner_TR, x_TI)
-    return (grad_inner_TR @ a_RI).addmm_(grad_y_TO, weight_OI)
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x [..., I], and the scaled ones of the inner products [T, N]."""
+    grads_TO = [grad_y.flatten(0, -2) for grad_y in grad_ys]
+    grad_inner_TN = grads_TO[0].new_empty(grads_TO[0].shape[0], sum(b_RO.shape[0] for b_RO in bs_RO))
+    for grad_TO, b_RO, grad_inner_TR in zip(grads_TO, bs_RO, _parts(grad_inner_TN, len(bs_RO)), strict=True):
+        torch.mm(grad_TO, b_RO.T, out=grad_inner_TR)
+    scaled(grad_inner_TN, scales_TR)
+    grad_x_TI = grad_inner_TN @ _cat(as_RI)
+    for grad_TO, weight_OI in zip(grads_TO, weights_OI, strict=True):
+        grad_x_TI.addmm_(grad_TO, weight_OI)
+    return grad_x_TI.view(*grad_ys[0].shape[:-1], grad_x_TI.shape[1]), grad_inner_TN
+
+
+@torch.library.custom_op("tinker_server::add_lora_gradients", mutates_args=("grad_as_RI", "grad_bs_RO"))
+def add_lora_gradients(  # noqa: PLR0913
+    grad_ys: Sequence[Tensor],
+    x: Tensor,
+    inner_TN: Tensor,
+    grad_inner_TN: Tensor,
+    grad_as_RI: Sequence[Tensor],
+    grad_bs_RO: Sequence[Tensor],
+) -> None:
+    """Those of A and B, added where they are gathered."""
+    for grad_b_RO, inner_TR, grad_y in zip(grad_bs_RO, _parts(inner_TN, len(grad_bs_RO)), grad_ys, strict=True):
+        add_product(grad_b_RO, inner_TR, grad_y.flatten(0, -2))
+    x_TI = x.flatten(0, -2)
+    if len(grad_as_RI) == 1:
+        add_product(grad_as_RI[0], grad_inner_TN, x_TI)
+    else:  # x is read once
+        grad_a_NI = grad_as_RI[0].new_zeros(grad_inner_TN.shape[1], x_TI.shape[1])
+        add_product(grad_a_NI, grad_inner_TN, x_TI)
+        torch._foreach_add_(list(grad_as_RI), list(grad_a_NI.split(grad_as_RI[0].shape[0])))
 
 
 def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
@@ -124,23 +160,45 @@ def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
         total_RN.addmm_(left_TR.T.to(total_RN.dtype), right_TN.to(total_RN.dtype))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4], output[1], *inputs[4:])
+def _parts(tensor_TN: Tensor, count: int) -> Sequence[Tensor]:
+    """[T, R] of each linear; R may be 0."""
+    return tensor_TN.view(tensor_TN.shape[0], count, tensor_TN.shape[1] // count).unbind(1)
 
 
-def _backward(ctx: Any, grad_y_TO: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return lora_linear_backward(grad_y_TO, *ctx.saved_tensors), None, None, None, None, None, None
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, *lists, scales_TR = inputs
+    ctx.num_linears = len(lists[0])
+    ctx.save_for_backward(x, output[-1], scales_TR, *(tensor for tensors in lists for tensor in tensors))
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
+    x, inner_TN, scales_TR, *tensors = ctx.saved_tensors
+    count = ctx.num_linears
+    weights, as_RI, bs_RO, grad_as, grad_bs = (tensors[i * count : (i + 1) * count] for i in range(5))
+    grad_ys = grads[:count]
+    grad_x, grad_inner_TN = lora_linears_backward(grad_ys, weights, as_RI, bs_RO, scales_TR)
+    add_lora_gradients(grad_ys, x, inner_TN, grad_inner_TN, grad_as, grad_bs)
+    return grad_x, *([None] * count for _ in range(5)), None
 
 
 # shape[0] and never len(), which would fix the number of tokens in compiled code.
-@lora_linear.register_fake
-def _(x_TI: Tensor, weight_OI: Tensor, a_RI: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0]), x_TI.new_empty(x_TI.shape[0], a_RI.shape[0])
+@lora_linears.register_fake
+def _(x: Tensor, weights_OI: Sequence[Tensor], as_RI: Sequence[Tensor], *_: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    inner = x.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
+    return [*(x.new_empty(*x.shape[:-1], weight_OI.shape[0]) for weight_OI in weights_OI), x.new_empty(inner)]
 
 
-@lora_linear_backward.register_fake
-def _(grad_y_TO: Tensor, x_TI: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(x_TI)
+@lora_linears_backward.register_fake
+def _(
+    grad_ys: Sequence[Tensor], weights_OI: Sequence[Tensor], as_RI: Sequence[Tensor], *_: Sequence[Tensor] | Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_y = grad_ys[0]
+    inner = grad_y.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
+    return grad_y.new_empty(*grad_y.shape[:-1], weights_OI[0].shape[1]), grad_y.new_empty(inner)
 
 
-lora_linear.register_autograd(_backward, setup_context=_save)
+lora_linears.register_autograd(_backward, setup_context=_save)

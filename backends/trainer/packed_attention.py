@@ -157,29 +157,41 @@ def _row(query_THD: Tensor, key_TGD: Tensor, cu_seqlens: Tensor, bounds: Tensor,
 
 
 def _forward(qkv: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor, Tensor]:
-    """As `packed_attention`; one span of short samples is the whole row, however long that is."""
-    if len(spans) == 1 and not spans[0].is_long:
-        return _flash.forward(qkv, spans[0], scale)
+    """As `packed_attention`; one span is the whole row."""
+    if len(spans) == 1:
+        out, lse_HT = _kernel(spans[0]).forward(qkv, spans[0], scale)
+        return _laid_out_as(qkv[0], out), lse_HT.contiguous()
     out, lse_HT = torch.empty_like(qkv[0]), _empty_lse(qkv[0])
     for span in spans:
-        kernel, tokens = (_filled if span.is_long else _flash), slice(span.begin, span.end)
+        kernel, tokens = _kernel(span), slice(span.begin, span.end)
         out[tokens], lse_HT[:, tokens] = kernel.forward([tensor[tokens] for tensor in qkv], span, scale)
     return out, lse_HT
 
 
 def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor, ...]:
     """Of query, key and value; `saved` are these three and what forward gave."""
-    if len(spans) == 1 and not spans[0].is_long:
-        return _flash.backward(grad_THD, saved, spans[0], scale)
+    if len(spans) == 1:
+        whole = _kernel(spans[0]).backward(grad_THD, saved, spans[0], scale)
+        return tuple(_laid_out_as(like, gradient) for like, gradient in zip(saved, whole, strict=False))
     *tensors, lse_HT = saved
     gradients = tuple(torch.empty_like(tensor) for tensor in tensors[:3])
     for span in spans:
-        kernel, tokens = (_filled if span.is_long else _flash), slice(span.begin, span.end)
+        kernel, tokens = _kernel(span), slice(span.begin, span.end)
         of_span = [*(tensor[tokens] for tensor in tensors), lse_HT[:, tokens].contiguous()]
         parts = kernel.backward(grad_THD[tokens], of_span, span, scale)
         for gradient, part in zip(gradients, parts, strict=True):
             gradient[tokens] = part
     return gradients
+
+
+def _kernel(span: Span) -> Kernel:
+    return _filled if span.is_long else _flash
+
+
+def _laid_out_as(like: Tensor, result: Tensor) -> Tensor:
+    """Compiled code reads what an operator gives where it expects it: as `like` lies."""
+    expected = torch.empty_like(like, device="meta").stride()
+    return result if result.stride() == expected else torch.empty_like(like).copy_(result)
 
 
 # A custom operator: torch.compile leaves its inside alone, and so compiles once for every mixture of lengths.

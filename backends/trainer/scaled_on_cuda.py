@@ -1,6 +1,6 @@
 """`lora_linear.scaled` as one kernel: of small rows' launches it was a third.
 
-T tokens of a row, R rank columns of its models
+T tokens of a row, R rank columns of its models, N = R for each of some linears
 """
 
 import triton
@@ -10,21 +10,25 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-def scale(product_TR: Tensor, scales_TR: Tensor) -> Tensor:
-    """`product_TR` * `scales_TR`, [T, R] or [R] for every token, in place; 0 where the scale is 0."""
-    assert product_TR.is_contiguous()
+def scale(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
+    """`product_TN` * `scales_TR`, [T, R] or [1, R] for every token, in place; 0 where the scale is 0."""
+    assert product_TN.is_contiguous()
     scales_TR = scales_TR.contiguous()
-    count, repeats = product_TR.numel(), max(1, scales_TR.numel())
-    _scale[triton.cdiv(count, _BLOCK),](product_TR, scales_TR, count, repeats, BLOCK=_BLOCK)
-    return product_TR
+    count, width = product_TN.numel(), product_TN.shape[1]
+    num_tokens, rank = scales_TR.shape
+    stride = rank if num_tokens > 1 else 0
+    _scale[triton.cdiv(count, _BLOCK),](product_TN, scales_TR, count, width, rank, stride, BLOCK=_BLOCK)
+    return product_TN
 
 
 # For any count: a kernel of its own for each kind would be compiled while the server serves.
-@triton.jit(do_not_specialize=["count", "repeats"])  # type: ignore[untyped-decorator, unused-ignore]
-def _scale(product, scales, count, repeats, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["count", "width", "rank", "stride"])  # type: ignore[untyped-decorator, unused-ignore]
+def _scale(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    product, scales, count, width, rank, stride, BLOCK: tl.constexpr
+) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    factor = tl.load(scales + place % repeats, mask=inside, other=0.0)
+    factor = tl.load(scales + place // width * stride + place % width % rank, mask=inside, other=0.0)
     value = tl.load(product + place, mask=inside, other=0.0)
     result = tl.where(factor == 0, 0.0, value.to(factor.dtype) * factor)
     tl.store(product + place, result.to(product.dtype.element_ty), mask=inside)

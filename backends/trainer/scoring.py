@@ -10,18 +10,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from backends.trainer import attention
 from backends.trainer.batching import Microbatch
-from backends.trainer.lora_linear import LoraLinear, add_product, lora_linear_backward, scaled
+from backends.trainer.lora_linear import (
+    LoraLinear,
+    add_lora_gradients,
+    add_product,
+    lora_linears_backward,
+    scaled,
+)
 from backends.trainer.parallel import Root
 from backends.trainer.replay import Replay
 from backends.trainer.trained import TrainedWeights
 from backends.trainer.vision import ImageEncoder
 
-MAX_LOGITS = 2**27
-"""Logits held at once, in float32: 512 MiB."""
+MAX_LOGITS = 5 * 2**25
+"""Logits held at once, in float32: 640 MiB."""
+_TILE = 256
+"""Tokens, of which whole ones make a product faster."""
 
 
 class Scorer(nn.Module):
@@ -88,9 +97,10 @@ class _TargetLogprobs(torch.autograd.Function):
         parts = []
         for hidden, scales, targets, lse, grad in _chunks(head.weight, *ctx.saved_tensors, grad_TK):
             logits, inner = _logits(hidden, head, scales)
-            grad_logits = _logits_gradient(logits, lse, targets, grad).to(hidden.dtype)
-            adapter = (head.weight, head.a_RI, head.b_RO, inner, scales, head.grad_a_RI, head.grad_b_RO)
-            parts.append(lora_linear_backward(grad_logits, hidden, *adapter))
+            grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
+            part, grad_inner = lora_linears_backward([grad_logits], [head.weight], [head.a_RI], [head.b_RO], scales)
+            add_lora_gradients([grad_logits], hidden, inner, grad_inner, [head.grad_a_RI], [head.grad_b_RO])
+            parts.append(part)
         return torch.cat(parts), None, None, None
 
 
@@ -124,10 +134,9 @@ class _TrainedHead(torch.autograd.Function):
         for hidden, targets, lse, grad in _chunks(weight_VH, hidden_TH, targets_TK, lse_T1, grad_TK):
             logits = _head_logits(hidden, weight_VH)
             logits = logits if bias_V is None else logits.add_(bias_V)
-            grad_logits = _logits_gradient(logits, lse, targets, grad)
+            grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(hidden.dtype)
+                grad_bias += grad_logits.sum(0, dtype=wide)
             add_product(grad_weight, grad_logits, hidden)
             parts.append(grad_logits @ weight_VH)
         bias = None if grad_bias is None else grad_bias.to(weight_VH.dtype)
@@ -136,6 +145,9 @@ class _TrainedHead(torch.autograd.Function):
 
 def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     size = max(1, MAX_LOGITS // weight_VH.shape[0])
+    size -= size % _TILE if size > _TILE else 0
+    if size > 1 and tensors[0].shape[0] % size == 1:
+        size -= 1  # for one token what is compiled would be compiled again
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
@@ -160,19 +172,36 @@ def _head_logits(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
 
 def _logprobs(logits_TV: Tensor, targets_TK: Tensor) -> tuple[Tensor, Tensor]:
     """[T, K] nats, and the normaliser [T, 1]."""
-    lse_T1 = logits_TV.logsumexp(-1, keepdim=True)
+    # As logsumexp, but compiled to one pass: both sums are taken as it goes.
+    largest_T1 = logits_TV.amax(-1, keepdim=True)
+    lse_T1 = largest_T1 + (logits_TV - largest_T1).exp().sum(-1, keepdim=True).log()
     return logits_TV.gather(-1, targets_TK) - lse_T1, lse_T1
 
 
-def _logits_gradient(logits_TV: Tensor, lse_T1: Tensor, targets_TK: Tensor, grad_TK: Tensor) -> Tensor:
-    """[T, V]: the gradient of the logits for one of the log probabilities."""
-    probabilities_TV = _fused(_probabilities, logits_TV)(logits_TV, lse_T1.clone(), grad_TK.sum(-1, keepdim=True))
-    return cast(Tensor, probabilities_TV.scatter_add_(-1, targets_TK, grad_TK))
+def _logits_gradient(
+    logits_TV: Tensor, lse_T1: Tensor, targets_TK: Tensor, grad_TK: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[T, V] in `dtype`, rounded once: the gradient of the logits for one of the log probabilities."""
+    weight_T1 = grad_TK.sum(-1, keepdim=True)
+    gradient_TV = _fused(_probabilities, logits_TV)(logits_TV, lse_T1.clone(), weight_T1, dtype)
+    if targets_TK.shape[1] > 1:
+        targets_TK, grad_TK = _summed_by_target(targets_TK, grad_TK)
+    of_targets_TK = _probabilities(logits_TV.gather(-1, targets_TK), lse_T1, weight_T1, grad_TK.dtype) + grad_TK
+    return cast(Tensor, gradient_TV.scatter_(-1, targets_TK, of_targets_TK.to(dtype)))
 
 
-def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor) -> Tensor:
+def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, V]: each token's probabilities times minus its weight."""
-    return -(logits_TV - lse_T1).exp() * weight_T1
+    return (-(logits_TV - lse_T1).exp() * weight_T1).to(dtype)
+
+
+def _summed_by_target(targets_TK: Tensor, grad_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets in order, and with each the sum of the gradients of all that are the same."""
+    targets_TK, order_TK = targets_TK.sort(-1)
+    # Which of a token's different targets each is.
+    place_TK = F.pad((targets_TK.diff(dim=-1) != 0).cumsum(-1), (1, 0))
+    sums_TK = torch.zeros_like(grad_TK).scatter_add_(-1, place_TK, grad_TK.gather(-1, order_TK))
+    return targets_TK, sums_TK.gather(-1, place_TK)
 
 
 def _fused(function: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:

@@ -30,9 +30,10 @@ def test_the_engines_norm_adds_in_float32_and_rounds_once(width, kind):
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 8), (517, 24), (3000, 256)])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("of_one_model", [False, True])
-def test_scales_of_a_row_are_applied_to_the_bit_and_zero_stays_zero(tokens, columns, kind, of_one_model):
+@pytest.mark.parametrize("linears", [1, 3])
+def test_scales_of_a_row_are_applied_to_the_bit_and_zero_stays_zero(tokens, columns, kind, of_one_model, linears):
     torch.manual_seed(0)
-    product = torch.randn(tokens, columns).to(kind)
+    product = torch.randn(tokens, linears * columns).to(kind)
     scales = torch.randn(1 if of_one_model else tokens, columns) * torch.randint(0, 2, (columns,))
-    product[0, scales[0] == 0] = torch.nan  # of another model, which has diverged
+    product[0, scales[0].repeat(linears) == 0] = torch.nan  # of another model, which has diverged
     assert torch.equal(scaled(product.cuda(), scales.cuda()).cpu(), scaled(product.clone(), scales))

@@ -101,6 +101,7 @@ def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, 
     generator = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(20, head.weight.shape[1], generator=generator, dtype=torch.float64, requires_grad=True)
     targets_TK = torch.randint(0, head.weight.shape[0], (20, 3), generator=generator)
+    targets_TK[1, 2], targets_TK[2] = targets_TK[1, 0], targets_TK[2, 1]
     weights_TK = torch.randn(20, 3, generator=generator, dtype=torch.float64)
     ours_TK = scoring.target_logprobs(hidden_TH, head, scales_TR, targets_TK)
     (ours_TK * weights_TK).sum().backward()
