@@ -16,8 +16,9 @@ from backends.trainer.parallel import World
 from backends.trainer.scoring import Scorer
 
 log = logging.getLogger(__name__)
-_WARM_UP_LENGTHS = (41, 26)
-"""Their sum should be no width of a model: a length that equals one is taken for it."""
+_WARM_UP_LENGTHS = (2003, 1998)
+"""Their sum should be no width of a model: a length that equals one is taken for it. And large, as rows are that take
+long: kernels are chosen by what is fastest for it."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

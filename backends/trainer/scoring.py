@@ -3,9 +3,8 @@
 T tokens, H hidden width, V vocabulary, K targets of a token, R rank columns of the row's models
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -81,27 +80,36 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor, targets_TK: Tensor) -> Tensor:
+        # H + R wide. For their sum logits, the largest tensor here, would be written and read once more.
+        weight_VH = torch.cat([head.weight, head.b_RO.T], 1)
         logprobs, sums = [], []
-        for hidden, scales, targets in _chunks(head.weight, hidden_TH, scales_TR, targets_TK):
-            logits, _ = _logits(hidden, head, scales)
-            values, lse = _fused(_logprobs, logits)(logits, targets.clone())
-            logprobs.append(values)
+        for hidden, scales, targets in _chunks(weight_VH, hidden_TH, scales_TR, targets_TK):
+            logits = _head_logits(torch.cat([hidden, _inner(hidden, head, scales)], 1), weight_VH, head.bias)
+            lse = _normaliser(logits)
+            logprobs.append(logits.gather(-1, targets) - lse)
             sums.append(lse)
-        ctx.save_for_backward(hidden_TH, scales_TR, targets_TK, torch.cat(sums))
+        ctx.save_for_backward(hidden_TH, scales_TR, targets_TK, torch.cat(sums), weight_VH)
         ctx.head = head
         return torch.cat(logprobs)
 
     @staticmethod
     def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None, None]:
         head: LoraLinear = ctx.head
+        *of_tokens, weight_VH = ctx.saved_tensors
         parts = []
-        for hidden, scales, targets, lse, grad in _chunks(head.weight, *ctx.saved_tensors, grad_TK):
-            logits, inner = _logits(hidden, head, scales)
+        for hidden, scales, targets, lse, grad in _chunks(weight_VH, *of_tokens, grad_TK):
+            inner = _inner(hidden, head, scales)
+            logits = _head_logits(torch.cat([hidden, inner], 1), weight_VH, head.bias)
             grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
             part, grad_inner = lora_linears_backward([grad_logits], [head.weight], [head.a_RI], [head.b_RO], scales)
             add_lora_gradients([grad_logits], hidden, inner, grad_inner, [head.grad_a_RI], [head.grad_b_RO])
             parts.append(part)
         return torch.cat(parts), None, None, None
+
+
+def _inner(hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor) -> Tensor:
+    """[T, R], the scaled inner products."""
+    return scaled(hidden_TH @ head.a_RI.T, scales_TR)
 
 
 def trained_target_logprobs(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
@@ -116,10 +124,9 @@ class _TrainedHead(torch.autograd.Function):
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
         logprobs, sums = [], []
         for hidden, targets in _chunks(weight_VH, hidden_TH, targets_TK):
-            logits = _head_logits(hidden, weight_VH)
-            logits = logits if bias_V is None else logits.add_(bias_V)
-            values, lse = _fused(_logprobs, logits)(logits, targets.clone())
-            logprobs.append(values)
+            logits = _head_logits(hidden, weight_VH, bias_V)
+            lse = _normaliser(logits)
+            logprobs.append(logits.gather(-1, targets) - lse)
             sums.append(lse)
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_TK, torch.cat(sums))
         return torch.cat(logprobs)
@@ -132,8 +139,7 @@ class _TrainedHead(torch.autograd.Function):
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         parts = []
         for hidden, targets, lse, grad in _chunks(weight_VH, hidden_TH, targets_TK, lse_T1, grad_TK):
-            logits = _head_logits(hidden, weight_VH)
-            logits = logits if bias_V is None else logits.add_(bias_V)
+            logits = _head_logits(hidden, weight_VH, bias_V)
             grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
@@ -146,36 +152,29 @@ class _TrainedHead(torch.autograd.Function):
 def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     size = max(1, MAX_LOGITS // weight_VH.shape[0])
     size -= size % _TILE if size > _TILE else 0
-    if size > 1 and tensors[0].shape[0] % size == 1:
-        size -= 1  # for one token what is compiled would be compiled again
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def _logits(hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, V] in float32, and the scaled inner products [T, R]."""
-    inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
-    logits_TV = _head_logits(inner_TR, head.b_RO.T)
-    add_product(logits_TV, hidden_TH.T, head.weight.T)
-    return logits_TV if head.bias is None else logits_TV.add_(head.bias), inner_TR
-
-
-def _head_logits(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-    """[T, V] in float32, without a bias.
+def _head_logits(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    """[T, V] in float32.
 
     Logits are never rounded to the base's precision: on large ones that alone costs 0.025 nats.
     """
     if hidden_TH.is_cuda and hidden_TH.dtype != torch.float32:
-        return torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
-    wide = torch.promote_types(hidden_TH.dtype, torch.float32)
-    return hidden_TH.to(wide) @ weight_VH.T.to(wide)
+        logits_TV = torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
+    else:
+        wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+        logits_TV = hidden_TH.to(wide) @ weight_VH.T.to(wide)
+    return logits_TV if bias_V is None else logits_TV.add_(bias_V)
 
 
-def _logprobs(logits_TV: Tensor, targets_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, K] nats, and the normaliser [T, 1]."""
-    # As logsumexp, but compiled to one pass: both sums are taken as it goes.
-    largest_T1 = logits_TV.amax(-1, keepdim=True)
-    lse_T1 = largest_T1 + (logits_TV - largest_T1).exp().sum(-1, keepdim=True).log()
-    return logits_TV.gather(-1, targets_TK) - lse_T1, lse_T1
+def _normaliser(logits_TV: Tensor) -> Tensor:
+    """[T, 1] log-sum-exp, nats."""
+    if logits_TV.is_cuda:
+        from backends.trainer.head_on_cuda import normaliser
+
+        return normaliser(logits_TV)
+    return logits_TV.logsumexp(-1, keepdim=True)
 
 
 def _logits_gradient(
@@ -183,15 +182,19 @@ def _logits_gradient(
 ) -> Tensor:
     """[T, V] in `dtype`, rounded once: the gradient of the logits for one of the log probabilities."""
     weight_T1 = grad_TK.sum(-1, keepdim=True)
-    gradient_TV = _fused(_probabilities, logits_TV)(logits_TV, lse_T1.clone(), weight_T1, dtype)
+    gradient_TV = _probabilities(logits_TV, lse_T1, weight_T1, dtype)
     if targets_TK.shape[1] > 1:
         targets_TK, grad_TK = _summed_by_target(targets_TK, grad_TK)
-    of_targets_TK = _probabilities(logits_TV.gather(-1, targets_TK), lse_T1, weight_T1, grad_TK.dtype) + grad_TK
-    return cast(Tensor, gradient_TV.scatter_(-1, targets_TK, of_targets_TK.to(dtype)))
+    of_targets_TK = grad_TK - (logits_TV.gather(-1, targets_TK) - lse_T1).exp() * weight_T1
+    return gradient_TV.scatter_(-1, targets_TK, of_targets_TK.to(dtype))
 
 
 def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
-    """[T, V]: each token's probabilities times minus its weight."""
+    """[T, V] in `dtype`: each token's probabilities times minus its weight."""
+    if logits_TV.is_cuda:
+        from backends.trainer.head_on_cuda import probabilities
+
+        return probabilities(logits_TV, lse_T1, weight_T1, dtype)
     return (-(logits_TV - lse_T1).exp() * weight_T1).to(dtype)
 
 
@@ -202,13 +205,3 @@ def _summed_by_target(targets_TK: Tensor, grad_TK: Tensor) -> tuple[Tensor, Tens
     place_TK = F.pad((targets_TK.diff(dim=-1) != 0).cumsum(-1), (1, 0))
     sums_TK = torch.zeros_like(grad_TK).scatter_add_(-1, place_TK, grad_TK.gather(-1, order_TK))
     return targets_TK, sums_TK.gather(-1, place_TK)
-
-
-def _fused(function: Callable[..., Any], logits: Tensor) -> Callable[..., Any]:
-    """The function in one pass over the logits, on a GPU. No views: it would be compiled for what they are of, too."""
-    return _compiled(function) if logits.is_cuda else function
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from backends.sampler.residual_stream import add_and_norm
+from backends.trainer import head_on_cuda
 from backends.trainer.lora_linear import scaled
 
 pytestmark = pytest.mark.gpu
@@ -37,3 +38,24 @@ def test_scales_of_a_row_are_applied_to_the_bit_and_zero_stays_zero(tokens, colu
     scales = torch.randn(1 if of_one_model else tokens, columns) * torch.randint(0, 2, (columns,))
     product[0, scales[0].repeat(linears) == 0] = torch.nan  # of another model, which has diverged
     assert torch.equal(scaled(product.cuda(), scales.cuda()).cpu(), scaled(product.clone(), scales))
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 320), (37, 4097), (700, 151936)])
+def test_what_scoring_makes_of_logits_is_as_in_double_precision(tokens, vocabulary):
+    torch.manual_seed(0)
+    logits = 20 * torch.randn(tokens, vocabulary, device="cuda")
+    exact = logits.double().logsumexp(-1, keepdim=True)
+    lse = head_on_cuda.normaliser(logits)
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-5)
+    weights = torch.randn(tokens, 1, device="cuda")
+    expected = -(logits.double() - lse.double()).exp() * weights.double()
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
+        found = head_on_cuda.probabilities(logits, lse, weights, dtype)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=1e-30)
+
+
+def test_logits_that_are_not_finite_are_not_hidden():
+    logits = torch.randn(3, 5000, device="cuda")
+    logits[0, 4999], logits[1, 3] = torch.nan, torch.inf
+    assert head_on_cuda.normaliser(logits).isfinite().flatten().tolist() == [False, False, True]
