@@ -80,8 +80,7 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor, targets_TK: Tensor) -> Tensor:
-        # H + R wide. For their sum logits, the largest tensor here, would be written and read once more.
-        weight_VH = torch.cat([head.weight, head.b_RO.T], 1)
+        weight_VH = _widened(head)
         logprobs, sums = [], []
         for hidden, scales, targets in _chunks(weight_VH, hidden_TH, scales_TR, targets_TK):
             logits = _head_logits(torch.cat([hidden, _inner(hidden, head, scales)], 1), weight_VH, head.bias)
@@ -105,6 +104,14 @@ class _TargetLogprobs(torch.autograd.Function):
             add_lora_gradients([grad_logits], hidden, inner, grad_inner, [head.grad_a_RI], [head.grad_b_RO])
             parts.append(part)
         return torch.cat(parts), None, None, None
+
+
+def _widened(head: LoraLinear) -> Tensor:
+    """[V, H + R], the weight and B. Adding one's product to the other's would write and read all logits once more."""
+    num_outputs, width = head.weight.shape
+    weight_VH = head.weight.new_empty(num_outputs, width + head.b_RO.shape[0])
+    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.b_RO.T  # torch.cat takes three times as long
+    return weight_VH
 
 
 def _inner(hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor) -> Tensor:
