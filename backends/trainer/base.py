@@ -25,7 +25,7 @@ from backends.trainer.lora import Adapters
 from backends.trainer.parallel import World
 from backends.trainer.replay import Replay
 from backends.trainer.residual_stream import keep_in_float32
-from backends.trainer.scoring import Scorer
+from backends.trainer.scoring import Scorer, TokenGradient
 from backends.trainer.self_test import own_logprobs, packing_is_exact
 from backends.trainer.trained import TrainedWeights
 from backends.trainer.vision import ImageEncoder
@@ -85,7 +85,7 @@ class FrozenBase:
             if self.packs and not self.is_sharded and self.full is None:  # a graph would hold collectives
                 self._graphs = self._tested_graphs(config, world)
 
-    def score(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+    def score(self, batch: Microbatch, scales_TR: Tensor, gradient: TokenGradient | None = None) -> Tensor:
         """[T, K] float32, nats, as `Scorer` gives them; small rows by a graph, on a GPU."""
         # What a graph does is fixed: layers that compute again are none of it.
         recomputes = self.memory is not None and self.memory.recomputes
@@ -98,7 +98,7 @@ class FrozenBase:
             finally:
                 if self.memory is not None and self._graphs is not None:
                     self.memory.set_aside_bytes = self._graphs.memory_bytes
-        return cast(Tensor, self.scorer(batch, scales_TR))
+        return cast(Tensor, self.scorer(batch, scales_TR, gradient))
 
     def _tested_graphs(self, config: TrainerConfig, world: World) -> Graphs | None:
         if self.memory is None:

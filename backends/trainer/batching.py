@@ -9,7 +9,6 @@ T tokens of the packed row, K alternatives of a target
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -117,9 +116,9 @@ def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device:
 
 def loss_inputs(
     loss: Loss, config: Mapping[str, float], datums: Sequence[Datum], device: torch.device
-) -> Callable[[Tensor], LossInputs]:
-    """By their log probabilities [T, K] the datums' loss inputs, side by side as their samples are packed; cells beyond
-    a datum's own K are 0. All that the datums give is on the device before."""
+) -> Callable[..., LossInputs]:
+    """By their log probabilities [T, K] the datums' loss inputs, side by side as their samples are packed, or those of
+    a slice of their tokens; cells beyond a datum's own K are 0. All that the datums give is on the device before."""
     lengths = [len(datum.loss_fn_inputs["target_tokens"]) for datum in datums]
     tensors = {}
     for name in (*loss.required, *loss.optional):
@@ -128,7 +127,12 @@ def loss_inputs(
         on_device = to_device(torch.from_numpy(values), device)
         tensors[name] = on_device if loss.soft_targets else on_device[:, 0]
     datum_T = to_device(torch.repeat_interleave(torch.arange(len(datums)), torch.tensor(lengths)), device)
-    return partial(LossInputs, tensors=tensors, config=config, datum_T=datum_T, num_datums=len(datums))
+
+    def of_tokens(logprobs_TK: Tensor, tokens: slice = slice(None)) -> LossInputs:
+        given = {name: tensor[tokens] for name, tensor in tensors.items()}
+        return LossInputs(logprobs_TK, given, config, datum_T[tokens], len(datums))
+
+    return of_tokens
 
 
 def _input(loss: Loss, config: Mapping[str, float], datum: Datum, name: str) -> np.ndarray:

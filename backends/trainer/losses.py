@@ -125,6 +125,8 @@ class Loss:
     """Config keys and their defaults."""
     soft_targets: bool = False
     """Takes target_tokens of shape [N, K]."""
+    by_token: bool = True
+    """Whether the gradient of a token depends on no other one's log probability."""
     ratio: Callable[[LossInputs], Tensor] | None = None
     """[T] of the current policy's probability to that of the one that drew the tokens, as the loss clips it."""
 
@@ -159,6 +161,7 @@ LOSSES: dict[str, Loss] = {
         (*_RL, "sequence_ratio_mask"),
         _CLIP,
         _clip(1 - 3e-4, 1 + 4e-4),
+        by_token=False,
         ratio=lambda x: _sequence_ratio(
             x.logprobs_TK[:, 0], x.tensors["logprobs"], x.tensors["sequence_ratio_mask"], x.datum_T, x.num_datums
         ),

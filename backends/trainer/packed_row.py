@@ -9,6 +9,7 @@ T positions of a row, K alternatives of a position, P passes of a row, R rank co
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from backends.trainer.loss_metrics import observe
 from backends.trainer.losses import LossInputs
 from backends.trainer.parallel import World, agreed, agreed_each, told
 from backends.trainer.replay import Replay
+from backends.trainer.scoring import TokenGradient
 from backends.trainer.tenant import all_finite
 from backends.trainer.time_limits import microbatch_s
 
@@ -34,8 +36,8 @@ class _Packed:
 
     batch: Microbatch
     scales_TR: Tensor
-    losses: Sequence[Callable[[Tensor], LossInputs]]
-    """Of each pass."""
+    losses: Sequence[Callable[..., LossInputs]]
+    """Of each pass, as `loss_inputs` gives them."""
 
 
 class RowComputer:
@@ -166,7 +168,7 @@ class RowComputer:
 
     def _forward_backward(self, row: Row, packed: _Packed) -> Tensor:
         """[P, 8]: what `observe` gives for each pass."""
-        logprobs_TK = self._base.score(packed.batch, packed.scales_TR)
+        logprobs_TK = self._base.score(packed.batch, packed.scales_TR, _token_gradient(row, packed.losses))
         if not row:  # the others have one more row: take part in what collectives they have, with no gradient
             if logprobs_TK.requires_grad:
                 (logprobs_TK.sum() * 0).backward()
@@ -216,6 +218,27 @@ class RowComputer:
         for one, of_pass in zip(row, values, strict=True):
             one.share.observed.append(of_pass)
         return {}
+
+
+def _token_gradient(row: Row, losses: Sequence[Callable[..., LossInputs]]) -> TokenGradient | None:
+    """Of the passes' losses together; None where one of them has no such."""
+    if not row or not all(one.loss.by_token for one in row):
+        return None
+    ends = list(accumulate(one.num_tokens(indices) for one, indices in row.items()))
+
+    def gradient(logprobs_TK: Tensor, begin: int) -> Tensor:
+        leaf_TK, values = logprobs_TK.detach().requires_grad_(), []
+        with torch.enable_grad():
+            for one, of_tokens, first, end in zip(row, losses, [0, *ends], ends, strict=False):
+                own = slice(max(first, begin), min(end, begin + len(logprobs_TK)))
+                if own.start < own.stop:
+                    part_TK = leaf_TK[own.start - begin : own.stop - begin]
+                    values.append(one.loss.compute(of_tokens(part_TK, slice(own.start - first, own.stop - first))))
+            if not values:  # of the sample that is nobody's
+                return torch.zeros_like(logprobs_TK)
+            return torch.autograd.grad(torch.stack(values).sum(), leaf_TK)[0]
+
+    return gradient
 
 
 def _tower_scales(row: Row, rendered: dict[int, list[Rendered]], scales_PR: Tensor) -> list[Tensor | None]:

@@ -20,10 +20,11 @@ from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.protocol import EncodedBatch, InvalidInput
 from backends.rendering import Renderer
 from backends.spans import ProcessSpan, heard_by
-from backends.trainer import batching
+from backends.trainer import batching, scoring
 from backends.trainer.activations import Recomputation
 from backends.trainer.client import TrainerClient
 from backends.trainer.forward_backward import Row
+from backends.trainer.losses import LOSSES
 from backends.trainer.packed_row import Failures
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
@@ -107,17 +108,20 @@ def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.
         assert error <= 1e-5 * tensor.abs().max().item() + 1e-6 * largest, name
 
 
+@pytest.mark.parametrize("losses", [list(LOSS_INPUTS), [name for name in LOSS_INPUTS if LOSSES[name].by_token]])
 def test_eight_models_of_any_rank_and_loss_with_text_and_images_are_each_as_alone(
-    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, losses: list[str]
 ) -> None:
     batches = []
     for place in range(8):
-        loss_fn = list(LOSS_INPUTS)[place % len(LOSS_INPUTS)]
+        loss_fn = losses[place % len(losses)]
         inputs = [prompt(words(5 + 3 * place, place)), list(MIXED.values())[place % len(MIXED)]]
         add_model(rank, f"m{place}", RANKS[place % 4], place)
         batches.append((f"m{place}", batch_for(loss_fn, inputs, renderer, 10 * place)))
     rows = Rows(rank, monkeypatch)
-    outputs = together(rank, batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "MAX_LOGITS", 7 * 384)
+        outputs = together(rank, batches)
     assert rows.companies == [8]
     assert_as_alone(rank, batches, outputs)
 
@@ -140,7 +144,9 @@ def test_any_mix_in_rows_of_any_budget_is_as_alone(data: st.DataObject, tiny_vl:
     layers = Recomputation(rank.base.scorer.model.get_decoder().layers)
     assert layers.num_layers == 2
     layers.use(data.draw(st.integers(0, 2)))
-    outputs = together(rank, batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "MAX_LOGITS", data.draw(st.sampled_from([384, 11 * 384, scoring.MAX_LOGITS])))
+        outputs = together(rank, batches)
     layers.use(0)
     assert_as_alone(rank, batches, outputs)
 

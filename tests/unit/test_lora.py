@@ -91,8 +91,9 @@ def test_an_adapter_that_overflows_leaves_the_other_models_of_its_row_alone(mode
     torch.testing.assert_close(logits_of_first(good, bad), with_equal, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("limit", [7 * 384, 2**26])
-def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, limit, monkeypatch):
+def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, limit, is_known, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_LOGITS", limit)
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
     made = perturbed(adapters.create(CONFIGS[0]), 0)
@@ -103,7 +104,11 @@ def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, 
     targets_TK = torch.randint(0, head.weight.shape[0], (20, 3), generator=generator)
     targets_TK[1, 2], targets_TK[2] = targets_TK[1, 0], targets_TK[2, 1]
     weights_TK = torch.randn(20, 3, generator=generator, dtype=torch.float64)
-    ours_TK = scoring.target_logprobs(hidden_TH, head, scales_TR, targets_TK)
+
+    def gradient(logprobs_TK, begin):
+        return weights_TK[begin : begin + len(logprobs_TK)]
+
+    ours_TK = scoring.target_logprobs(hidden_TH, head, scales_TR, targets_TK, gradient if is_known else None)
     (ours_TK * weights_TK).sum().backward()
     adapters.collect([made])
     gradient_TH, hidden_TH.grad = hidden_TH.grad, None
@@ -120,3 +125,17 @@ def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, 
         (stack.b_LrO.grad[0], b_rO.grad),
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_another_gradient_than_was_said_is_not_a_number(model):
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    made = perturbed(adapters.create(CONFIGS[0]), 0)
+    scales_TR = adapters.load([made]).expand(3, -1)
+    head = model.get_output_embeddings()
+    hidden_TH = torch.ones(3, head.weight.shape[1], dtype=torch.float64, requires_grad=True)
+    targets_T1 = torch.arange(3)[:, None]
+    logprobs_T1 = scoring.target_logprobs(
+        hidden_TH, head, scales_TR, targets_T1, lambda one, begin: -torch.ones_like(one)
+    )
+    logprobs_T1.backward(torch.tensor([[-1.0], [-1.1], [-1.0]]).double())
+    assert hidden_TH.grad.isfinite().all(-1).tolist() == [True, False, True]
