@@ -16,7 +16,7 @@ from backends.trainer.batching import Microbatch, pack
 from backends.trainer.graphs import Graphs, samples_of_graph
 from backends.trainer.parallel import World
 from backends.trainer.rank import TrainerRank
-from backends.trainer.scoring import Scorer
+from backends.trainer.scoring import Scorer, TokenGradient
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.models import FAMILIES
 from tests.trainers import LORA, OWNER, assert_same, config, forward_backward, gradients, perturb, together
@@ -90,7 +90,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
         bounds = batch.cu_seqlens.unique_consecutive()
         return scored(scorer, replace(batch, bounds=bounds, cu_seqlens=bounds), scales_TR)
 
-    def forward(scorer: Scorer, batch: Microbatch, scales_TR: torch.Tensor) -> torch.Tensor:
+    def forward(
+        scorer: Scorer, batch: Microbatch, scales_TR: torch.Tensor, gradient: TokenGradient | None = None
+    ) -> torch.Tensor:
+        if gradient is not None:
+            return scored(scorer, batch, scales_TR, gradient)
         found = compute(scorer, batch, scales_TR)
         if (graph := Recorded.under_way) is not None:
 
