@@ -30,6 +30,8 @@ MAX_LOGITS = 5 * 2**25
 """Logits held at once, in float32: 640 MiB."""
 _TILE = 256
 """Tokens, of which whole ones make a product faster."""
+MANY_TOKENS = 1024
+"""Of a row, from which it is worth copying the head's weight; both rows that tell what rows take are of as many."""
 
 
 class Scorer(nn.Module):
@@ -104,10 +106,10 @@ class _TargetLogprobs(torch.autograd.Function):
         targets_TK: Tensor,
         gradient: TokenGradient | None,
     ) -> Tensor:
-        weight_VH = _widened(head)
+        widened_VH = _widened(head, hidden_TH.shape[0])
         logprobs, sums, gradients, parts, begin = [], [], [], [], 0
-        for hidden, scales, targets in _chunks(weight_VH, hidden_TH, scales_TR, targets_TK):
-            logits, inner = _logits(hidden, head, weight_VH, scales)
+        for hidden, scales, targets in _chunks(head.weight, hidden_TH, scales_TR, targets_TK):
+            logits, inner = _logits(hidden, head, widened_VH, scales)
             lse = _normaliser(logits)
             logprobs.append(logits.gather(-1, targets) - lse)
             sums.append(lse)
@@ -120,7 +122,7 @@ class _TargetLogprobs(torch.autograd.Function):
         if ctx.is_known:
             ctx.save_for_backward(torch.cat(gradients), torch.cat(parts))
         else:
-            ctx.save_for_backward(hidden_TH, scales_TR, targets_TK, torch.cat(sums), weight_VH)
+            ctx.save_for_backward(hidden_TH, scales_TR, targets_TK, torch.cat(sums), widened_VH)
         return torch.cat(logprobs)
 
     @staticmethod
@@ -130,10 +132,10 @@ class _TargetLogprobs(torch.autograd.Function):
             # Another than was said gives no wrong numbers: what is not finite is refused.
             is_known_T1 = torch.isclose(grad_TK, known_TK, rtol=1e-3, atol=0).all(-1, keepdim=True)
             return torch.where(is_known_T1, grad_TH, torch.nan), None, None, None, None
-        *of_tokens, weight_VH = ctx.saved_tensors
+        *of_tokens, widened_VH = ctx.saved_tensors
         parts = []
-        for hidden, scales, targets, lse, grad in _chunks(weight_VH, *of_tokens, grad_TK):
-            logits, inner = _logits(hidden, ctx.head, weight_VH, scales)
+        for hidden, scales, targets, lse, grad in _chunks(ctx.head.weight, *of_tokens, grad_TK):
+            logits, inner = _logits(hidden, ctx.head, widened_VH, scales)
             grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
             parts.append(_add_gradients(grad_logits, hidden, inner, ctx.head, scales))
         return torch.cat(parts), None, None, None, None
@@ -149,18 +151,25 @@ def _add_gradients(
     return grad_TH
 
 
-def _widened(head: LoraLinear) -> Tensor:
-    """[V, H + R], the weight and B. Adding one's product to the other's would write and read all logits once more."""
+def _widened(head: LoraLinear, num_tokens: int) -> Tensor | None:
+    """[V, H + R], the weight and B, for rows of many tokens: adding one's product to the other's would write and read
+    all logits once more. For few that takes less than to copy the weight."""
+    if num_tokens < MANY_TOKENS:
+        return None
     num_outputs, width = head.weight.shape
     weight_VH = head.weight.new_empty(num_outputs, width + head.b_RO.shape[0])
-    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.b_RO.T  # torch.cat takes three times as long
+    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.b_RO.T  # torch.cat takes half as long again
     return weight_VH
 
 
-def _logits(hidden_TH: Tensor, head: LoraLinear, weight_VH: Tensor, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, V] in float32 by the widened weight, and the scaled inner products [T, R]."""
+def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, V] in float32, and the scaled inner products [T, R]."""
     inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
-    return _head_logits(torch.cat([hidden_TH, inner_TR], 1), weight_VH, head.bias), inner_TR
+    if widened_VH is not None:
+        return _head_logits(torch.cat([hidden_TH, inner_TR], 1), widened_VH, head.bias), inner_TR
+    logits_TV = _head_logits(hidden_TH, head.weight, head.bias)
+    add_product(logits_TV, inner_TR.T, head.b_RO)
+    return logits_TV, inner_TR
 
 
 def trained_target_logprobs(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:

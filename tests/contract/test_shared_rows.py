@@ -121,6 +121,7 @@ def test_eight_models_of_any_rank_and_loss_with_text_and_images_are_each_as_alon
     rows = Rows(rank, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "MAX_LOGITS", 7 * 384)
+        patch.setattr(scoring, "MANY_TOKENS", 1)
         outputs = together(rank, batches)
     assert rows.companies == [8]
     assert_as_alone(rank, batches, outputs)

@@ -92,18 +92,19 @@ def test_an_adapter_that_overflows_leaves_the_other_models_of_its_row_alone(mode
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("limit", [7 * 384, 2**26])
-def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, limit, is_known, monkeypatch):
+@pytest.mark.parametrize(("limit", "length"), [(7 * 384, 20), (2**26, 20), (11 * 384, 50)])
+def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, limit, length, is_known, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_LOGITS", limit)
+    monkeypatch.setattr(scoring, "MANY_TOKENS", 50)
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
     made = perturbed(adapters.create(CONFIGS[0]), 0)
-    scales_TR = adapters.load([made]).expand(20, -1)
+    scales_TR = adapters.load([made]).expand(length, -1)
     head = model.get_output_embeddings()
     generator = torch.Generator().manual_seed(0)
-    hidden_TH = torch.randn(20, head.weight.shape[1], generator=generator, dtype=torch.float64, requires_grad=True)
-    targets_TK = torch.randint(0, head.weight.shape[0], (20, 3), generator=generator)
+    hidden_TH = torch.randn(length, head.weight.shape[1], generator=generator, dtype=torch.float64, requires_grad=True)
+    targets_TK = torch.randint(0, head.weight.shape[0], (length, 3), generator=generator)
     targets_TK[1, 2], targets_TK[2] = targets_TK[1, 0], targets_TK[2, 1]
-    weights_TK = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+    weights_TK = torch.randn(length, 3, generator=generator, dtype=torch.float64)
 
     def gradient(logprobs_TK, begin):
         return weights_TK[begin : begin + len(logprobs_TK)]
