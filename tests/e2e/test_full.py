@@ -25,7 +25,7 @@ ADAM = types.AdamParams(learning_rate=1e-3, eps=1e-3)
 PROMPT = sdk_input(prompt(words(30, 1), image(64, 96, 1), words(20, 2)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def full_server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(tmp_path_factory.mktemp("full") / "data", {MODEL: tiny_vl}, "--full").start()
     yield running
