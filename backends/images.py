@@ -13,8 +13,9 @@ _MAX_PARTS = 5000
 _MAX_FULL_SCANS = 100
 """A progressive JPEG's scans, each of which goes over all pixels: so many of the largest image, more of a smaller one.
 Ten are usual, and fifty bytes make one."""
-_JPEG_MARKER = re.compile(rb"(\xff+)([\x01-\xcf\xd8-\xfe])")
-_STANDALONE = (0x01, 0xD8)
+_JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xff])")
+"""Begins with one certain byte: so it is looked for at 3 GB/s, and else at a twentieth of that."""
+_FILL, _STANDALONE = 0xFF, (0x01, 0xD8)
 
 
 class BadImage(ValueError):
@@ -45,7 +46,8 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
     """The image in RGB. Raises BadImage."""
     with open_image(data, max_pixels) as image:
         try:
-            return image.convert("RGB")
+            image.load()
+            return image if image.mode == "RGB" else image.convert("RGB")
         except Exception as error:  # noqa: BLE001 - as above
             raise BadImage(f"the image does not decode: {str(error) or type(error).__name__}") from None
 
@@ -64,11 +66,13 @@ def _num_scans(data: bytes) -> int:
     """Scans of a JPEG, its markers read as a decoder reads them (ITU-T T.81, annex B)."""
     at, parts, scans = 2, 0, 0
     while found := _JPEG_MARKER.search(data, at):
-        marker, at = found[2][0], found.end()
+        marker, at = found[1][0], found.end()
         if marker == 0xD9:
             break
-        parts += len(found[1])  # Pillow reads repeated fill bytes one by one
-        if marker not in _STANDALONE:
+        parts += 1  # Pillow reads repeated fill bytes one by one
+        if marker == _FILL:
+            at -= 1  # what follows a marker's first byte may be another's
+        elif marker not in _STANDALONE:
             at += int.from_bytes(data[at : at + 2])
         scans += marker == 0xDA
         if parts - scans > _MAX_PARTS:

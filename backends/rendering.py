@@ -26,7 +26,7 @@ from backends.images import BadImage, decode, open_image
 from backends.lru import LRU
 from backends.protocol import InvalidInput
 
-_AHEAD_BYTES = 1 << 30
+_AHEAD_BYTES = 1 << 28
 MAX_LARGEST_IMAGES = 10
 """Of the largest images allowed: as many pixels may all images of one request have. To decode 50 million takes 3 s."""
 
@@ -52,8 +52,8 @@ class Renderer:
         pixel_dtype: torch.dtype = torch.float32,
         pins_pixels: bool = False,
     ) -> None:
-        """`pixel_dtype`: that of the model, which would round the pixels to it first of all. `pins_pixels`: in memory
-        from which a GPU copies while the host goes on."""
+        """`pixel_dtype`: that of the model, which would round the pixels to it first of all; uint8: bytes, not
+        normalised. `pins_pixels`: in memory from which a GPU copies while the host goes on."""
         self.config = AutoConfig.from_pretrained(source)
         text_config = self.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
@@ -188,13 +188,13 @@ class Renderer:
     def _decoded(self, vision: Vision, key: str, data: bytes) -> RenderedImage:
         """Raises BadImage."""
         tensors = vision.process(decode(data, self._max_image_pixels))
-        return RenderedImage(
-            key, {name: self._pixels(one) if one.is_floating_point() else one for name, one in tensors.items()}
-        )
+        pixels = {name: self._pixels(vision, one) for name, one in tensors.items() if one.dtype == torch.uint8}
+        return RenderedImage(key, tensors | pixels)
 
-    def _pixels(self, tensor: torch.Tensor) -> torch.Tensor:
-        rounded = tensor.to(self._pixel_dtype)
-        return rounded.pin_memory() if self._pins_pixels else rounded
+    def _pixels(self, vision: Vision, tensor: torch.Tensor) -> torch.Tensor:
+        if self._pixel_dtype != torch.uint8:
+            tensor = vision.normalised(tensor, self._pixel_dtype)
+        return tensor.pin_memory() if self._pins_pixels else tensor
 
 
 def _key(chunk: ImageChunk) -> str:

@@ -3,7 +3,7 @@
 T tokens of an input, R rows of position ids, N tokens of an image, H hidden width of the language model
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 LoraFlag = Literal["train_attn", "train_mlp", "train_unembed", "train_vision"]
 """A field of a request's lora_config; the last one is the server's to set."""
-FLOAT32_BYTES = 4
 ImageFeatures = tuple[Tensor, ...]
 """What a vision tower makes of one image: its tokens [N, H] first, then whatever else the decoder takes of it."""
 
@@ -73,7 +72,7 @@ class VisionTower(Protocol):
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
         """Run the tower, with a gradient where autograd records one; each image's features have memory of their own.
-        Every image has its pixels."""
+        Every image has its pixels, in bytes."""
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
         """The arguments of the model's forward that say which images there are, without their pixels."""
@@ -116,16 +115,21 @@ class Vision(Protocol):
         """The one of `image_ids` in whose places the image's features go."""
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """All of forward's tensors of one image, by the model's own processor."""
+        """All of forward's tensors of one image, by the model's own processor; of them the pixels alone are uint8, not
+        normalised yet."""
+
+    @property
+    def normalised(self) -> Callable[[Tensor, torch.dtype], Tensor]:
+        """What the model's own processor makes of those pixels, [P, ...] of the dtype; where they are."""
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
-        """Of the pixels that `process` gives, in float32."""
+        """Of the pixels that `process` gives."""
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """Those of `process` that the image's size alone decides."""
 
-    def tower(self, model: PreTrainedModel) -> VisionTower:
-        """The vision tower of the model whose forward calls its own get_image_features."""
+    def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> VisionTower:
+        """The vision tower of the model whose forward calls its own get_image_features; it sees pixels of `dtype`."""
 
 
 class Family(Protocol):

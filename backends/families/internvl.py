@@ -4,6 +4,7 @@ P tiles, S pixels of a tile's side, N tokens of an image
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
 
 from backends.families.family import EngineField, ImageSpan
-from backends.families.processors import image_processor
+from backends.families.processors import ImageProcessor
 from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
 from backends.protocol import BackendFailed
 
@@ -51,7 +52,9 @@ class InternVLVision:
     }
 
     def __init__(self, source: str, ids: Mapping[str, int], tile_tokens: int) -> None:
-        self._processor: Any = image_processor(source)
+        # The model's own processor asks for tiles, whatever the image processor's file says.
+        self._processor = ImageProcessor(source, crop_to_patches=True)
+        self.normalised = self._processor.normalised
         self._begin, self._end = ids[BEGIN], ids[END]
         self.place_id = self.feature_id = ids[CONTEXT]
         self._tile_tokens = tile_tokens
@@ -62,7 +65,7 @@ class InternVLVision:
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tiles, by the processor's own rule."""
-        own = self._processor
+        own = self._processor.own
         sides = own.size["height"], own.size["width"]
         columns, rows = get_optimal_tiled_canvas((height, width), sides, own.min_patches, own.max_patches)
         return rows, columns
@@ -82,13 +85,12 @@ class InternVLVision:
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """pixel_values [P, 3, S, S], and what the engine wants to know of them."""
-        # The model's own processor asks for tiles, whatever the image processor's file says.
-        features = self._processor(images=[rgb], crop_to_patches=True, return_tensors="pt")
-        return {"pixel_values": features["pixel_values"], **self._described(len(features["pixel_values"]))}
+        tiles_P3SS = self._processor(rgb)["pixel_values"]
+        return {"pixel_values": tiles_P3SS, **self._described(len(tiles_P3SS))}
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
         """Of all tiles."""
-        size = self._processor.size
+        size = self._processor.own.size
         return tiles_bytes(self._num_tiles(grid), size["height"], size["width"])
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
@@ -98,6 +100,6 @@ class InternVLVision:
     def _described(self, num_tiles: int) -> dict[str, Tensor]:
         return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor([self.feature_id])}
 
-    def tower(self, model: PreTrainedModel) -> TileTower:
+    def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
         """Its tower and projector."""
-        return TileTower(model)
+        return TileTower(model, partial(self.normalised, dtype=dtype))

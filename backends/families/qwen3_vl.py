@@ -4,6 +4,7 @@ T tokens, P patches, D values of a patch, N tokens of an image, H hidden width o
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrain
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from backends.families.family import (
-    FLOAT32_BYTES,
     EngineField,
     ImageFeatures,
     ImageSpan,
@@ -24,7 +24,7 @@ from backends.families.family import (
     TowerLora,
 )
 from backends.families.lora_names import decoder_modules
-from backends.families.processors import image_processor
+from backends.families.processors import ImageProcessor
 from backends.families.qwen_grids import Grids
 from backends.families.tower_attention import use_varlen
 from backends.pinned import to_device
@@ -83,7 +83,8 @@ class Qwen3VLVision:
     }
 
     def __init__(self, source: str, config: PretrainedConfig) -> None:
-        self._processor = image_processor(source)
+        self._processor = ImageProcessor(source)
+        self.normalised = self._processor.normalised
         self.place_id = self.feature_id = config.image_token_id
         self._has_taps = config.architectures[0] in WITH_TAPS
         # The embedding of patches is a convolution whose name ends as attention's own projection does.
@@ -108,9 +109,9 @@ class Qwen3VLVision:
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Merged patches in each direction, by the processor's own resize rule."""
-        size = self._processor.size
-        factor = self._processor.patch_size * self._processor.merge_size
-        resized = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+        own = self._processor.own
+        factor = own.patch_size * own.merge_size
+        resized = smart_resize(height, width, factor, own.size["shortest_edge"], own.size["longest_edge"])
         return resized[0] // factor, resized[1] // factor
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
@@ -123,31 +124,33 @@ class Qwen3VLVision:
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """pixel_values [P, D] and image_grid_thw [1, 3], in patches before merging."""
-        features = self._processor(images=[rgb], return_tensors="pt")
+        features = self._processor(rgb)
         return {name: features[name] for name in self.engine_fields}
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
         """Three channels, held once for each of a patch's pictures."""
-        pixels = self.num_tokens(grid) * (self._processor.patch_size * self._processor.merge_size) ** 2
-        return int(pixels * 3 * self._processor.temporal_patch_size * FLOAT32_BYTES)
+        own = self._processor.own
+        pixels = self.num_tokens(grid) * (own.patch_size * own.merge_size) ** 2
+        return int(pixels * 3 * own.temporal_patch_size)
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """image_grid_thw [1, 3]."""
-        merge: int = self._processor.merge_size
+        merge: int = self._processor.own.merge_size
         return {"image_grid_thw": torch.tensor([[1, span.grid[0] * merge, span.grid[1] * merge]])}
 
-    def tower(self, model: PreTrainedModel) -> "Qwen3VLTower":
+    def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> "Qwen3VLTower":
         """Its tower and merger, of Qwen3-VL with the taps that deepstack adds to the first decoder layers."""
-        return Qwen3VLTower(model, has_taps=self._has_taps)
+        return Qwen3VLTower(model, partial(self.normalised, dtype=dtype), has_taps=self._has_taps)
 
 
 class Qwen3VLTower:
     """`VisionTower`; an image's features are its tokens and, of Qwen3-VL, one tap for each of the first decoder
     layers."""
 
-    def __init__(self, model: PreTrainedModel, *, has_taps: bool) -> None:
+    def __init__(self, model: PreTrainedModel, normalised: Callable[[Tensor], Tensor], *, has_taps: bool) -> None:
         """`model` is the one whose forward calls its own get_image_features."""
         self._run: Callable[..., Any] = model.get_image_features
+        self._normalised = normalised
         self._grids = Grids(model.visual)
         self._embedding = model.visual.patch_embed.proj
         model.visual.patch_embed.forward = self._embed
@@ -158,7 +161,8 @@ class Qwen3VLTower:
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
         """All images in one pass of the tower."""
-        pixels_PD = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
+        bytes_PD = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
+        pixels_PD = self._normalised(bytes_PD)
         # Nothing before the tower wants a gradient, and backward ends before the first thing that wants one.
         pixels_PD.requires_grad_(torch.is_grad_enabled())
         grids_N3 = _sizes(images)

@@ -5,6 +5,7 @@ P tiles, S pixels of a tile's side, N tokens of an image
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
 from backends.families.family import EngineField, ImageSpan
-from backends.families.processors import image_processor
+from backends.families.processors import ImageProcessor
 from backends.families.tiles import Tiled, TileTower, tiles_bytes, token_ids
 from backends.protocol import BackendFailed
 
@@ -47,12 +48,14 @@ class SmolVLMVision:
     }
 
     def __init__(self, source: str, config: PretrainedConfig) -> None:
-        self._processor: Any = image_processor(source)
+        # All tiles are of one size: there is nothing to pad.
+        self._processor = ImageProcessor(source, do_pad=False)
+        self.normalised = self._processor.normalised
         self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
         self.place_id = self.feature_id = config.image_token_id
         seen = config.vision_config
         self._tile_tokens = (seen.image_size // seen.patch_size) ** 2 // config.scale_factor**2
-        self._side: int = self._processor.max_image_size["longest_edge"]
+        self._side: int = self._processor.own.max_image_size["longest_edge"]
         if self._side != seen.image_size:
             raise BackendFailed(
                 f"{source}: its image processor makes tiles of {self._side} pixels, its vision tower sees"
@@ -67,7 +70,7 @@ class SmolVLMVision:
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tiles beside the whole image, by the processor's own rule; (0, 0): there are none."""
-        own = self._processor
+        own = self._processor.own
         if not own.do_image_splitting:
             return 0, 0
         if own.do_resize:
@@ -116,7 +119,7 @@ class SmolVLMVision:
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
         """pixel_values [P, 3, S, S], and what the engine wants to know of them: pixel_attention_mask [P, S, S], of
         tiles that are all image, and num_patches [1]."""
-        tiles_P3SS = self._processor(images=[rgb], return_tensors="pt")["pixel_values"][0]
+        tiles_P3SS = self._processor(rgb)["pixel_values"]
         mask_PSS = torch.ones(len(tiles_P3SS), *tiles_P3SS.shape[2:], dtype=torch.bool)
         return {
             "pixel_values": tiles_P3SS,
@@ -136,6 +139,6 @@ class SmolVLMVision:
         """num_patches [1]."""
         return {"num_patches": torch.tensor([self._num_tiles(span.grid)])}
 
-    def tower(self, model: PreTrainedModel) -> TileTower:
+    def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
         """Its tower and connector."""
-        return TileTower(model, has_samples=True)
+        return TileTower(model, partial(self.normalised, dtype=dtype), has_samples=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from backends.families.family import FLOAT32_BYTES, ImageFeatures, ImageSpan, LoraFlag, RenderedImage
+from backends.families.family import ImageFeatures, ImageSpan, LoraFlag, RenderedImage
 from backends.families.lora_names import decoder_modules
 from backends.pinned import to_device
 from backends.protocol import BackendFailed
@@ -44,20 +44,24 @@ class Tiled:
 class TileTower:
     """`VisionTower` that sees every tile alone and gives as many features of each."""
 
-    def __init__(self, model: PreTrainedModel, *, has_samples: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, normalised: Callable[[Tensor], Tensor], *, has_samples: bool = False
+    ) -> None:
         """`has_samples`: whether forward takes pixels as [samples, P, 3, S, S], not [P, 3, S, S]."""
         self._run: Callable[..., Any] = model.get_image_features
+        self._normalised = normalised
         self._has_samples = has_samples
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
         """All images' tiles side by side."""
-        tiles_P3SS = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
-        features_PFH = torch.cat([self._features(part) for part in tiles_P3SS.split(_AT_ONCE)])
+        bytes_P3SS = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
+        features_PFH = torch.cat([self._features(part) for part in bytes_P3SS.split(_AT_ONCE)])
         parts = features_PFH.split([len(image.tensors["pixel_values"]) for image in images])
         # Clones: slices would keep the whole batch's memory alive.
         return [(part_PFH.clone(),) for part_PFH in parts]
 
-    def _features(self, tiles_P3SS: Tensor) -> Tensor:
+    def _features(self, bytes_P3SS: Tensor) -> Tensor:
+        tiles_P3SS = self._normalised(bytes_P3SS)
         output = self._run(tiles_P3SS[None] if self._has_samples else tiles_P3SS, return_dict=True)
         return cast(Tensor, output.pooler_output)
 
@@ -71,8 +75,8 @@ class TileTower:
 
 
 def tiles_bytes(num_tiles: int, height: int, width: int) -> int:
-    """Of tiles in three channels of float32."""
-    return num_tiles * 3 * height * width * FLOAT32_BYTES
+    """Of tiles in three channels."""
+    return num_tiles * 3 * height * width
 
 
 def token_ids(source: str, names: Sequence[str], image_token_id: int) -> Mapping[str, int]:

@@ -45,7 +45,7 @@ class FrozenBase:
             config.source,
             image_cache_bytes=config.image_cache_bytes if config.train_vision else 0,
             max_image_pixels=config.max_image_pixels,
-            pixel_dtype=getattr(torch, config.dtype),
+            pixel_dtype=torch.uint8,
             pins_pixels=world.device.type == "cuda",
         )
         family = self.renderer.family
@@ -64,7 +64,8 @@ class FrozenBase:
         self.adapters: TrainedWeights = self.full or Adapters(model, modules, config.max_lora_rank)
         self.vision: ImageEncoder | None = None
         if family.vision is not None:
-            self.vision = ImageEncoder(family.vision, model.base_model, config.image_cache_bytes, self.adapters)
+            tower = family.vision.tower(model.base_model, getattr(torch, config.dtype))
+            self.vision = ImageEncoder(tower, model.base_model, config.image_cache_bytes, self.adapters)
         self.replay = None if config.routing_dir is None else Replay(model, config.routing_dir)
         self.scorer = Scorer(root, self.vision, self.adapters, self.replay).eval()
         is_exact = packing_is_exact(self.scorer, self.renderer, own, world.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from backends.families.family import ImageFeatures, RenderedImage, Vision
+from backends.families.family import ImageFeatures, RenderedImage, VisionTower
 from backends.lru import LRU
 from backends.pinned import to_device
 from backends.protocol import BackendFailed
@@ -64,9 +64,9 @@ class _Kept:
 class ImageEncoder:
     """Stands between a model and its vision tower. Never more than one forward at a time."""
 
-    def __init__(self, vision: Vision, model: PreTrainedModel, max_bytes: int, adapters: TrainedWeights) -> None:
-        """`model` is the one whose forward calls its own get_image_features."""
-        self._tower = vision.tower(model)
+    def __init__(self, tower: VisionTower, model: PreTrainedModel, max_bytes: int, adapters: TrainedWeights) -> None:
+        """`model` is the one whose forward calls its own get_image_features, `tower` its own."""
+        self._tower = tower
         self._adapters = adapters
         # The pixels of kept images are left out of what waits to be shown, so none may go meanwhile.
         self._kept: LRU[object, _Kept] = LRU(max_bytes, lambda kept: kept.size_bytes, trims_itself=False)

@@ -6,9 +6,11 @@ pytest tests/gpu
 import pytest
 import torch
 
+from backends.families.processors import ImageProcessor
 from backends.sampler.residual_stream import add_and_norm
 from backends.trainer import head_on_cuda
 from backends.trainer.lora_linear import scaled
+from tests.models import make_tiny_internvl
 
 pytestmark = pytest.mark.gpu
 
@@ -59,3 +61,10 @@ def test_logits_that_are_not_finite_are_not_hidden():
     logits = torch.randn(3, 5000, device="cuda")
     logits[0, 4999], logits[1, 3] = torch.nan, torch.inf
     assert head_on_cuda.normaliser(logits).isfinite().flatten().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_value_of_every_channel_is_normalised_as_on_the_host(tmp_path, dtype):
+    processor = ImageProcessor(str(make_tiny_internvl(tmp_path / "model")), crop_to_patches=True)
+    values = torch.arange(256, dtype=torch.uint8).repeat(5, 3)
+    assert torch.equal(processor.normalised(values.cuda(), dtype).cpu(), processor.normalised(values, dtype))

@@ -54,7 +54,7 @@ def test_counts_from_the_header_are_the_counts_from_the_pixels(renderer, size):
     _, grid_h, grid_w = rendered.images[0].tensors["image_grid_thw"][0].tolist()
     assert length == span.num_tokens == grid_h * grid_w // 4 == len(rendered.token_ids_T)
     assert span.grid == (grid_h // 2, grid_w // 2)
-    assert renderer.family.vision.size_bytes(span.grid) == rendered.images[0].tensors["pixel_values"].nbytes
+    assert renderer.family.vision.size_bytes(span.grid) == rendered.images[0].tensors["pixel_values"].numel()
 
 
 MODES = [("L", "png"), ("L", "jpeg"), ("CMYK", "jpeg"), ("P", "png"), ("RGBA", "png"), ("LA", "png"), ("1", "png")]
