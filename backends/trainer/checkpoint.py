@@ -7,7 +7,7 @@ never written again. Knows no model.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas.training import Trainable
+from backends.adapter_stacks import Places, to_file
 from backends.canary import Canary
 from backends.files import written_aside
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
@@ -38,9 +39,26 @@ def write_directory(directory: Path, write: Callable[[Path], None], *, durable: 
 def write_adapter(
     directory: Path, tensors: Mapping[str, Tensor], config: Trainable, base_model: str, canary: Canary | None = None
 ) -> None:
-    """The two files that PEFT and vLLM load, or with a layer's experts in stacks our engine alone."""
+    """The two files that PEFT and vLLM load."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(on_host, directory / ADAPTER_FILE, None if canary is None else canary.to_metadata())
+    _write_config(directory, (name.rpartition(".lora_")[0] for name in tensors), config, base_model)
+
+
+def write_stacks(
+    directory: Path,
+    stacks: Sequence[tuple[Places, Tensor, Tensor]],
+    config: Trainable,
+    base_model: str,
+    canary: Canary,
+) -> None:
+    """The same for the engine beside us, as `adapter_stacks` has it. All is in host memory."""
+    tensors, metadata = to_file(stacks)
+    save_file(tensors, directory / ADAPTER_FILE, metadata | canary.to_metadata())
+    _write_config(directory, (name for places, _, _ in stacks for name, _ in places), config, base_model)
+
+
+def _write_config(directory: Path, modules: Iterable[str], config: Trainable, base_model: str) -> None:
     peft_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -51,15 +69,14 @@ def write_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({_target(name) for name in tensors}),
+        "target_modules": sorted({_target(module.removeprefix("base_model.model.")) for module in modules}),
     }
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(peft_config, indent=1))
 
 
-def _target(name: str) -> str:
-    """What PEFT knows a tensor's module by: the end of its name in a decoder's layers, elsewhere the whole of it. A
-    vision tower has modules that nothing trains, and whose names end as those of linears do."""
-    module = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+def _target(module: str) -> str:
+    """What PEFT knows a module by: the end of its name in a decoder's layers, elsewhere the whole of it. A vision tower
+    has modules that nothing trains, and whose names end as those of linears do."""
     return module.rpartition(".")[2] if _LAYER.search(module) else module
 
 

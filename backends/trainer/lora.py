@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from api_schemas.training import Trainable
+from backends.adapter_stacks import Places
 from backends.families.family import LoraFlag
 from backends.families.lora_names import EXPERT_STACKS, name_in_files
 from backends.pinned import to_device
@@ -93,17 +94,16 @@ class Adapter:
             parts[f"base_model.model.{name}.lora_B.weight"] = b_rO.T
         return parts
 
-    def named_for_engine(self, halves: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        """As `named`, but of a layer's experts one tensor for each of their matrices: A [E, r, I] and B [E, O, r]."""
-        parts = {}
-        for stack, (a_LrI, b_LrO) in zip(self.stacks, halves, strict=True):
-            group, begin = stack.group, 0
-            for place, name in zip(group.places, group.place_names, strict=True):
-                own = slice(begin, begin + place.num_matrices) if isinstance(place, ExpertAdapters) else begin
-                parts[f"base_model.model.{name}.lora_A.weight"] = a_LrI[own]
-                parts[f"base_model.model.{name}.lora_B.weight"] = b_LrO[own].mT
-                begin += place.num_matrices
-        return parts
+    @property
+    def places(self) -> list[Places]:
+        """Of every stack, as the engine has them."""
+        return [
+            [
+                (f"base_model.model.{name}", place.num_matrices if isinstance(place, ExpertAdapters) else None)
+                for place, name in zip(stack.group.places, stack.group.place_names, strict=True)
+            ]
+            for stack in self.stacks
+        ]
 
     def stacked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """What `named` gave, as it stands for each of `parameters`."""

@@ -43,10 +43,12 @@ class WeightFiles:
             canary.check_finite()
             adapter = tenant.adapter
             if for_elsewhere:
-                tensors = adapter.named(host_halves(adapter, torch.float32))
+                halves = [(a_LrI, b_LOr.mT) for a_LrI, b_LOr in host_halves(adapter, torch.float32)]
+                checkpoint.write_adapter(aside, adapter.named(halves), adapter.config, self._base_model, canary)
             else:
-                tensors = adapter.named_for_engine(host_halves(adapter, self._dtype))
-            checkpoint.write_adapter(aside, tensors, tenant.adapter.config, self._base_model, canary)
+                halves = host_halves(adapter, self._dtype)
+                stacks = [(places, *half) for places, half in zip(adapter.places, halves, strict=True)]
+                checkpoint.write_stacks(aside, stacks, adapter.config, self._base_model, canary)
 
         self._write(tenant, directory, write, durable=False)
 
@@ -130,14 +132,14 @@ class WeightFiles:
 
 
 def host_halves(adapter: Adapter, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Copies of an adapter's stacks in host memory, as `Adapter.named` takes them, laid out as files have them.
+    """Copies of an adapter's stacks in host memory, laid out as files have them: A [L, r, I] and B [L, O, r].
 
     A few large copies from the device instead of two for each linear, after it has rounded and transposed them.
     """
     halves = []
     for stack in adapter.stacks:
         a_LrI, b_LOr = stack.a_LrI.data.to(dtype), stack.b_LrO.data.to(dtype).transpose(1, 2).contiguous()
-        halves.append((_on_host(a_LrI), _on_host(b_LOr).transpose(1, 2)))
+        halves.append((_on_host(a_LrI), _on_host(b_LOr)))
     if adapter.stacks[0].a_LrI.is_cuda:
         torch.cuda.synchronize()
     return halves

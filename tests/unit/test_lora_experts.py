@@ -9,8 +9,13 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from api_schemas.training import Trainable
+from backends.adapter_stacks import open_adapter
+from backends.canary import Canary
 from backends.families.text import Text
+from backends.protocol import ADAPTER_FILE
+from backends.trainer.checkpoint import write_stacks
 from backends.trainer.lora import ALPHA, Adapters
+from backends.trainer.weights import host_halves
 from tests.models import make_tiny_moe
 
 CONFIGS = [
@@ -89,9 +94,13 @@ def test_models_of_one_row_get_what_each_gets_alone_from_merged_weights(model) -
             torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-11, msg=name)
 
 
-def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model) -> None:
+def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp_path) -> None:
     adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), CONFIGS[0], 0)
-    ours = adapter.named_for_engine([(stack.a_LrI.data, stack.b_LrO.data) for stack in adapter.stacks])
+    halves = host_halves(adapter, torch.float64)
+    stacks = [(places, *half) for places, half in zip(adapter.places, halves, strict=True)]
+    write_stacks(tmp_path, stacks, adapter.config, "base", Canary([1, 2], [-1.0]))
+    with open_adapter(str(tmp_path / ADAPTER_FILE), "pt") as file:
+        ours = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - as vLLM reads it
     wanted = {name: tensor for name, tensor in adapter.tensors.items() if ".experts." not in name}
     experts = "base_model.model.model.layers.1.mlp.experts"
     for matrix, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
