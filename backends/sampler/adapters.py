@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from backends.adapter_stacks import other_files
 from backends.canary import Canary
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
@@ -150,28 +151,33 @@ class EngineAdapters:
 
 
 def _link(source: Path, directory: Path) -> Canary | None:
-    """Both files of an adapter under a name of our own, copied only where the file systems differ; and its canary."""
+    """An adapter's files under a name of our own, copied only where the file systems differ; and its canary."""
     directory.mkdir()
     if (source / CANARY_FILE).exists():
         raise InvalidInput(
             "the sampler weights are a whole model, and this server samples from adapters; start it with the setting"
             " backend.full to sample from whole models"
         )
-    for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
-        try:
-            os.link(source / name, directory / name)
-        except FileNotFoundError:
-            raise InvalidInput("the sampler weights no longer exist") from None
-        except OSError:
-            shutil.copyfile(source / name, directory / name)
+    _link_each(source, directory, [ADAPTER_FILE, ADAPTER_CONFIG_FILE])
     try:
         with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
+            _link_each(source, directory, other_files(file.metadata()))
             canary = Canary.from_metadata(file.metadata())
             if canary is None:  # else the trainer has seen to it
                 _check_finite(file)
             return canary
     except SafetensorError as error:
         raise BackendFailed(f"the sampler cannot load these weights: {error}") from None
+
+
+def _link_each(source: Path, directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            os.link(source / name, directory / name)
+        except FileNotFoundError:
+            raise InvalidInput("the sampler weights no longer exist") from None
+        except OSError:
+            shutil.copyfile(source / name, directory / name)
 
 
 def _check_finite(file: Any) -> None:

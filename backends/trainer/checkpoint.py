@@ -8,6 +8,7 @@ never written again. Knows no model.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, cast
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas.training import Trainable
-from backends.adapter_stacks import Places, to_file
+from backends.adapter_stacks import Places, StackFile, to_files
 from backends.canary import Canary
 from backends.files import written_aside
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
@@ -53,8 +54,14 @@ def write_stacks(
     canary: Canary,
 ) -> None:
     """The same for the engine beside us, as `adapter_stacks` has it. All is in host memory."""
-    tensors, metadata = to_file(stacks)
-    save_file(tensors, directory / ADAPTER_FILE, metadata | canary.to_metadata())
+    files = to_files(stacks)
+
+    def write(file: StackFile) -> None:
+        own = canary.to_metadata() if file.name == ADAPTER_FILE else {}
+        save_file(file.tensors, directory / file.name, file.metadata(len(files)) | own)
+
+    with ThreadPoolExecutor(len(files)) as threads:
+        list(threads.map(write, files))
     _write_config(directory, (name for places, _, _ in stacks for name, _ in places), config, base_model)
 
 

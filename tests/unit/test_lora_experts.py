@@ -94,7 +94,9 @@ def test_models_of_one_row_get_what_each_gets_alone_from_merged_weights(model) -
             torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-11, msg=name)
 
 
-def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp_path) -> None:
+@pytest.mark.parametrize("file_bytes", [1, 1 << 24])
+def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp_path, monkeypatch, file_bytes) -> None:
+    monkeypatch.setattr("backends.adapter_stacks._FILE_BYTES", file_bytes)
     adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), CONFIGS[0], 0)
     halves = host_halves(adapter, torch.float64)
     stacks = [(places, *half) for places, half in zip(adapter.places, halves, strict=True)]

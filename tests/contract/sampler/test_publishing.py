@@ -107,6 +107,35 @@ async def test_weights_that_are_scored_otherwise_are_neither_published_nor_sampl
     await sampler.publish(saved, "somebody")
 
 
+@pytest.fixture
+def in_files(rank: TrainerRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As an adapter of many bytes is saved."""
+    monkeypatch.setattr("backends.adapter_stacks._FILE_BYTES", 1)
+    rank.save_sampler_weights("m", tmp_path / "in files", for_elsewhere=False)
+    return tmp_path / "in files"
+
+
+async def test_a_large_adapter_is_several_files_and_the_sampler_reads_them_all(sampler, saved, in_files):
+    assert len(list(saved.glob("*.safetensors"))) == 1 and len(list(in_files.glob("*.safetensors"))) == 4
+    whole, parts = by_name(saved), by_name(in_files)
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    await sampler.publish(in_files, "somebody")
+    drawn = [await sample(sampler, request(MIXED["text"], {"seed": 1}), weights) for weights in (saved, in_files)]
+    first, second = (one.sequences[0] for one in drawn)
+    assert first.tokens.tolist() == second.tokens.tolist()
+    np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
+
+
+async def test_of_a_large_adapter_no_file_may_be_missing_or_torn(sampler, in_files):
+    torn = shutil.copytree(in_files, in_files.with_name("torn"))
+    (torn / "stacks-2.safetensors").write_bytes((torn / "stacks-2.safetensors").read_bytes()[:-100])
+    with pytest.raises(BackendFailed, match="the sampler cannot load these weights: "):
+        await sampler.publish(torn, "somebody")
+    (in_files / "stacks-2.safetensors").unlink()
+    with pytest.raises(InvalidInput, match="the sampler weights no longer exist"):
+        await sampler.publish(in_files, "somebody")
+
+
 async def test_publishing_does_not_wait_for_the_samples_of_others(sampler, saved, adapters):
     """Every row and every slot is taken by two owners."""
     long = request(MIXED["text"], {"max_tokens": 1500, "stop": []}, num_samples=70)
