@@ -1,15 +1,18 @@
-"""Attention of a vision tower on CUDA, in 16 bits: all images of a pass at once, whatever their sizes.
+"""Attention of the Qwen vision towers on CUDA, in 16 bits: all images of a pass at once, whatever their sizes.
 
-By transformers' SDPA each image, or each window of one, is a call of its own in every layer.
+By transformers each image, or each window of one, is a call of SDPA of its own in every layer, and the rotation of
+queries and keys twelve more: of a tower's time a third.
+
+P patches, E the tower's width, D that of a head
 """
 
-import torch
-from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from functools import partial
+from typing import Any
 
-_VARLEN = "tinker_flash_tower"
-"""transformers gives the images' bounds to what has `flash` in its name, and else a part of the row at a time."""
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import PreTrainedModel
 
 
 def use_varlen(tower: PreTrainedModel) -> None:
@@ -17,25 +20,26 @@ def use_varlen(tower: PreTrainedModel) -> None:
     (arXiv:2307.08691), not causal."""
     weight = next(tower.parameters())
     if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
-        AttentionInterface.register(_VARLEN, _varlen)
-        tower.config._attn_implementation = _VARLEN
+        for block in tower.blocks:
+            block.attn.forward = partial(_attend, block.attn)
 
 
-def _varlen(  # noqa: PLR0913
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
+def _attend(
+    attention: Any,
+    hidden_PE: Tensor,
     *,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    position_embeddings: tuple[Tensor, Tensor],
     **other: object,
-) -> tuple[Tensor, None]:
-    """query, key and value [1, heads, P, D], P patches; returns [1, P, heads, D]."""
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    out = varlen_attn(query, key, value, *bounds, scale=scaling)
+) -> Tensor:
+    """[P, E], as the forward of transformers' own; cosines and sines [P, D]."""
+    from backends.families.rotated_on_cuda import rotate
+
+    qkv = rotate(attention.qkv(hidden_PE), *position_embeddings)
+    query, key, value = qkv.view(len(hidden_PE), 3, attention.num_heads, -1).unbind(1)
+    bounds = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = varlen_attn(query, key, value, *bounds, scale=attention.scaling)
     assert isinstance(out, Tensor)
-    return out[None], None
+    result: Tensor = attention.proj(out.flatten(1))
+    return result

@@ -5,8 +5,10 @@ pytest tests/gpu
 
 import pytest
 import torch
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from backends.families.processors import ImageProcessor
+from backends.families.rotated_on_cuda import rotate
 from backends.sampler.residual_stream import add_and_norm
 from backends.trainer import head_on_cuda
 from backends.trainer.lora_linear import scaled
@@ -68,3 +70,23 @@ def test_every_value_of_every_channel_is_normalised_as_on_the_host(tmp_path, dty
     processor = ImageProcessor(str(make_tiny_internvl(tmp_path / "model")), crop_to_patches=True)
     values = torch.arange(256, dtype=torch.uint8).repeat(5, 3)
     assert torch.equal(processor.normalised(values.cuda(), dtype).cpu(), processor.normalised(values, dtype))
+
+
+@pytest.mark.parametrize(("heads", "size"), [(16, 64), (16, 72), (16, 80), (3, 16)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_queries_and_keys_are_rotated_to_the_bit_as_transformers_does_and_so_are_their_gradients(heads, size, dtype):
+    torch.manual_seed(0)
+    angles = 30 * torch.randn(500, size // 2, device="cuda").repeat(1, 2)
+    qkv, weights = torch.randn(2, 500, 3 * heads * size, device="cuda").to(dtype)
+
+    def plain(qkv_PX):
+        query, key, value = qkv_PX.view(500, 3, heads, size).unbind(1)
+        rotated = apply_rotary_pos_emb_vision(query, key, angles.cos(), angles.sin())
+        return torch.stack([*rotated, value], 1).flatten(1)
+
+    found = []
+    for function in (plain, lambda qkv_PX: rotate(qkv_PX.clone(), angles.cos(), angles.sin())):
+        leaf = qkv.clone().requires_grad_()
+        rotated = function(leaf)
+        found.append((rotated, *torch.autograd.grad((rotated * weights).sum(), leaf)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
