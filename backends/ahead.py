@@ -2,8 +2,9 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -21,13 +22,15 @@ class Ahead(Generic[R]):
         self._results: dict[str, tuple[Future[R], int]] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+        self._may_start = threading.Event()
+        self._may_start.set()
 
     def begin(self, key: str, size_bytes: int, work: Callable[[], R]) -> None:
         """Start the work on a thread. Nothing happens where it has begun, or where there is no room for its result."""
         with self._lock:
             taken = sum(size for _, size in self._results.values())
             if key not in self._results and taken + size_bytes <= self._max_bytes:
-                self._results[key] = self._pool().submit(work), size_bytes
+                self._results[key] = self._pool().submit(self._in_turn, work), size_bytes
 
     def take(self, key: str) -> R | None:
         """The result, once it is there; None where the work was not begun. Raises what the work raised."""
@@ -42,6 +45,20 @@ class Ahead(Generic[R]):
                 future, _ = self._results.pop(one, (None, 0))
                 if future is not None:
                     future.cancel()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No more work starts meanwhile. Python runs one thread at a time: one that launches kernels lets go at each of
+        them, and waits for all others before the next."""
+        self._may_start.clear()
+        try:
+            yield
+        finally:
+            self._may_start.set()
+
+    def _in_turn(self, work: Callable[[], R]) -> R:
+        self._may_start.wait()
+        return work()
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:

@@ -7,9 +7,9 @@ family knows. Knows no chat template and no tokenizer.
 T tokens
 """
 
-import contextlib
 import hashlib
 from collections.abc import Container, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
@@ -126,13 +126,18 @@ class Renderer:
         vision = self.family.vision
         if vision is None:
             return
-        for chunk in (chunk for one in inputs for chunk in one.chunks if isinstance(chunk, ImageChunk)):
-            key = _key(chunk)
-            if key in known or key in self._in_use or self._cache.get(key) is not None:
-                continue
-            with contextlib.suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
-                size_bytes = vision.size_bytes(vision.grid(image.width, image.height))
-                self._ahead.begin(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
+        with self._ahead.paused():
+            for chunk in (chunk for one in inputs for chunk in one.chunks if isinstance(chunk, ImageChunk)):
+                key = _key(chunk)
+                if key in known or key in self._in_use or self._cache.get(key) is not None:
+                    continue
+                with suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
+                    size_bytes = vision.size_bytes(vision.grid(image.width, image.height))
+                    self._ahead.begin(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
+
+    def decoding_paused(self) -> AbstractContextManager[None]:
+        """For whoever launches kernels: what is expected waits, but for the images that threads are at."""
+        return self._ahead.paused()
 
     def forget_expected(self) -> None:
         """What was to be rendered soon will not be."""

@@ -89,7 +89,7 @@ class RowComputer:
 
     def _rendered(self, row: Row) -> tuple[dict[int, list[Rendered]], dict[int, InvalidInput | BackendFailed]]:
         """By a pass's number, its datums; InvalidInput for images that do not decode."""
-        vision, device = self._base.vision, self._world.device
+        vision, renderer, device = self._base.vision, self._base.renderer, self._world.device
         # In a sharded base the tower is gathered with the rest, when the row is computed.
         begins = device.type == "cuda" and not self._base.is_sharded
         self._expect(row)
@@ -97,9 +97,10 @@ class RowComputer:
         def render(one: BatchPass, indices: list[int]) -> list[Rendered]:
             rendered, known = [], self._known(one)
             for i in indices:
-                rendered.append(self._base.renderer.render(one.data[i].model_input, f"datum {i}", known))
+                rendered.append(renderer.render(one.data[i].model_input, f"datum {i}", known))
                 if vision is not None and begins and not one.tenant.adapter.config.train_vision:
-                    vision.begin(rendered[-1].images, device)
+                    with renderer.decoding_paused():
+                        vision.begin(rendered[-1].images, device)
             return rendered
 
         return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)

@@ -99,3 +99,12 @@ def test_work_ahead_runs_beside_who_began_it():
     began = time.monotonic()
     released.set()
     assert ahead.take("a") >= began
+
+
+def test_nothing_starts_while_paused_and_all_of_it_afterwards():
+    ahead: Ahead[None] = Ahead(100)
+    started = threading.Event()
+    with ahead.paused():
+        ahead.begin("a", 1, started.set)
+        assert not started.wait(0.2)
+    assert ahead.take("a") is None and started.is_set()
