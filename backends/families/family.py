@@ -38,7 +38,8 @@ class RenderedImage:
     hash: str
     """sha256 of the file's bytes."""
     tensors: Mapping[str, Tensor]
-    """As forward names them, one row or more of each. Those of pixels are missing where they were not asked for."""
+    """As forward names them, one row or more of each, but for pixels in bytes: those are as `Vision.process` gives
+    them. Pixels are missing where they were not asked for."""
 
     @property
     def size_bytes(self) -> int:
@@ -115,8 +116,8 @@ class Vision(Protocol):
         """The one of `image_ids` in whose places the image's features go."""
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """All of forward's tensors of one image, by the model's own processor; of them the pixels alone are uint8, not
-        normalised yet."""
+        """All of forward's tensors of one image, by the model's own processor; of them the pixels alone are uint8, and
+        not as forward takes them yet."""
 
     @property
     def normalised(self) -> Callable[[Tensor, torch.dtype], Tensor]:

@@ -18,6 +18,8 @@ from backends.protocol import BackendFailed
 
 _CELLS_AT_ONCE = 1 << 24
 """Of what is normalised, in float32 for a moment."""
+_TESTED = ((64, 96), (100, 77))
+"""Heights and widths: one that most models see as it is, and one that must be resized."""
 
 
 class ImageProcessor:
@@ -61,11 +63,14 @@ class ImageProcessor:
 
     def _test(self, source: str) -> None:
         """Two steps are what the processor does in one."""
-        noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
-        pixels = self(noise)["pixel_values"]
-        wanted = _of_one(self.own([noise], return_tensors="pt", **self._options)["pixel_values"])
-        if pixels.dtype != torch.uint8 or not torch.equal(self.normalised(pixels, torch.float32), wanted):
-            raise BackendFailed(f"{source}: its image processor does more to pixels than to rescale and normalise them")
+        for size in _TESTED:
+            noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8))
+            pixels = self(noise)["pixel_values"]
+            wanted = _of_one(self.own([noise], return_tensors="pt", **self._options)["pixel_values"])
+            if pixels.dtype != torch.uint8 or not torch.equal(self.normalised(pixels, torch.float32), wanted):
+                raise BackendFailed(
+                    f"{source}: its image processor does more to pixels than to rescale and normalise them"
+                )
 
 
 def _of_one(pixels: Tensor) -> Tensor:

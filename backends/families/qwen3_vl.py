@@ -4,7 +4,6 @@ T tokens, P patches, D values of a patch, N tokens of an image, H hidden width o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from backends.families.family import (
     TowerLora,
 )
 from backends.families.lora_names import decoder_modules
-from backends.families.processors import ImageProcessor
 from backends.families.qwen_grids import Grids
+from backends.families.qwen_pictures import PictureProcessor
 from backends.families.tower_attention import use_varlen
 from backends.pinned import to_device
 
@@ -83,7 +82,7 @@ class Qwen3VLVision:
     }
 
     def __init__(self, source: str, config: PretrainedConfig) -> None:
-        self._processor = ImageProcessor(source)
+        self._processor = PictureProcessor(source)
         self.normalised = self._processor.normalised
         self.place_id = self.feature_id = config.image_token_id
         self._has_taps = config.architectures[0] in WITH_TAPS
@@ -123,15 +122,13 @@ class Qwen3VLVision:
         return np.full(span.num_tokens, self.place_id)
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """pixel_values [P, D] and image_grid_thw [1, 3], in patches before merging."""
-        features = self._processor(rgb)
-        return {name: features[name] for name in self.engine_fields}
+        """As `PictureProcessor` does."""
+        return self._processor(rgb)
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
-        """Three channels, held once for each of a patch's pictures."""
+        """Three channels."""
         own = self._processor.own
-        pixels = self.num_tokens(grid) * (own.patch_size * own.merge_size) ** 2
-        return int(pixels * 3 * own.temporal_patch_size)
+        return int(self.num_tokens(grid) * (own.patch_size * own.merge_size) ** 2 * 3)
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """image_grid_thw [1, 3]."""
@@ -140,17 +137,19 @@ class Qwen3VLVision:
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> "Qwen3VLTower":
         """Its tower and merger, of Qwen3-VL with the taps that deepstack adds to the first decoder layers."""
-        return Qwen3VLTower(model, partial(self.normalised, dtype=dtype), has_taps=self._has_taps)
+        return Qwen3VLTower(model, self._processor, dtype, has_taps=self._has_taps)
 
 
 class Qwen3VLTower:
     """`VisionTower`; an image's features are its tokens and, of Qwen3-VL, one tap for each of the first decoder
     layers."""
 
-    def __init__(self, model: PreTrainedModel, normalised: Callable[[Tensor], Tensor], *, has_taps: bool) -> None:
-        """`model` is the one whose forward calls its own get_image_features."""
+    def __init__(
+        self, model: PreTrainedModel, processor: PictureProcessor, dtype: torch.dtype, *, has_taps: bool
+    ) -> None:
+        """`model` is the one whose forward calls its own get_image_features; it sees pixels of `dtype`."""
         self._run: Callable[..., Any] = model.get_image_features
-        self._normalised = normalised
+        self._processor, self._dtype = processor, dtype
         self._grids = Grids(model.visual)
         self._embedding = model.visual.patch_embed.proj
         model.visual.patch_embed.forward = self._embed
@@ -161,8 +160,9 @@ class Qwen3VLTower:
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
         """All images in one pass of the tower."""
-        bytes_PD = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
-        pixels_PD = self._normalised(bytes_PD)
+        pictures = [to_device(image.tensors["pixel_values"], device) for image in images]
+        bytes_PD = torch.cat([self._processor.cut(picture_HW3) for picture_HW3 in pictures])
+        pixels_PD = self._processor.normalised_patches(bytes_PD, self._dtype)
         # Nothing before the tower wants a gradient, and backward ends before the first thing that wants one.
         pixels_PD.requires_grad_(torch.is_grad_enabled())
         grids_N3 = _sizes(images)

@@ -1,0 +1,44 @@
+"""What the Qwen models' own image processors make of an image, with the patches cut last.
+
+A picture is half of its patches, which hold it once for each of two frames, and is cut in no time on the device.
+
+H, W pixels of a picture, P patches, D values of a patch
+"""
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
+
+from backends.families.processors import ImageProcessor
+
+
+class PictureProcessor(ImageProcessor):
+    """Its pixels in bytes are a picture of the size that the model sees."""
+
+    def __call__(self, rgb: Image.Image) -> dict[str, Tensor]:
+        """pixel_values [H, W, 3] in bytes, and image_grid_thw [1, 3], in patches before merging."""
+        own = self.own
+        factor = own.patch_size * own.merge_size
+        (resized_3HW,) = own.resize(pil_to_tensor(rgb)[None], size=own.size, resample=own.resample, factor=factor)
+        height, width = (side // own.patch_size for side in resized_3HW.shape[1:])
+        grid_13 = torch.tensor([[1, height, width]])
+        return {"pixel_values": resized_3HW.permute(1, 2, 0).contiguous(), "image_grid_thw": grid_13}
+
+    def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        """[P, D] of `dtype`, of a picture [H, W, 3]."""
+        return self.normalised_patches(self.cut(pixels), dtype)
+
+    def cut(self, picture_HW3: Tensor) -> Tensor:
+        """[P, D]: patches that will be merged side by side, each with its channels one after the other and every
+        channel once for each frame."""
+        own = self.own
+        side, merge = own.patch_size, own.merge_size
+        rows, columns = (length // (side * merge) for length in picture_HW3.shape[:2])
+        parts = picture_HW3.view(rows, merge, side, columns, merge, side, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        frames = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, own.temporal_patch_size, -1, -1)
+        return frames.reshape(rows * columns * merge**2, -1)
+
+    def normalised_patches(self, bytes_PD: Tensor, dtype: torch.dtype) -> Tensor:
+        """[P, D] of `dtype`, of patches of any pictures."""
+        return super().normalised(bytes_PD, dtype)
