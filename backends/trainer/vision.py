@@ -78,6 +78,11 @@ class ImageEncoder:
         self._next: Any = None
         model.get_image_features = self._give  # type: ignore[method-assign, unused-ignore]
 
+    def warm_up(self, image: RenderedImage, device: torch.device) -> None:
+        """Kernels are compiled and loaded when they first run: let it be now."""
+        self._compute([image], device)
+        self.trim()
+
     def __contains__(self, image_hash: object) -> bool:
         """Whether the frozen tower does not need the image's pixels, until `trim`."""
         return self._kept.get(image_hash) is not None
