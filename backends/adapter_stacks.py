@@ -20,7 +20,7 @@ from torch import Tensor
 
 from backends.protocol import ADAPTER_FILE
 
-_KEY = "stacks"
+_KEY, _NUM_FILES = "stacks", "stack_files"
 _MOST_FILES, _FILE_BYTES = 4, 1 << 24
 """As many files as there are so many bytes, at most."""
 Places = Sequence[tuple[str, int | None]]
@@ -34,18 +34,21 @@ class StackFile:
     name: str
     places: list[Places] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    size_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def add(self, places: Places, a_LrI: Tensor, b_LOr: Tensor) -> None:
         """One more stack."""
         number = len(self.places)
         self.places.append(places)
         self.tensors |= {f"{number}.A": a_LrI, f"{number}.B": b_LOr}
-        self.size_bytes += a_LrI.nbytes + b_LOr.nbytes
 
     def metadata(self, num_files: int) -> dict[str, str]:
         """What its header says of it, of all of which there are so many."""
-        return {_KEY: json.dumps([num_files, self.places])}
+        return {_KEY: json.dumps(self.places), _NUM_FILES: str(num_files)}
 
 
 def to_files(stacks: Sequence[tuple[Places, Tensor, Tensor]]) -> list[StackFile]:
@@ -60,8 +63,7 @@ def to_files(stacks: Sequence[tuple[Places, Tensor, Tensor]]) -> list[StackFile]
 
 def other_files(metadata: Mapping[str, str] | None) -> list[str]:
     """Names of the files beside `ADAPTER_FILE`, as its header tells them; none where it is not ours."""
-    text = (metadata or {}).get(_KEY)
-    return [] if text is None else _others(json.loads(text)[0])
+    return _others(int((metadata or {}).get(_NUM_FILES, 1)))
 
 
 @contextmanager
@@ -83,7 +85,7 @@ class _Stacks:
         self._views: Mapping[str, Tensor] = {
             f"{name}.lora_{half}.weight": view
             for file in files
-            for number, places in enumerate(json.loads(file.metadata()[_KEY])[1])
+            for number, places in enumerate(json.loads(file.metadata()[_KEY]))
             for half in "AB"
             for name, view in _views(places, file.get_tensor(f"{number}.{half}"))
         }

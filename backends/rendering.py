@@ -126,7 +126,7 @@ class Renderer:
         vision = self.family.vision
         if vision is None:
             return
-        with self._ahead.paused():
+        with self._ahead.paused():  # or the first threads would take turns with this loop
             for chunk in (chunk for one in inputs for chunk in one.chunks if isinstance(chunk, ImageChunk)):
                 key = _key(chunk)
                 if key in known or key in self._in_use or self._cache.get(key) is not None:

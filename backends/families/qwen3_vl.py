@@ -108,10 +108,9 @@ class Qwen3VLVision:
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Merged patches in each direction, by the processor's own resize rule."""
-        own = self._processor.own
-        factor = own.patch_size * own.merge_size
-        resized = smart_resize(height, width, factor, own.size["shortest_edge"], own.size["longest_edge"])
-        return resized[0] // factor, resized[1] // factor
+        side, limits = self._processor.side, self._processor.own.size
+        resized = smart_resize(height, width, side, limits["shortest_edge"], limits["longest_edge"])
+        return resized[0] // side, resized[1] // side
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """One of each merged patch."""
@@ -127,8 +126,7 @@ class Qwen3VLVision:
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
         """Three channels."""
-        own = self._processor.own
-        return int(self.num_tokens(grid) * (own.patch_size * own.merge_size) ** 2 * 3)
+        return self.num_tokens(grid) * self._processor.side**2 * 3
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
         """image_grid_thw [1, 3]."""

@@ -16,12 +16,16 @@ from backends.families.processors import ImageProcessor
 class PictureProcessor(ImageProcessor):
     """Its pixels in bytes are a picture of the size that the model sees."""
 
+    @property
+    def side(self) -> int:
+        """Pixels of a merged patch's side."""
+        return int(self.own.patch_size * self.own.merge_size)
+
     def __call__(self, rgb: Image.Image) -> dict[str, Tensor]:
         """pixel_values [H, W, 3] in bytes, and image_grid_thw [1, 3], in patches before merging."""
         own = self.own
-        factor = own.patch_size * own.merge_size
-        (resized_3HW,) = own.resize(pil_to_tensor(rgb)[None], size=own.size, resample=own.resample, factor=factor)
-        height, width = (side // own.patch_size for side in resized_3HW.shape[1:])
+        (resized_3HW,) = own.resize(pil_to_tensor(rgb)[None], size=own.size, resample=own.resample, factor=self.side)
+        height, width = (length // own.patch_size for length in resized_3HW.shape[1:])
         grid_13 = torch.tensor([[1, height, width]])
         return {"pixel_values": resized_3HW.permute(1, 2, 0).contiguous(), "image_grid_thw": grid_13}
 
@@ -33,9 +37,9 @@ class PictureProcessor(ImageProcessor):
         """[P, D]: patches that will be merged side by side, each with its channels one after the other and every
         channel once for each frame."""
         own = self.own
-        side, merge = own.patch_size, own.merge_size
-        rows, columns = (length // (side * merge) for length in picture_HW3.shape[:2])
-        parts = picture_HW3.view(rows, merge, side, columns, merge, side, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        size, merge = own.patch_size, own.merge_size
+        rows, columns = (length // self.side for length in picture_HW3.shape[:2])
+        parts = picture_HW3.view(rows, merge, size, columns, merge, size, 3).permute(0, 3, 1, 4, 6, 2, 5)
         frames = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, own.temporal_patch_size, -1, -1)
         return frames.reshape(rows * columns * merge**2, -1)
 

@@ -1,6 +1,5 @@
 """The base model of one rank, frozen or itself in training: loaded, tested, compiled."""
 
-import io
 import logging
 from pathlib import Path
 from typing import cast
@@ -10,7 +9,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from api_schemas.inputs import ImageChunk, ModelInput
 from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
 from backends.progress import Progress
@@ -71,7 +69,8 @@ class FrozenBase:
             tower = family.vision.tower(model.base_model, getattr(torch, config.dtype))
             self.vision = ImageEncoder(tower, model.base_model, config.image_cache_bytes, self.adapters)
             if world.device.type == "cuda" and not self.is_sharded:
-                self.vision.warm_up(_blank_image(self.renderer), world.device)
+                blank = family.vision.process(Image.new("RGB", (64, 64)))
+                self.vision.warm_up(RenderedImage("blank", blank), world.device)
         self.replay = None if config.routing_dir is None else Replay(model, config.routing_dir)
         self.scorer = Scorer(root, self.vision, self.adapters, self.replay).eval()
         is_exact = packing_is_exact(self.scorer, self.renderer, own, world.device)
@@ -128,13 +127,6 @@ class FrozenBase:
         memory = Memory(model.get_decoder().layers, run_row, world.device, limit_bytes)
         log.info("%s: %s", model.config.model_type, memory.describe())
         return memory
-
-
-def _blank_image(renderer: Renderer) -> RenderedImage:
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(file, "png")
-    (image,) = renderer.render(ModelInput(chunks=[ImageChunk(data=file.getvalue(), format="png")]), "blank").images
-    return image
 
 
 def _fits_whole(config: TrainerConfig) -> bool:

@@ -26,8 +26,8 @@ from backends.trainer.batching import Microbatch
 from backends.trainer.trained import TrainedWeights
 
 _FIRST = 8
-"""Images that a GPU begins with while the next are still decoded; then twice as many, and so on. It takes 45 ms to
-launch a tower's kernels, whatever they are of."""
+"""Images that a GPU begins with while the next are still decoded; then twice as many, and so on. To launch a tower's
+kernels takes 11 to 19 ms, for 8 images or for 48."""
 _CELLS_AT_ONCE = 1 << 20
 """Of pixel tensors in one pass of a tower that is trained, whose activations are all there in its backward."""
 
