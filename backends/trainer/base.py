@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from backends.families.family import RenderedImage
@@ -28,7 +28,7 @@ from backends.trainer.parallel import World
 from backends.trainer.replay import Replay
 from backends.trainer.residual_stream import keep_in_float32
 from backends.trainer.scoring import Scorer, TokenGradient
-from backends.trainer.self_test import own_logprobs, packing_is_exact
+from backends.trainer.self_test import own_logprobs, packing_is_exact, require_whole_products
 from backends.trainer.trained import TrainedWeights
 from backends.trainer.vision import ImageEncoder
 
@@ -82,6 +82,8 @@ class FrozenBase:
         """Of the GPU, where rows are made to fit into it."""
         self._graphs: Graphs | None = None
         if world.device.type == "cuda" and config.dtype == "bfloat16":
+            linears = [module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)]
+            require_whole_products({size for linear in linears for size in linear.weight.shape}, world.device)
             if self.full is None:  # code is compiled for weights that want no gradient
                 progress.does("compiles")
                 compile_layers(model.get_decoder().layers)

@@ -84,15 +84,21 @@ class Microbatch:
     """What `Replay.row` gives of it; None: routers choose."""
 
 
-def pack(samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device) -> Microbatch:
-    """Pack samples of (input, targets [N] or [N, K]).
+def pack(
+    samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device, multiple_of: int = 1
+) -> Microbatch:
+    """Pack samples of (input, targets [N] or [N, K]) into a row of a multiple of so many tokens.
 
-    Where there is none, for a rank that only keeps the others company, or none of two tokens, a sample that is
-    nobody's is added at the end: code compiled for any number of tokens is compiled again for one.
+    What is missing is a sample that is nobody's, at the end. There is one of two tokens too where there is no sample,
+    for a rank that only keeps the others company, or none of two tokens: code compiled for any number of tokens is
+    compiled again for one.
     """
     own_lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
-    if max(own_lengths, default=0) < 2:
-        samples = [*samples, (Rendered(np.zeros(2, np.int64), [], []), np.zeros(2, np.int64))]
+    missing = -sum(own_lengths) % multiple_of
+    if max(own_lengths, default=0) < 2 and missing < 2:
+        missing += max(2, multiple_of)
+    if missing:
+        samples = [*samples, (Rendered(np.zeros(missing, np.int64), [], []), np.zeros(missing, np.int64))]
     lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
     position_ids = np.concatenate(
         [family.position_ids(length, one.spans) for length, (one, _) in zip(lengths, samples, strict=True)], axis=-1

@@ -19,6 +19,7 @@ from backends.rendering import Rendered
 from backends.trainer.base import FrozenBase
 from backends.trainer.batching import Microbatch, loss_inputs, pack
 from backends.trainer.forward_backward import BatchPass, Row, targets
+from backends.trainer.lora_linear import SUMMED_TOKENS
 from backends.trainer.loss_metrics import observe
 from backends.trainer.losses import LossInputs
 from backends.trainer.parallel import World, agreed, agreed_each, told
@@ -139,7 +140,9 @@ class RowComputer:
             for of, indices in row.items()
             for index, one in zip(indices, rendered[of.number], strict=True)
         ]
-        batch = pack(samples, self._base.renderer.family, self._world.device)
+        # The gradients of whole weights are torch's own products over the row's tokens (`lora_linear.SUMMED_TOKENS`).
+        multiple_of = SUMMED_TOKENS if self._base.full is not None and self._world.device.type == "cuda" else 1
+        batch = pack(samples, self._base.renderer.family, self._world.device, multiple_of)
         scales_PR = self._base.adapters.load([one.tenant.adapter for one in row])
         counts = torch.tensor([one.num_tokens(indices) for one, indices in row.items()], dtype=torch.int64)
         if any(one.tenant.adapter.config.train_vision for one in row):

@@ -1,5 +1,8 @@
 """What is asked of a model at start, by its numbers: whether our way of scoring it is its own."""
 
+from collections.abc import Iterable
+from itertools import product
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,10 +11,14 @@ from backends.protocol import BackendFailed
 from backends.rendering import Rendered, Renderer
 from backends.trainer import attention
 from backends.trainer.batching import pack
+from backends.trainer.lora_linear import SUMMED_TOKENS, add_product
 from backends.trainer.parallel import Root
 from backends.trainer.scoring import Scorer
 
 Sample = tuple[Rendered, np.ndarray]
+_WIDTHS = (8, 40, 128)
+"""Rank columns of a row that products are tried with at start, and tokens."""
+_SUMMED = (4096, 8192, 14592)
 
 
 def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
@@ -44,6 +51,27 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], devi
             f" hidden state through its head differ by {worst:.3g} nats"
         )
     return (scored(*samples) - alone).abs().max().item() <= tolerance
+
+
+def require_whole_products(sizes: Iterable[int], device: torch.device) -> None:
+    """Raises BackendFailed where the gradient of an adapter of so many inputs or outputs lacks a row's last tokens.
+
+    `lora_linear.add_product` says which kernels are known to lose them; this finds others. The numbers are small and
+    whole, so that their sums are exact.
+    """
+    for size in sizes:
+        right = torch.randint(-1, 2, (max(_SUMMED) + SUMMED_TOKENS, size), device=device).to(torch.bfloat16)
+        for width, base, left_over in product(_WIDTHS, _SUMMED, range(10)):
+            num_tokens = base + left_over
+            left = torch.zeros(num_tokens, width, dtype=torch.bfloat16, device=device)
+            left[-SUMMED_TOKENS:] = 1
+            total = torch.zeros(width, size, device=device)
+            add_product(total, left, right[:num_tokens])
+            if not torch.equal(total[0], right[num_tokens - SUMMED_TOKENS : num_tokens].sum(0, dtype=torch.float32)):
+                raise BackendFailed(
+                    f"a product of {num_tokens} tokens, {width} columns and {size} outputs lacks the last of them on"
+                    f" this GPU ({torch.version.cuda}): gradients would be wrong; another version of cuBLAS is needed"
+                )
 
 
 def _samples(renderer: Renderer) -> list[Sample]:

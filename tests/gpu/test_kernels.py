@@ -11,7 +11,7 @@ from backends.families.processors import ImageProcessor
 from backends.families.rotated_on_cuda import rotate
 from backends.sampler.residual_stream import add_and_norm
 from backends.trainer import head_on_cuda
-from backends.trainer.lora_linear import scaled
+from backends.trainer.lora_linear import add_product, scaled
 from tests.models import make_tiny_internvl
 
 pytestmark = pytest.mark.gpu
@@ -90,3 +90,17 @@ def test_queries_and_keys_are_rotated_to_the_bit_as_transformers_does_and_so_are
         rotated = function(leaf)
         found.append((rotated, *torch.autograd.grad((rotated * weights).sum(), leaf)))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 40, 64, 128, 256])
+@pytest.mark.parametrize("outputs", [128, 1024, 2560, 4096, 9728])
+def test_no_token_is_left_out_of_a_product_over_a_rows_tokens(width, outputs):
+    """Of small whole numbers, whose sums are exact in float32."""
+    torch.manual_seed(0)
+    left = torch.randint(-1, 2, (16_500, width), device="cuda").bfloat16()
+    right = torch.randint(-1, 2, (16_500, outputs), device="cuda").bfloat16()
+    lengths = {size + left for size in (64, 1024, 2048, 4096, 8192, 12288, 14592, 16320) for left in range(64)}
+    for num_tokens in sorted(lengths):
+        total = torch.zeros(width, outputs, device="cuda")
+        add_product(total, left[:num_tokens], right[:num_tokens])
+        assert torch.equal(total, left[:num_tokens].float().T @ right[:num_tokens].float()), num_tokens

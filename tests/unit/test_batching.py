@@ -81,6 +81,18 @@ def test_a_row_without_a_sample_of_two_tokens_ends_in_one_that_is_nobodys(
     assert batch.targets_TK.ravel().tolist() == [1] * len(lengths) + [0, 0] and batch.images == []
 
 
+@pytest.mark.parametrize(
+    ("lengths", "filled_up_by"), [([3, 4], 1), ([8], 0), ([5, 6], 5), ([1] * 7, 9), ([1] * 8, 8), ([1] * 6, 2), ([], 8)]
+)
+def test_a_row_can_be_filled_up_to_a_multiple_of_tokens_by_a_sample_that_is_nobodys(lengths, filled_up_by) -> None:
+    samples = [(Rendered(np.ones(length, np.int64), [], []), np.ones(length, np.int64)) for length in lengths]
+    batch = pack(samples, Text(), CPU, multiple_of=8)
+    assert batch.sample_lengths == lengths
+    assert batch.bounds.tolist() == np.cumsum([0, *lengths, *([filled_up_by] if filled_up_by else [])]).tolist()
+    assert len(batch.targets_TK) == sum(lengths) + filled_up_by
+    assert batch.max_seqlen == max(*lengths, filled_up_by, 2)
+
+
 def test_samples_without_images_have_one_row_of_positions_where_the_model_takes_none() -> None:
     texts = [(Rendered(np.arange(length), [], []), np.arange(length)) for length in (2, 3)]
     assert pack(texts, Text(), CPU).model_inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
