@@ -1,13 +1,15 @@
 """Answers of the chat endpoints: vLLM's own handlers make them, one copy of a handler for each request."""
 
+import asyncio
 import copy
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -102,7 +104,8 @@ class Chats:
             raise InvalidInput("tools: the model's chat template teaches it no calls that this server can read")
         handler = copy.copy(self._handlers[task.endpoint])
         handler.engine_client, handler.models = engine, _Names(task.body["model"])
-        answer = await _CALLS[task.endpoint](handler, _parsed(task))
+        request = await asyncio.to_thread(_parsed, task)  # of thousands of messages it takes a second
+        answer = await _CALLS[task.endpoint](handler, request)
         if isinstance(answer, ErrorResponse):
             raise engine.failure or _refusal(answer)
         if not isinstance(answer, AsyncGenerator):
@@ -116,12 +119,41 @@ class Chats:
 
 
 def _parsed(task: ChatTask) -> Any:
-    """The vendor's request. Raises InvalidInput."""
+    """The vendor's request. Raises InvalidInput.
+
+    Items of lists are validated one by one first: pydantic goes on after an error, and keeps kilobytes of each.
+    """
+    request = _REQUESTS[task.endpoint]
+    for field, adapter in _item_adapters(request).items():
+        items = task.body.get(field)
+        for index, item in enumerate(items if isinstance(items, list) else ()):
+            with _refusing(f"{field}.{index}"):
+                adapter.validate_python(item)
+    with _refusing():
+        return request.model_validate(task.body)
+
+
+@contextmanager
+def _refusing(*where: str) -> Iterator[None]:
+    """Raises InvalidInput for pydantic's first error, at a place in the body."""
     try:
-        return _REQUESTS[task.endpoint].model_validate(task.body)
+        yield
     except ValidationError as error:
-        first: Any = error.errors(include_url=False)[0]
-        raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+        first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join([*where, *map(str, first["loc"])])
+        raise InvalidInput(f"{place or 'the body'}: {first['msg']}") from None
+
+
+@cache
+def _item_adapters(request: Any) -> dict[str, TypeAdapter[Any]]:
+    """By field what validates an item of its list."""
+    found = {}
+    for field in ("messages", "tools", "system"):
+        if field in request.model_fields:
+            kind = request.model_fields[field].annotation
+            lists = [one for one in (kind, *get_args(kind)) if get_origin(one) is list]
+            found[field] = TypeAdapter(get_args(lists[0])[0])
+    return found
 
 
 def _refusal(answer: ErrorResponse, cause: Exception | None = None) -> InvalidInput | BackendFailed:

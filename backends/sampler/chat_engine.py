@@ -17,6 +17,7 @@ from backends.sampler.answers import check_finite, diverged
 from backends.sampler.chat_prompts import MODEL_INPUT
 from backends.sampler.chat_record import Record
 from backends.sampler.engine_weights import EngineWeights
+from backends.sampler.grammars import STEP_S, Grammars
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import derived_seed
 from backends.sampler.sequences import Sequences
@@ -33,6 +34,7 @@ class Room:
     renderer: Renderer
     end_tokens: Sequence[int]
     placeholders: Sequence[int]
+    grammars: Grammars
 
 
 class ChatEngine:
@@ -61,7 +63,12 @@ class ChatEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of all of a prompt's sequences, as they come, or joined in one where only the end is asked for.
         What else vLLM passes is its own idea of adapters and turns."""
-        rendered = Prompt(self._room.renderer, prompt[MODEL_INPUT])
+        try:
+            await self._room.grammars.require_quick(self._task.owner, sampling_params.structured_outputs)
+        except InvalidInput as error:
+            self.failure = error
+            raise
+        rendered = Prompt(self._room.renderer, prompt[MODEL_INPUT], self._task.owner)
         num_tokens, finals = len(prompt["prompt_token_ids"]), {}
         self.usage = replace(self.usage, prompt=self.usage.prompt + num_tokens)
         record = Record(prompt[MODEL_INPUT], sampling_params, self._task.kept_bytes)
@@ -100,6 +107,8 @@ class ChatEngine:
                         check_finite(output)
                     except FloatingPointError as error:
                         raise diverged(error, task.weights) from None
+                    if output.outputs[0].finish_reason == "error" and params.structured_outputs is not None:
+                        raise InvalidInput(f"response_format: its grammar took more than {STEP_S:g} s between tokens")
                     if output.outputs[0].finish_reason not in (None, "stop", "length"):
                         raise BackendFailed(f"the engine ended a sequence with {output.outputs[0].finish_reason}")
                     yield output

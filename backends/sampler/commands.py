@@ -77,3 +77,23 @@ class CountProgress(Command[int]):
 @dataclass(frozen=True)
 class CountRows(Command[EngineUse]):
     """What the engine has to do now."""
+
+
+GrammarKind = Literal["json", "regex", "grammar", "structural_tag"]
+
+
+@dataclass(frozen=True)
+class StartGrammars(Command[None]):
+    """Read a tokenizer, in xgrammar's form; the first command of a process that tries grammars."""
+
+    tokenizer: str
+    limit_s: float
+    """CPU time of each grammar."""
+
+
+@dataclass(frozen=True)
+class TryGrammar(Command[None]):
+    """Compile a grammar. The process ends where that takes too long."""
+
+    kind: GrammarKind
+    text: str

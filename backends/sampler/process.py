@@ -32,6 +32,7 @@ from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, S
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.engine_weights import EngineWeights
 from backends.sampler.expert_routing import allow_on_cpu, keep_routing
+from backends.sampler.grammars import Grammars
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import sampling_params
 from backends.sampler.scores import score
@@ -63,7 +64,8 @@ class SamplerProcess:
         self._end_tokens = end_tokens(renderer, config.source)
         self._routing = None if config.routing_dir is None else RoutingFiles(config.routing_dir)
         self._turns = Turns(config.max_concurrent_samples, 1 if config.full else config.adapter_slots)
-        room = Room(self._sequences, self._turns, self._weights, renderer, self._end_tokens, self._placeholders)
+        grammars = Grammars(config.name, engine.renderer.tokenizer, engine.model_config.get_vocab_size())
+        room = Room(self._sequences, self._turns, weights, renderer, self._end_tokens, self._placeholders, grammars)
         self._chats = Chats(engine, room)
         self._tasks_done = 0
         self._batch: EngineBatch | None = None
@@ -94,7 +96,7 @@ class SamplerProcess:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """`protocol.Sampler.sample`."""
-        prompt = Prompt(self._renderer, task.prompt)
+        prompt = Prompt(self._renderer, task.prompt, task.owner)
         async with self._weights.hold(task.weights) as held:
 
             async def sequence(index: int) -> RequestOutput:

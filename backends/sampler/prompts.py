@@ -12,9 +12,8 @@ from backends.sampler.requests import engine_input
 class Prompt:
     """A prompt rendered when its first sequence gets its turn, so that waiting requests hold no pixels."""
 
-    def __init__(self, renderer: Renderer, model_input: ModelInput) -> None:
-        self._renderer = renderer
-        self._model_input = model_input
+    def __init__(self, renderer: Renderer, model_input: ModelInput, owner: str) -> None:
+        self._renderer, self._model_input, self._owner = renderer, model_input, owner
         self._lock = asyncio.Lock()
         self._result: tuple[Rendered, EngineInput] | None = None
 
@@ -28,4 +27,4 @@ class Prompt:
 
     def _render(self) -> tuple[Rendered, EngineInput]:
         rendered = self._renderer.render(self._model_input, "prompt")
-        return rendered, engine_input(rendered, self._renderer.family.vision)
+        return rendered, engine_input(rendered, self._renderer.family.vision, self._owner)

@@ -38,7 +38,8 @@ class Sequences:
         Raises InvalidInput where the engine refuses it, BackendFailed where it fails.
         """
         try:
-            for last in (False,) * (_SENDINGS - 1) + (True,):
+            sendings = _SENDINGS if inputs["type"] == "multimodal" else 1
+            for last in (False,) * (sendings - 1) + (True,):
                 request_id, sent = str(next(self._ids)), send_once(self._engine, inputs)
                 outputs = self._engine.generate(sent, params, request_id, lora_request=lora, priority=priority)
                 async with aclosing(outputs):

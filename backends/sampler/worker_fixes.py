@@ -23,6 +23,7 @@ from backends.heap import give_back_memory
 from backends.sampler import expert_routing, placeholders, prompt_columns
 from backends.sampler.expert_stacks import take_expert_stacks
 from backends.sampler.experts_on_cpu import replace_experts
+from backends.sampler.grammars import bound_steps
 from backends.sampler.linear_attention_on_cpu import copy_single_rows
 from backends.sampler.lora_fixes import (
     PromptRows,
@@ -45,6 +46,7 @@ lora_model.safetensors = SimpleNamespace(safe_open=open_adapter)
 name_tower_attention()
 take_heads_beside_decoders()
 keep_in_float32()
+bound_steps()
 if current_platform.is_cpu():
     replace_experts()
     copy_single_rows()

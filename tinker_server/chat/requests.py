@@ -7,6 +7,7 @@ from typing import Any
 
 from api_schemas.base import unstorable
 from backends.protocol import ChatEndpoint
+from tinker_server.chat.bounds import require_bounded
 from tinker_server.errors import BadField
 
 MAX_CHOICES = 128
@@ -58,6 +59,7 @@ def read(endpoint: ChatEndpoint, content: bytes) -> ChatRequest:
             raise BadField(f"{field} is not supported; supported are {allowed}", field)
         if (problem := unstorable(value)) is not None:
             raise BadField(f"{field} {problem}", field)
+    require_bounded(body)
     model = body.get("model")
     if not isinstance(model, str):
         raise BadField("model is missing: the name of a base model, a tinker:// path, or both as base;path", "model")

@@ -1,15 +1,16 @@
 """What one tenant's weights do, they do to him alone."""
 
 import asyncio
+import base64
 
 import numpy as np
 import pytest
 import torch
 
 from api_schemas.training import Trainable
-from backends.protocol import InvalidInput
+from backends.protocol import ChatTask, InvalidInput
 from backends.trainer.checkpoint import write_adapter, write_directory
-from tests.factories import MIXED, prompt, words
+from tests.factories import MIXED, photo, prompt, words
 from tests.sampling import assert_close, request, sample, scoring, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -38,6 +39,24 @@ async def test_an_adapter_that_diverged_leaves_nothing_in_the_cache_for_others(s
             assert_close(got, wanted)
         drawn = await sample(sampler, request(MIXED["text"], {"max_tokens": 40}, num_samples=40), adapters[name])
         assert all(np.isfinite(one.logprobs).all() for one in drawn.sequences)
+
+
+@pytest.mark.parametrize("messages", [["hello world " * 60], ["small corpus " * 60, "image"]], ids=["text", "image"])
+async def test_the_prefix_cache_tells_no_owner_what_another_asked(sampler, messages):
+    """A prompt found there is told in the usage, and answered sooner."""
+    content = [{"type": "text", "text": messages[0]}]
+    if len(messages) > 1:
+        url = f"data:image/png;base64,{base64.b64encode(photo(96, 64, 77)).decode()}"
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+    async def cached(owner: str) -> int:
+        return (await sampler.chat(ChatTask("chat_completions", body, None, owner), lambda _: None)).cached
+
+    first = await cached("one")
+    assert await cached("one") > first + 50
+    assert await cached("another") == first == 0
+    assert await cached("another") > 50
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

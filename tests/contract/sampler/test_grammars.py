@@ -1,0 +1,91 @@
+"""Grammars that answers must follow: none may stop the sequences of other tenants.
+
+pytest tests/contract/sampler/test_grammars.py
+"""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from backends.protocol import ChatTask, InvalidInput
+from backends.sampler.grammars import COMPILE_S
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+USER = [{"role": "user", "content": "what is this world"}]
+
+
+def schema(value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
+
+
+def pattern(text: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", "pattern": text}}, "required": ["a"]}
+
+
+ENDLESS = {
+    "many optional letters": pattern("^" + "[a-z ]?" * 4000 + "$"),
+    "many properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}},
+    "many alternatives": {"anyOf": [pattern(f"^[a-z ]{{1,{i}}}$") for i in range(1, 900)]},
+}
+
+
+async def ask(sampler, owner: str = "somebody", **body: Any) -> dict[str, Any]:
+    parts: list[str] = []
+    await sampler.chat(
+        ChatTask("chat_completions", {"model": "tiny", "messages": USER, **body}, None, owner), parts.append
+    )
+    return json.loads("".join(parts))
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_a_grammar_that_takes_too_long_is_refused_and_nobody_else_waits(sampler, name):
+    await ask(sampler, max_tokens=1)
+    quiet, busy = await seconds_of(sampler), []
+    hostile = asyncio.create_task(ask(sampler, "hostile", max_tokens=20, response_format=schema(ENDLESS[name])))
+    while not hostile.done():
+        busy.append(await seconds_of(sampler))
+    print(f"{name}: others' one-token chats took {max(busy):.2f} s at most, {quiet:.2f} s before")
+    with pytest.raises(InvalidInput, match=f"response_format: its grammar takes more than {COMPILE_S:g} s"):
+        await hostile
+    assert max(busy) < max(1.0, 3 * quiet)
+
+
+async def test_a_sequence_whose_grammar_takes_too_long_between_tokens_ends(sampler):
+    """A small vocabulary compiles it at once; each token of an answer then takes longer than the one before."""
+    slow = schema(pattern("^(([a-z ]{1,900}x?){1,900}y?){900,900}$"))
+    busy = []
+    hostile = asyncio.create_task(ask(sampler, "hostile", max_tokens=2000, response_format=slow))
+    while not hostile.done():
+        busy.append(await seconds_of(sampler))
+    with pytest.raises(InvalidInput, match="response_format: its grammar took more than 1 s between tokens"):
+        await hostile
+    print(f"others' one-token chats took {max(busy):.2f} s at most, {sum(busy) / len(busy):.3f} s on average")
+    assert max(busy) < 2
+
+
+async def seconds_of(sampler) -> float:
+    began = time.monotonic()
+    await ask(sampler, "other", max_tokens=1)
+    return time.monotonic() - began
+
+
+async def test_grammars_are_followed_after_one_was_refused(sampler):
+    with pytest.raises(InvalidInput, match="takes more than"):
+        await ask(sampler, "hostile", max_tokens=5, response_format=schema(ENDLESS["many properties"]))
+    answer = await ask(sampler, max_tokens=20, response_format=schema(pattern("^[ab]{3}$")))
+    assert json.loads(answer["choices"][0]["message"]["content"])["a"].strip("ab") == ""
+
+
+async def test_a_grammar_that_no_text_follows_is_refused_by_name(sampler):
+    with pytest.raises(InvalidInput, match="response_format"):
+        await ask(sampler, max_tokens=5, response_format=schema({"type": "string", "minLength": 5, "maxLength": 2}))
+    with pytest.raises(InvalidInput, match="response_format"):
+        await ask(sampler, max_tokens=5, response_format=schema({"enum": []}))
+
+
+async def test_a_grammar_that_is_too_large_is_refused_by_its_size(sampler):
+    with pytest.raises(InvalidInput, match="262144 are allowed"):
+        await ask(sampler, max_tokens=5, response_format=schema({"enum": ["x" * 300_000]}))

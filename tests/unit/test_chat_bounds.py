@@ -1,0 +1,119 @@
+"""What a chat request may hold before anything of it is parsed by models that are not ours."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tinker_server.chat import bounds
+from tinker_server.chat.requests import read
+from tinker_server.errors import BadField
+
+USER = {"role": "user", "content": "hello"}
+
+
+def body(endpoint: str = "chat_completions", **fields: Any) -> bytes:
+    needed = {"model": "m"} if endpoint == "completions" else {"model": "m", "messages": [USER]}
+    return json.dumps({**needed, **fields}).encode()
+
+
+@pytest.mark.parametrize("endpoint", ["chat_completions", "messages", "count_tokens"])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": [0] * 1_000_000}, "messages has 1000000 items; 8192 are allowed"),
+        ({"messages": [0]}, "messages.0 is a number; it must be an object"),
+        ({"messages": 5}, "messages is a number; it must be a list of objects"),
+        ({"messages": [USER, "x"]}, "messages.1 is a text"),
+        ({"messages": [{"role": "user", "content": [0] * 300_000}]}, "messages.0.content has 300000 items"),
+        ({"messages": [{"role": "user", "content": [None]}]}, "messages.0.content.0 is null"),
+        ({"messages": [{"role": "user", "content": [{"content": [[]]}]}]}, "messages.0.content.0.content.0 is a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [True]}]}, "messages.0.tool_calls.0 is true or false"),
+        ({"messages": [{"role": "user", "content": [{}] * 5000}] * 4}, "messages has more than 8192 parts"),
+        ({"tools": [1]}, "tools.0 is a number"),
+        ({"tools": [{}] * 2000}, "tools has 2000 items; 1024 are allowed"),
+        ({"tools": [{"a": list(range(70_000))}]}, "the request has more than 65536 values"),
+    ],
+)
+def test_lists_are_bounded_and_hold_objects_where_objects_belong(endpoint, fields, named):
+    with pytest.raises(BadField, match=named):
+        read(endpoint, body(endpoint, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"stop": ["x"] * 2000}, "stop has 2000 items; 1024 are allowed"),
+        ({"stop": ["x" * 3000]}, "stop has one of 3000 characters; 1024 are allowed"),
+        ({"stop": [[]]}, "stop holds a list"),
+        ({"stop_token_ids": [{}]}, "stop_token_ids holds an object"),
+        ({"logit_bias": {str(token): 1 for token in range(5000)}}, "logit_bias has 5000 tokens; 4096 are allowed"),
+        ({"logit_bias": {"1": []}}, "logit_bias must be an object of numbers"),
+    ],
+)
+def test_what_ends_and_bends_an_answer_is_bounded(fields, named):
+    with pytest.raises(BadField, match=named):
+        read("chat_completions", body(**fields))
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [[1], 2], [["a"]], [{}], {}, [], 7, [True], [1.5]])
+def test_a_prompt_is_text_or_token_ids(prompt):
+    with pytest.raises(BadField, match="prompt must be a text, a list of texts, a list of token ids"):
+        read("completions", body("completions", prompt=prompt))
+
+
+@pytest.mark.parametrize("prompt", ["text", ["one", "other"], [1, 2, 3], [[1, 2], [3]], list(range(262_144))])
+def test_prompts_of_every_kind_are_let_in(prompt):
+    assert read("completions", body("completions", prompt=prompt)).body["prompt"] == prompt
+
+
+def test_long_conversations_with_images_and_many_tools_are_let_in():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    turns = [
+        {"role": "user", "content": [image, {"type": "text", "text": "what, then, is, this? " * 50}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "[1, 2, 3]" * 100},
+    ]
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {str(i): {} for i in range(50)}}},
+    }
+    request = read("chat_completions", body(messages=turns * 20 + [USER] * 4000, tools=[tool] * 200))
+    assert len(request.body["messages"]) == 4060
+    assert bounds.MAX_MESSAGES > 4060
+
+
+def asking(pattern: str) -> dict[str, Any]:
+    schema = {"properties": {"a": {"anyOf": [{"type": "string", "pattern": pattern}]}}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("^(([a-z ]{1,900}x?){1,900}y?){1,900}$", "repetitions in one another come to 729000000"),
+        ("(a|(b{200}?c){200})", "repetitions in one another come to 40000"),
+        ("(?:(?=x{300})y){300}", "come to 90000"),
+        ("a{20000}", "come to 20000"),
+        ("a" * 5000, "a pattern of 5000 characters; 4096 are allowed"),
+    ],
+)
+def test_patterns_repeat_a_bounded_number_of_times(pattern, named):
+    for fields in (asking(pattern), {"tools": [{"function": asking(pattern)}]}):
+        with pytest.raises(BadField, match=named):
+            read("chat_completions", body(**fields))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"^\d{4}-\d{2}-\d{2}$",
+        r"^([a-z0-9]{1,63}\.){1,10}[a-z]{2,63}$",
+        r"^(?:[A-Fa-f0-9]{1,4}:){7}[A-Fa-f0-9]{1,4}$",
+        r"^\p{L}+[\w-.]*$",
+        "^(a+b*)*$",
+        "^.{1,10000}$",
+    ],
+)
+def test_patterns_of_everyday_are_let_in(pattern):
+    assert read("chat_completions", body(**asking(pattern)))

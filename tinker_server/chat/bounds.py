@@ -1,0 +1,185 @@
+"""How much a chat request may hold, seen to before any model that is not ours takes it for input.
+
+pydantic keeps several kilobytes of errors for each value that is not what it should be, and a grammar of a few
+characters may have billions of states: what is small on the wire is bounded here by what it becomes.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from re import _constants as sre_constants  # type: ignore[attr-defined]
+from re import _parser as sre_parser  # type: ignore[attr-defined]
+from typing import Any
+
+from tinker_server.errors import BadField
+
+MAX_MESSAGES = 8192
+MAX_PARTS = 8192
+"""Parts of all messages' contents and their calls of tools, together."""
+MAX_TOOLS = 1024
+MAX_STOPS = 1024
+"""Strings or token ids that end an answer."""
+MAX_STOP_CHARACTERS = 1024
+MAX_BIASES = 4096
+"""Tokens whose scores are changed."""
+MAX_VALUES = 1 << 16
+"""Of a body, but for prompts of token ids, which are as long as a context may be."""
+MAX_PATTERN = 4096
+"""Characters of a regular expression in a schema."""
+MAX_REPETITION = 10_000
+"""Of repetitions in one another: what a step costs the engine grows with it."""
+_REPEATS = (sre_constants.MAX_REPEAT, sre_constants.MIN_REPEAT, sre_constants.POSSESSIVE_REPEAT)
+_BLOCKS = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS, "system": MAX_PARTS}
+"""Fields that are lists of objects, and how many they take."""
+_PARTS = ("content", "tool_calls")
+"""Fields of a message, and of a part, that are lists of objects."""
+
+
+def require_bounded(body: Mapping[str, Any]) -> None:
+    """Raise BadField for a body with more in a field than is allowed, or with values where objects belong."""
+    for field, most in _BLOCKS.items():
+        _require_objects(body.get(field), field, most)
+    num_parts = 0
+    for field in ("messages", "system"):
+        for where, part in _parts(body.get(field), field):
+            num_parts += 1
+            if num_parts > MAX_PARTS + MAX_MESSAGES:
+                raise BadField(f"{field} has more than {MAX_PARTS} parts in its messages", field)
+            for name in _PARTS:
+                _require_objects(part.get(name), f"{where}.{name}", MAX_PARTS)
+    for field in ("response_format", "tools"):
+        for pattern in _patterns(body.get(field)):
+            _require_quick_pattern(pattern, field)
+    for field in ("stop", "stop_sequences", "stop_token_ids"):
+        _require_stops(body.get(field), field)
+    _require_biases(body.get("logit_bias"))
+    _require_prompt(body.get("prompt"))
+    counted = (value for field, value in body.items() if field != "prompt")
+    if sum(1 for _ in _values(counted)) > MAX_VALUES:
+        raise BadField(f"the request has more than {MAX_VALUES} values")
+
+
+def _parts(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All objects of a list and of the lists in them, the outer ones first."""
+    for index, one in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(one, dict):
+            yield f"{where}.{index}", one
+            for name in _PARTS:
+                yield from _parts(one.get(name), f"{where}.{index}.{name}")
+
+
+def _require_objects(value: Any, where: str, most: int) -> None:
+    if not isinstance(value, list):
+        if value is not None and not isinstance(value, str):
+            raise BadField(f"{where} is {_named(value)}; it must be a list of objects", where.partition(".")[0])
+        return
+    if len(value) > most:
+        raise BadField(f"{where} has {len(value)} items; {most} are allowed", where.partition(".")[0])
+    for index, one in enumerate(value):
+        if not isinstance(one, dict):
+            raise BadField(f"{where}.{index} is {_named(one)}; it must be an object", where.partition(".")[0])
+
+
+def _require_stops(value: Any, field: str) -> None:
+    stops = value if isinstance(value, list) else [] if value is None else [value]
+    if len(stops) > MAX_STOPS:
+        raise BadField(f"{field} has {len(stops)} items; {MAX_STOPS} are allowed", field)
+    for one in stops:
+        if isinstance(one, str) and len(one) > MAX_STOP_CHARACTERS:
+            raise BadField(f"{field} has one of {len(one)} characters; {MAX_STOP_CHARACTERS} are allowed", field)
+        if not isinstance(one, str | int):
+            raise BadField(f"{field} holds {_named(one)}; it must hold strings or token ids", field)
+
+
+def _require_biases(value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict) or not all(isinstance(one, int | float) for one in value.values()):
+        raise BadField("logit_bias must be an object of numbers by token id", "logit_bias")
+    if len(value) > MAX_BIASES:
+        raise BadField(f"logit_bias has {len(value)} tokens; {MAX_BIASES} are allowed", "logit_bias")
+
+
+def _require_prompt(value: Any) -> None:
+    """A text, some texts, token ids, or some lists of token ids."""
+    if value is None or isinstance(value, str):
+        return
+    if isinstance(value, list) and value:
+        if all(type(one) is int for one in value) or all(isinstance(one, str) for one in value):
+            return
+        if all(isinstance(one, list) and all(type(token) is int for token in one) for one in value):
+            return
+    raise BadField("prompt must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """All regular expressions of a schema."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            if name in ("pattern", "regex") and isinstance(one, str):
+                yield one
+            elif name == "patternProperties" and isinstance(one, dict):
+                yield from one
+            yield from _patterns(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _patterns(one)
+
+
+def _require_quick_pattern(pattern: str, field: str) -> None:
+    if len(pattern) > MAX_PATTERN:
+        raise BadField(f"{field} has a pattern of {len(pattern)} characters; {MAX_PATTERN} are allowed", field)
+    try:
+        repeated = _repetition(sre_parser.parse(pattern))
+    except RecursionError:
+        raise BadField(f"{field} has a pattern that is nested too deeply", field) from None
+    except (re.error, OverflowError):  # of another dialect; the engine knows what it takes
+        return
+    if repeated > MAX_REPETITION:
+        raise BadField(
+            f"{field} has a pattern whose repetitions in one another come to {repeated}; {MAX_REPETITION} are allowed",
+            field,
+        )
+
+
+def _repetition(parsed: Any) -> int:
+    """The largest product of the counts of repetitions that stand in one another; without an end they count once."""
+    largest = 1
+    for operator, argument in parsed:
+        count = 1
+        if operator in _REPEATS:
+            count = 1 if argument[1] is sre_parser.MAXREPEAT else max(1, int(argument[1]))
+        parts = argument if isinstance(argument, tuple | list) else (argument,)
+        inner = [
+            _repetition(part) for one in parts for part in (one if isinstance(one, list) else [one]) if _holds(part)
+        ]
+        largest = max(largest, count * max(inner, default=1))
+    return largest
+
+
+def _holds(part: Any) -> bool:
+    return isinstance(part, sre_parser.SubPattern)
+
+
+def _values(values: Any) -> Iterator[Any]:
+    """Every value in some values, at any depth; `unstorable` has seen to the depth."""
+    for value in values:
+        yield value
+        if isinstance(value, dict):
+            yield from _values(value.values())
+        elif isinstance(value, list):
+            yield from _values(value)
+
+
+def _named(value: Any) -> str:
+    """What a value is, in the words of JSON."""
+    if value is None:
+        return "null"
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return kinds[type(value)]
