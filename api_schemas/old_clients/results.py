@@ -1,6 +1,12 @@
-"""The JSON forms of results, for clients that take no protobuf: what they look like, and how they are made."""
+"""The JSON forms of results, for clients that take no protobuf: what they look like, and how they are made.
+
+They are made in parts of some kilobytes: Python holds its interpreter lock for as long as it encodes one value, and no
+other request of the server is answered meanwhile.
+"""
 
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -10,6 +16,9 @@ from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.base import Response
 
 _TOPK_SENTINEL = -99999.0
+_SLICE = 1024
+"""Items of a list that are encoded at once: a millisecond of the interpreter."""
+_PART_BYTES = 1 << 16
 
 
 class TensorJson(Response):
@@ -57,14 +66,22 @@ class SampleJson(Response):
     """Per prompt position [token, log probability] of the likeliest; null where there are none."""
 
 
-def forward_backward_json(body: bytes) -> bytes:
-    """A protobuf ForwardBackwardOutput as a ForwardBackwardJson."""
+@dataclass(frozen=True)
+class _Items:
+    """A list that is encoded a slice at a time."""
+
+    length: int
+    slice: Callable[[int, int], list[Any]]
+
+
+def forward_backward_json(body: bytes) -> Iterator[bytes]:
+    """A protobuf ForwardBackwardOutput as a ForwardBackwardJson, in parts."""
     message = pb.ForwardBackwardOutput.FromString(body)
     rows: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
         parts = {name: _unbatched(tensor) for name, tensor in record.fields.items()}
         rows += [{name: _tensor_json(parts[name][index]) for name in parts} for index in range(record.num_datums)]
-    return _strict_json(
+    yield from _strict_json(
         {
             "loss_fn_output_type": message.loss_fn_output_type,
             "loss_fn_outputs": rows,
@@ -86,15 +103,15 @@ def _tensor_json(array: np.ndarray) -> dict[str, Any]:
     return {"data": _null_for_nan(array.ravel()), "dtype": "float32", "shape": list(array.shape)}
 
 
-def sample_json(body: bytes) -> bytes:
-    """A protobuf SampleResponse as a SampleJson."""
+def sample_json(body: bytes) -> Iterator[bytes]:
+    """A protobuf SampleResponse as a SampleJson, in parts."""
     message = pb.SampleResponse.FromString(body)
     answer: dict[str, Any] = {
         "type": "sample",
         "sequences": [
             {
                 "stop_reason": "stop" if sequence.stop_reason == pb.STOP_REASON_STOP else "length",
-                "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
+                "tokens": _integers(np.frombuffer(sequence.tokens, "<i4")),
                 "logprobs": _null_for_nan(np.frombuffer(sequence.logprobs, "<f4")),
             }
             for sequence in message.sequences
@@ -104,25 +121,67 @@ def sample_json(body: bytes) -> bytes:
         answer["prompt_logprobs"] = _null_for_nan(np.frombuffer(message.prompt_logprobs, "<f4"))
     if message.HasField("topk_prompt_logprobs"):
         answer["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
-    return _strict_json(answer)
+    yield from _strict_json(answer)
 
 
-def _topk_json(message: pb.TopkLogprobs) -> list[list[list[float]] | None]:
+def _topk_json(message: pb.TopkLogprobs) -> _Items:
     """Per position [token, log probability] pairs; null where there are none."""
     shape = (message.length, message.k)
-    ids = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
-    logprobs = np.frombuffer(message.logprobs, "<f4").reshape(shape).tolist()
-    rows = [
-        [[token, value] for token, value in zip(*row, strict=True) if value > _TOPK_SENTINEL]
-        for row in zip(ids, logprobs, strict=True)
-    ]
-    return [row or None for row in rows]
+    ids_PK = np.frombuffer(message.token_ids, "<i4").reshape(shape)
+    logprobs_PK = np.frombuffer(message.logprobs, "<f4").reshape(shape)
+
+    def rows(begin: int, end: int) -> list[list[list[float]] | None]:
+        found = [
+            [[token, value] for token, value in zip(*row, strict=True) if value > _TOPK_SENTINEL]
+            for row in zip(ids_PK[begin:end].tolist(), logprobs_PK[begin:end].tolist(), strict=True)
+        ]
+        return [row or None for row in found]
+
+    return _Items(message.length, rows)
 
 
-def _null_for_nan(values: np.ndarray) -> list[float | None]:
+def _integers(values: np.ndarray) -> _Items:
+    return _Items(len(values), lambda begin, end: values[begin:end].tolist())
+
+
+def _null_for_nan(values: np.ndarray) -> _Items:
     """Their parser takes neither NaN nor an infinity."""
-    return [value if np.isfinite(value) else None for value in values.tolist()]
+
+    def numbers(begin: int, end: int) -> list[float | None]:
+        return [value if np.isfinite(value) else None for value in values[begin:end].tolist()]
+
+    return _Items(len(values), numbers)
 
 
-def _strict_json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+def _strict_json(value: Any) -> Iterator[bytes]:
+    """JSON in parts of some kilobytes."""
+    held: list[str] = []
+    size = 0
+    for text in _texts(value):
+        held.append(text)
+        size += len(text)
+        if size > _PART_BYTES:
+            yield "".join(held).encode()
+            held, size = [], 0
+    yield "".join(held).encode()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case dict():
+            for number, (key, one) in enumerate(value.items()):
+                yield f"{',' if number else '{'}{json.dumps(key)}:"
+                yield from _texts(one)
+            yield "}" if value else "{}"
+        case list():
+            for number, one in enumerate(value):
+                yield "," if number else "["
+                yield from _texts(one)
+            yield "]" if value else "[]"
+        case _Items(length, items):
+            for begin in range(0, length, _SLICE):
+                text = json.dumps(items(begin, begin + _SLICE), allow_nan=False, separators=(",", ":"))
+                yield f"{',' if begin else '['}{text[1:-1]}"
+            yield "]" if length else "[]"
+        case _:
+            yield json.dumps(value, allow_nan=False)

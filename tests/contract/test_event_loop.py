@@ -160,3 +160,31 @@ def test_the_loop_comes_round_while_a_body_is_read_checked_and_refused(server: R
     print(f"\n{name}: answered {status}, longest stall {min(stalls) * 1e3:.1f} ms")
     assert min(stalls) < LONGEST_STALL_S, stalls
     assert server.http.get("/healthz").status_code == 200
+
+
+def test_the_loop_comes_round_while_a_large_result_is_sent_as_json(server: Running) -> None:
+    """Of fifteen megabytes of log probabilities, to a client that takes no protobuf."""
+    length = 2_000_000
+    numbers = np.ones(length, "<f4").tobytes()
+    one = pb.Datum(
+        model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.ones(length, "<i4").tobytes()))],
+        loss_fn_inputs={
+            "target_tokens": pb.Tensor(dtype=pb.DTYPE_INT64, shape=[length], dense=np.ones(length, "<i8").tobytes()),
+            "weights": pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[length], dense=numbers),
+        },
+    )
+    request = pb.ForwardBackwardRequest(model_id=server.model(), seq_id=1, data=[one, one], loss_fn="cross_entropy")
+    protobuf = {"content-type": PROTOBUF}
+    submitted = server.http.post("/forward_backward", content=request.SerializeToString(), headers=protobuf)
+    poll = json.dumps({"request_id": server.result(submitted) and submitted.json()["request_id"]}).encode()
+    done = asyncio.Event()
+    watch = asyncio.run_coroutine_threadsafe(longest_stall(done), server.loop)
+    answer = server.http.post(
+        "/retrieve_future", content=poll, headers={"accept": JSON, "content-type": JSON}, timeout=120
+    )
+    server.loop.call_soon_threadsafe(done.set)
+    stall_s = watch.result(60)
+    print(f"{len(answer.content) / 1e6:.0f} MB as JSON: longest stall {stall_s * 1e3:.1f} ms")
+    outputs = answer.json()["loss_fn_outputs"]
+    assert [len(output["logprobs"]["data"]) for output in outputs] == [length] * 2
+    assert stall_s < LONGEST_STALL_S

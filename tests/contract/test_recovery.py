@@ -236,5 +236,5 @@ async def test_one_of_two_ranks_killed_costs_a_pause(tiny_vl, tmp_path):
 
 
 def logprobs_of(body: bytes) -> np.ndarray:
-    outputs = json.loads(results.forward_backward_json(body))["loss_fn_outputs"]
+    outputs = json.loads(b"".join(results.forward_backward_json(body)))["loss_fn_outputs"]
     return np.concatenate([one["logprobs"]["data"] for one in outputs])

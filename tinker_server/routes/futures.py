@@ -4,6 +4,7 @@ import re
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
+from fastapi.responses import StreamingResponse
 
 from api_schemas import wire
 from api_schemas.futures import (
@@ -25,7 +26,7 @@ from api_schemas.weights import (
     SaveWeightsResponse,
 )
 from tinker_server.errors import BadRequest, ResultExpired, UnknownFuture, UnknownSampler
-from tinker_server.offload import off_loop
+from tinker_server.offload import INLINE_BYTES
 from tinker_server.scheduling.operations import OPERATIONS
 from tinker_server.store.completions import Target
 from tinker_server.store.results import Result
@@ -78,7 +79,7 @@ async def retrieve_future(
     if result.content_type != wire.PROTOBUF:
         return Response(result.body, media_type=result.content_type)
     if wire.PROTOBUF not in accept:
-        return Response(await _json_form(result), media_type="application/json")
+        return _json_form(result)
     size_bytes = len(result.body)
     if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
@@ -127,8 +128,11 @@ def _checked(request_id: str) -> str:
     return request_id
 
 
-async def _json_form(result: Result) -> bytes:
-    """A protobuf result for clients that take no protobuf."""
+def _json_form(result: Result) -> Response:
+    """A protobuf result for clients that take no protobuf; a large one is encoded while it is sent."""
     json_form = OPERATIONS[result.operation_kind].json_form
     assert json_form is not None, f"{result.operation_kind} has a result in protobuf"
-    return await off_loop(len(result.body), json_form, result.body)
+    parts = json_form(result.body)
+    if len(result.body) <= INLINE_BYTES:
+        return Response(b"".join(parts), media_type="application/json")
+    return StreamingResponse(parts, media_type="application/json")

@@ -6,7 +6,7 @@ A submit decodes and refuses by this table, a restart takes up what was left by 
 import contextlib
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,8 +64,8 @@ class OperationKind:
     """Decodes a request that may also come as protobuf. Raises MalformedBody."""
     protobuf_result: Callable[[Any], bytes] | None = None
     """Encodes a response that is answered as protobuf; the others are answered as JSON."""
-    json_form: Callable[[bytes], bytes] | None = None
-    """A result in protobuf as JSON, for clients that take no protobuf."""
+    json_form: Callable[[bytes], Iterator[bytes]] | None = None
+    """A result in protobuf as JSON, in parts, for clients that take no protobuf."""
     json_request: Callable[[bytes], Request] | None = None
     """Decodes a request that is not only `request` in JSON."""
     decoded_elsewhere: bool = False
