@@ -53,6 +53,20 @@ class MalformedBody(ValueError):
     """The body is not what its content type says."""
 
 
+def decompressed_bytes(body: bytes, max_bytes: int) -> int:
+    """How many bytes a zstd frame says that it holds; `max_bytes` where it does not say.
+
+    Raises MalformedBody for more than these, and for what is no frame.
+    """
+    try:
+        size_bytes = zstandard.frame_content_size(body)
+    except zstandard.ZstdError as error:
+        raise MalformedBody(f"the zstd body is corrupt: {error}") from None
+    if size_bytes > max_bytes:
+        raise MalformedBody(f"the zstd body grows past {max_bytes} bytes")
+    return max_bytes if size_bytes < 0 else size_bytes
+
+
 def decompress(body: bytes, max_bytes: int) -> bytes:
     """The content of one zstd frame. Raises MalformedBody for a corrupt frame or one that grows past `max_bytes`."""
     decompressor = zstandard.ZstdDecompressor().decompressobj()

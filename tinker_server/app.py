@@ -59,6 +59,7 @@ from tinker_server.web.callers import caller
 from tinker_server.web.deps import Services
 from tinker_server.web.gate import Gate
 from tinker_server.web.handlers import install, storable_parameters
+from tinker_server.web.ledger import Ledger
 from tinker_server.web.limits import BodyLimit
 from tinker_server.web.measured import Measured
 from tinker_server.weights.archives import Archives
@@ -198,6 +199,7 @@ def build_services(
         copying=Copying(sessions, runs, checkpoints, storage),
         archives=Archives(storage),
         links=Links(settings.data_dir),
+        ledger=Ledger(settings.max_body_bytes),
     )
 
 

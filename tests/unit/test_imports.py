@@ -18,6 +18,7 @@ SEEN_OF_BACKENDS = (
     "backends.files",
     "backends.lru",
     "backends.spans",
+    "backends.turns",
 )
 
 

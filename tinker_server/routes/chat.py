@@ -15,10 +15,9 @@ from tinker_server.chat.requests import read
 from tinker_server.errors import BadRequest, TinkerServerError
 from tinker_server.web import vendors
 from tinker_server.web.deps import Server
+from tinker_server.web.handlers import CLIENT_GONE
 
 T = TypeVar("T")
-CLIENT_GONE = 499
-"""What nobody reads."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """A proxy should pass each event on at once."""
 _SLOW_BYTES = 1 << 20

@@ -30,6 +30,7 @@ from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
+from tinker_server.web.ledger import Ledger
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 
@@ -65,6 +66,7 @@ class Services:
     copying: Copying
     archives: Archives
     links: Links
+    ledger: Ledger
 
     async def drain(self) -> None:
         """Let running work end for a while, answer all held polls, and move idle models to disk."""

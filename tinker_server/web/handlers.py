@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from api_schemas.base import unstorable
 from api_schemas.wire import MalformedBody
@@ -14,6 +15,8 @@ from backends.protocol import InvalidInput
 from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError
 from tinker_server.web.vendors import error_body, vendor_of
 
+CLIENT_GONE = 499
+"""What nobody reads."""
 RETRY_AFTER_S = "1"
 """What is said to clients that may have more luck later."""
 
@@ -58,6 +61,10 @@ def install(app: FastAPI) -> None:
     async def not_routed(http: Request, error: HTTPException) -> JSONResponse:
         kind = BodyTooLarge() if error.status_code == BodyTooLarge.status else error
         return answer(http.url.path, error.status_code, kind, error.detail, error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(http: Request, error: ClientDisconnect) -> JSONResponse:
+        return answer(http.url.path, CLIENT_GONE, error, "the client hung up")
 
     @app.exception_handler(Exception)
     async def unexpected(http: Request, error: Exception) -> JSONResponse:

@@ -1,13 +1,17 @@
-"""How large a body may be. Told while it arrives, before anything of it is parsed."""
+"""How large a body may be, and how long it may take. Told while it arrives, before anything of it is parsed."""
+
+import asyncio
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.wire import PROTOBUF
-from tinker_server.errors import BodyTooLarge
+from tinker_server.errors import BodyTooLarge, Busy
 from tinker_server.web import vendors
-from tinker_server.web.handlers import answer
+from tinker_server.web.handlers import RETRY_AFTER_S, answer
+from tinker_server.web.ledger import BYTES_PER_S, STALL_S, Ledger
 
 LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "asample")} | vendors.LARGE
 """What carries batches and prompts. All else is small."""
@@ -33,7 +37,7 @@ def require_few_values(body: bytes) -> None:
 
 
 class BodyLimit:
-    """Answers 413 to a larger body. uvicorn throws away what the client still sends."""
+    """Answers 413 to a larger body, and 408 to a slower one. uvicorn throws away what the client still sends."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -46,9 +50,23 @@ class BodyLimit:
         limit, most_values = largest_body(scope["path"], self.max_bytes), _most_values(scope["path"], headers)
         num_bytes = num_values = 0
 
+        declared = int(headers.get("content-length", "0"))
+        size_bytes = limit if "transfer-encoding" in headers else declared
+        loop = asyncio.get_running_loop()
+        until_s, is_whole = loop.time() + STALL_S + size_bytes / BYTES_PER_S, not size_bytes
+
         async def counted() -> Message:
-            nonlocal num_bytes, num_values
-            message = await receive()
+            nonlocal num_bytes, num_values, is_whole
+            if is_whole:  # what comes then is that the client hangs up
+                return await receive()
+            try:
+                async with asyncio.timeout_at(min(until_s, loop.time() + STALL_S)):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, _too_slow(num_bytes, size_bytes), {"Connection": "close"}) from None
+            is_whole = not message.get("more_body", False)
+            if is_whole:
+                receiving.close()
             body = message.get("body", b"")
             num_bytes += len(body)
             num_values += 0 if most_values is None else body.count(b",")
@@ -58,9 +76,21 @@ class BodyLimit:
                 raise HTTPException(BodyTooLarge.status, _too_many_values(most_values))
             return message
 
-        if int(headers.get("content-length", "0")) > limit:
+        if declared > limit:
             return await answer(scope["path"], 413, BodyTooLarge(), _too_large(limit))(scope, receive, send)
-        await self.app(scope, counted, send)
+        ledger: Ledger = scope["app"].state.services.ledger
+        owner = scope.get("state", {}).get("owner") or ""
+        with ExitStack() as receiving:
+            if not size_bytes:
+                return await self.app(scope, counted, send)
+            try:
+                async with ledger.body(owner, size_bytes):
+                    receiving.enter_context(ledger.received(owner))
+                    await self.app(scope, counted, send)
+            except Busy as error:
+                await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
+                    scope, receive, send
+                )
 
 
 def _most_values(path: str, headers: Headers) -> int | None:
@@ -69,6 +99,13 @@ def _most_values(path: str, headers: Headers) -> int | None:
         return SMALL_BODY_VALUES
     is_json = "content-encoding" not in headers and not headers.get("content-type", "").startswith(PROTOBUF)
     return LARGE_BODY_VALUES if is_json else None
+
+
+def _too_slow(num_bytes: int, size_bytes: int) -> str:
+    return (
+        f"{num_bytes} of the request's body's {size_bytes} bytes came; it must go on within {STALL_S:g} s, and come at"
+        f" {BYTES_PER_S} bytes a second"
+    )
 
 
 def _too_large(limit: int) -> str:

@@ -122,21 +122,23 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
         content_type = _content_type(http, kind)
         body = await http.body()
         encoding = http.headers.get("content-encoding", "identity")
-        if encoding == "zstd":
-            limit = largest_body(http.url.path, settings.max_body_bytes)
-            body = await off_loop(len(body), wire.decompress, body, limit)
-        elif encoding != "identity":
+        if encoding not in ("zstd", "identity"):
             raise BadRequest(f"Content-Encoding {encoding!r} is not supported; zstd is, or none")
-        try:
-            request, digest, images = await off_loop(len(body), _decode, kind, body, content_type)
-        except (ValidationError, wire.MalformedBody) as error:
-            numbered = await off_loop(len(body), _number_of, body, content_type)
-            if numbered is not None:
-                name = FORWARD if numbered.forward_only else operation_kind
-                await models.note_refusal(numbered.model_id, numbered.seq_id, name)
-            if isinstance(error, ValidationError):
-                raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
-            raise
+        limit = largest_body(http.url.path, settings.max_body_bytes)
+        size_bytes = wire.decompressed_bytes(body, limit) if encoding == "zstd" else len(body)
+        async with models.server.ledger.decoding(models.caller, size_bytes):
+            if encoding == "zstd":
+                body = await off_loop(len(body), wire.decompress, body, limit)
+            try:
+                request, digest, images = await off_loop(len(body), _decode, kind, body, content_type)
+            except (ValidationError, wire.MalformedBody) as error:
+                numbered = await off_loop(len(body), _number_of, body, content_type)
+                if numbered is not None:
+                    name = FORWARD if numbered.forward_only else operation_kind
+                    await models.note_refusal(numbered.model_id, numbered.seq_id, name)
+                if isinstance(error, ValidationError):
+                    raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
+                raise
         # What leaves the gradient alone is of a kind of its own, however it is asked for.
         name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
         traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]

@@ -1,0 +1,162 @@
+"""Bodies in flight: what one owner sends, or only begins to send, costs no other owner anything.
+
+pytest tests/contract/test_ledger.py
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import zstandard
+
+from api_schemas import tinker_wire_pb2 as pb
+from api_schemas.wire import PROTOBUF
+from tests.fake_server import Running
+from tinker_server.auth import keys
+from tinker_server.web import ledger, limits
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path / "data", max_body_bytes=64 * MIB)
+    yield running
+    running.stop()
+
+
+@contextmanager
+def begun(server: Running, size_bytes: int, key: str = "tml-test") -> Iterator[socket.socket]:
+    """A request of which the head alone was sent."""
+    head = (
+        f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {key}\r\n"
+        f"Content-Type: {PROTOBUF}\r\nContent-Length: {size_bytes}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as connection:
+        connection.sendall(head.encode())
+        yield connection
+
+
+def status(connection: socket.socket) -> int:
+    return int(connection.recv(65536).split()[1])
+
+
+def largest_rss(until: threading.Event) -> list[int]:
+    """One number: bytes of this process at most, once the event is set."""
+    found = [psutil.Process().memory_info().rss]
+
+    def watch() -> None:
+        while not until.wait(0.005):
+            found[0] = max(found[0], psutil.Process().memory_info().rss)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return found
+
+
+def test_small_bodies_that_grow_large_are_decoded_one_after_the_other(server):
+    """Sixteen of a few kilobytes, each 60 MiB once it is decompressed."""
+    tokens = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=bytes(60 * MIB)))
+    request = pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=[pb.Datum(model_input=[tokens])], loss_fn="x")
+    body = zstandard.compress(request.SerializeToString())
+    del request, tokens
+    assert len(body) < 10_000
+    headers = {"content-type": PROTOBUF, "content-encoding": "zstd"}
+    done, before = threading.Event(), psutil.Process().memory_info().rss
+    largest = largest_rss(done)
+    answers: list[int] = []
+
+    def post() -> None:
+        answers.append(server.http.post("/forward_backward", content=body, headers=headers, timeout=120).status_code)
+
+    threads = [threading.Thread(target=post) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    slowest = 0.0
+    while any(thread.is_alive() for thread in threads):
+        began = time.monotonic()
+        assert server.http.get("/healthz").status_code == 200
+        slowest = max(slowest, time.monotonic() - began)
+    done.set()
+    grown = (largest[0] - before) / MIB
+    print(f"16 bodies of {len(body)} bytes: {grown:.0f} MiB more at most, /healthz {slowest:.2f} s; answers {answers}")
+    assert grown < 6 * 64
+    assert slowest < 1
+    assert all(400 <= one < 500 for one in answers)
+
+
+def test_a_body_that_does_not_go_on_is_ended(server, monkeypatch):
+    monkeypatch.setattr(limits, "STALL_S", 0.3)
+    with begun(server, 1000) as connection:
+        connection.sendall(b"x")
+        assert status(connection) == 408
+        while connection.recv(65536):
+            pass  # until it is closed
+
+
+def test_a_body_that_comes_in_drops_is_ended_too(server, monkeypatch):
+    monkeypatch.setattr(limits, "STALL_S", 1.0)
+    monkeypatch.setattr(limits, "BYTES_PER_S", 1_000_000)
+    began = time.monotonic()
+    with begun(server, 100_000) as connection:
+        connection.settimeout(0.1)
+        while time.monotonic() < began + 10:
+            connection.sendall(b"x")
+            try:
+                assert status(connection) == 408
+                break
+            except TimeoutError:
+                continue
+    assert time.monotonic() - began < 3
+
+
+def test_bodies_beyond_an_owners_account_wait_and_another_owners_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "WAIT_S", 1.5)
+    alice, bob = (keys.add(tmp_path / "data" / "keys", name) for name in ("alice", "bob"))
+    server = Running(tmp_path / "data", max_body_bytes=MIB)
+
+    def create_session(key: str) -> int:
+        body = {"sdk_version": "0.38.0"}
+        return server.http.post("/create_session", json=body, headers={"x-api-key": key}).status_code
+
+    try:
+        with ExitStack() as bodies:
+            first, *_ = [bodies.enter_context(begun(server, MIB, alice)) for _ in range(4)]
+            assert create_session(alice) == 429
+            began = time.monotonic()
+            assert create_session(bob) == 200 and time.monotonic() - began < 0.5
+            first.close()
+            assert create_session(alice) == 200
+    finally:
+        server.stop()
+
+
+def test_an_owners_bodies_are_known_while_they_come(server):
+    accounts = server.app.state.services.ledger
+    owners = set(server.app.state.services.ledger._receiving)
+    assert not owners
+    with begun(server, 1000) as connection:
+        connection.sendall(b"x")
+        while not (owners := set(accounts._receiving)):
+            time.sleep(0.01)
+        assert accounts.receiving(owners.pop())
+        connection.sendall(np.zeros(999, np.uint8).tobytes())
+        assert 400 <= status(connection) < 500
+    until = time.monotonic() + 5
+    while accounts._receiving or accounts._in_flight:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("said", ["more than may be", "no frame"])
+def test_a_compressed_body_is_refused_by_its_head(server, said):
+    body = zstandard.compress(bytes(512 * MIB)) if said == "more than may be" else b"zstd"
+    headers = {"content-type": PROTOBUF, "content-encoding": "zstd"}
+    answer = server.http.post("/forward_backward", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert ("grows past 67108864 bytes" if said == "more than may be" else "corrupt") in answer.json()["detail"]
