@@ -6,11 +6,14 @@ waited for, when a later operation other than a part of a batch arrives (the SDK
 before them were answered), when the server itself refused it, or when a grace has passed.
 
 A number that was skipped may have been a forward_backward, so that the gradient lacks it, as it lacks what failed:
-the next optim_step then fails. All this is in the rows of the lane too, from which a restarted server takes it.
+the next optim_step then fails. A part of a batch that comes late, but before that step is taken, makes the gradient
+whole again. What comes after, or is no part of a batch, is refused: the gradient is another one by then. All this is
+in the rows of the lane too, from which a restarted server takes it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Container
 from dataclasses import dataclass, field
 
 from tinker_server.store.operations import Operation, PastOperation
@@ -32,13 +35,19 @@ class Lane:
     expected: int
     """Smallest number that has neither run nor been settled."""
     missing: str = ""
-    """What the accumulated gradient lacks, in words; empty: nothing."""
+    """What the accumulated gradient lacks for good, in words; empty: nothing."""
+    skipped: set[int] = field(default_factory=set)
+    """Numbers of this gradient's operations that never came, and still may."""
+    lacking: str = ""
+    """What the gradient lacked, for good or not, when the running operation was taken."""
     settled_below: int = 0
     refused: dict[int, str] = field(default_factory=dict)
     """By number, the kind of operation."""
     busy_until_s: dict[int, float] = field(default_factory=dict)
     """Numbers that were answered 429, and will be sent again."""
     waiting: dict[int, Operation] = field(default_factory=dict)
+    arriving: Counter[int] = field(default_factory=Counter)
+    """Numbers that are being stored: nothing behind them begins before."""
     last_arrival_s: float = 0
     """By the event loop's clock."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,26 +80,44 @@ class Lane:
         """Whether all that waits here waits for this number."""
         return bool(self.waiting) and number < min(self.waiting)
 
+    def takes(self, operation_kind: str, number: int) -> bool:
+        """Whether an operation comes in time: none after it has run, or it is a part that this gradient lacks."""
+        is_late_part = operation_kind in PARTS_OF_BATCHES and number in self.skipped
+        return number >= self.expected or is_late_part
+
     def take(self) -> Operation:
-        """The operation with the smallest number. What is skipped for it is missing from now on."""
+        """The operation with the smallest number. What is skipped for it is missing until it comes."""
         number = min(self.waiting)
-        skipped = number - self.expected
-        harmless = [one for one in self.refused if one < number and self.refused[one] not in GRADIENT_KINDS]
-        if skipped > len(harmless):
-            self.missing = f"an operation before number {number} was refused, or never came"
+        harmless = {one for one in self.refused if one < number and self.refused[one] not in GRADIENT_KINDS}
+        self.skip(number, harmless)
         for settled in (self.refused, self.busy_until_s):
             for one in [one for one in settled if one < number]:
                 del settled[one]
+        self.skipped.discard(number)
         self.expected = max(self.expected, number + 1)
-        return self.waiting.pop(number)
+        operation = self.waiting.pop(number)
+        self.lacking = self.missing or _lacking(self.skipped)
+        if operation.operation_kind in CLEARING:
+            self.skipped.clear()  # what comes from now on comes too late
+        return operation
+
+    def skip(self, number: int, harmless: Container[int] = ()) -> None:
+        """Numbers before this one have not come, but for those that change no gradient."""
+        if number - self.expected > MAX_REFUSED:
+            self.missing = self.missing or _lacking({number - 1})
+        else:
+            self.skipped.update(one for one in range(self.expected, number) if one not in harmless)
 
     def note(self, operation: Operation, failure_category: str | None) -> None:
         """An operation has ended: well, or with a failure."""
-        self.missing = missing_after(self.missing, operation.operation_kind, operation.seq_id, failure_category)
+        kind, number = operation.operation_kind, operation.seq_id
+        self.missing = missing_after(self.missing, kind, number, failure_category)
 
     def wait_s(self, now_s: float, grace_s: float) -> float:
         """How long a number before the smallest that waits is still waited for; not positive where none is."""
         number = min(self.waiting)
+        if any(one < number for one in self.arriving):
+            return grace_s
         first = self.expected
         while first in self.refused:
             first += 1
@@ -107,6 +134,10 @@ class Lane:
 
 GRADIENT_KINDS = ("forward_backward", "optim_step")
 """What is missing from a gradient if it was refused: the step, for it would have cleared it."""
+
+
+def _lacking(skipped: Collection[int]) -> str:
+    return f"an operation of number {min(skipped)} was refused, or never came" if skipped else ""
 
 
 def missing_after(missing: str, operation_kind: str, seq_id: int, failure_category: str | None) -> str:
@@ -130,11 +161,12 @@ async def lane_after(past: AsyncIterator[PastOperation], first: int) -> Lane:
             break
     if not since_clearing:
         return Lane(expected=first)
-    missing, expected = "", since_clearing[-1].seq_id
+    lane = Lane(expected=since_clearing[-1].seq_id)
     for operation in reversed(since_clearing):
-        if operation.seq_id > expected:
-            missing = f"an operation before number {operation.seq_id} was refused, or never came"
-        expected = operation.seq_id + 1
+        lane.skip(operation.seq_id)
+        lane.expected = operation.seq_id + 1
+        if operation.operation_kind in CLEARING:
+            lane.skipped.clear()
         category = (operation.failure_category or "server") if operation.failed else None
-        missing = missing_after(missing, operation.operation_kind, operation.seq_id, category)
-    return Lane(expected, missing)
+        lane.missing = missing_after(lane.missing, operation.operation_kind, operation.seq_id, category)
+    return lane

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -10,7 +11,15 @@ from typing import Any, Protocol
 
 from api_schemas.sampling import SampleRequest
 from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
-from tinker_server.errors import Busy, Cancelled, DatabaseUnavailable, GradientIncomplete, LostModel, ShuttingDown
+from tinker_server.errors import (
+    BadRequest,
+    Busy,
+    Cancelled,
+    DatabaseUnavailable,
+    GradientIncomplete,
+    LostModel,
+    ShuttingDown,
+)
 from tinker_server.metrics import Metrics
 from tinker_server.offload import INLINE_BYTES
 from tinker_server.scheduling.admission import Admission
@@ -134,6 +143,8 @@ class Scheduler:
         if operation.operation_kind == "unload_model":
             return await self._submit_unload(operation)
         lane = await self._lane(operation)
+        if not lane.takes(operation.operation_kind, operation.seq_id):
+            return await self._submit_late(operation)
         queued_bytes, accepted = self._admission.queued_bytes, None
         try:
             if not lane.is_awaited(operation.seq_id):  # what all others of its model wait for is always let in
@@ -142,15 +153,31 @@ class Scheduler:
             lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
             raise
         queued_bytes.enter(operation.owner, operation.size_bytes)
+        lane.arriving[operation.seq_id] += 1
         try:
             accepted = await self._enqueue(operation)
         finally:
+            lane.arriving -= Counter([operation.seq_id])
+            lane.arrived.set()
             if accepted is None or not accepted.is_new or self._closing:
                 queued_bytes.leave(operation.owner, operation.size_bytes)
         if accepted.is_new and not self._closing:
             self._queue(
                 self._lanes.setdefault(operation.lane, lane), replace(operation, request_id=accepted.request_id)
             )
+        return accepted.request_id
+
+    async def _submit_late(self, operation: Operation) -> str:
+        """A repeat of what was accepted before. Raises BadRequest for what comes now for the first time."""
+        late = BadRequest(
+            f"{operation.operation_kind} {operation.seq_id} of {operation.lane} comes too late: operations after it"
+            " have run, and only a part of a batch whose optim_step was not taken is let in then"
+        )
+        if not await self._futures.knows(operation.lane, operation.seq_id):
+            raise late
+        accepted = await self._enqueue(operation)
+        if accepted.is_new:  # stored by a commit that had seemed to fail
+            self._fail(replace(operation, request_id=accepted.request_id), late)
         return accepted.request_id
 
     async def _enqueue(self, operation: Operation) -> Accepted:
@@ -277,7 +304,7 @@ class Scheduler:
             operation = lane.running = lane.take()
             lane.last_turn = self._runner.last_turn(operation.lane)
             async with self._runner.undisturbed(operation.lane):
-                lane.note(operation, await self._run(operation, lane.missing))
+                lane.note(operation, await self._run(operation, lane.lacking))
                 await self._runner.look_after(operation)
             lane.running = None
 

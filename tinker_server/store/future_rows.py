@@ -102,6 +102,12 @@ class FutureRows:
         async with self._db.read() as session:
             return await session.get(Future, request_id)
 
+    async def knows(self, lane: str, seq_id: int) -> bool:
+        """Whether there is a row of this number."""
+        async with self._db.read() as session:
+            query = select(Future.request_id).where(Future.lane == lane, Future.seq_id == seq_id)
+            return await session.scalar(query) is not None
+
     async def insert(self, operations: list[Operation], now: float) -> list[First | SequenceConflict]:
         """Add what is new; per operation the first one under its number, or the conflict with it."""
         async with self._db.write() as session:

@@ -109,6 +109,10 @@ class FutureStore:
         """The operations of a lane that have ended, the largest number first: some, those below `before`."""
         return await self._rows.past(lane, before)
 
+    async def knows(self, lane: str, seq_id: int) -> bool:
+        """Whether an operation was accepted under this number."""
+        return await self._rows.knows(lane, seq_id)
+
     def complete(self, request_id: str, result: Result, *, logged: bool = False) -> Result:
         """Store a result, and wake those who wait for it once it is stored. The first one of an operation stays.
 
