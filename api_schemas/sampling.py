@@ -4,12 +4,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from api_schemas.base import FirstError, Request, Response, require_storable
 from api_schemas.fields import BaseModelName, SamplingSessionId, SessionId
 from api_schemas.inputs import ModelInput, TensorData
 
 T = TypeVar("T")
+MAX_STOP_CHARACTERS = 1 << 16
+"""Of one request's stop strings together: each is looked for after every token."""
 Stops = Annotated[list[T], FirstError(), Field(max_length=1024)]
 
 
@@ -28,6 +31,15 @@ class SamplingParams(Request):
     """-1 (or 0) is off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw from the likeliest tokens that together have this probability; 1 is off."""
+
+    @field_validator("stop")
+    @classmethod
+    def _is_short(cls, value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else [one for one in value or () if isinstance(one, str)]
+        if (length := sum(map(len, texts))) > MAX_STOP_CHARACTERS:
+            text = "has {length} characters; {most} are allowed"
+            raise PydanticCustomError("too_long", text, {"length": length, "most": MAX_STOP_CHARACTERS})
+        return value
 
     @field_validator("*")
     @classmethod

@@ -18,6 +18,10 @@ PROMPT_TOKENS = 20_000
 """A longer prompt is not kept, nor one with larger images than the next."""
 IMAGE_BYTES = 8 << 20
 _TOKEN_BYTES = 8
+CHUNKS = 1000
+"""A prompt of more pieces is not kept either."""
+_CHUNK_BYTES = 1000
+"""Of memory, beside what it holds."""
 CHAT_BYTES = IMAGE_BYTES + PROMPT_TOKENS * _TOKEN_BYTES + (1 << 20)
 """What a sampler's process sends of one prompt of a chat, at most."""
 
@@ -67,7 +71,7 @@ class Gallery:
             base_model=of[0],
             model_path=of[1],
             prompt=request.prompt,
-            params=request.sampling_params,
+            params=request.sampling_params.model_copy(update={"stop": None}),  # which nobody is shown
             num_samples=request.num_samples,
             sequences=sequences,
             size_bytes=size_bytes,
@@ -96,13 +100,15 @@ class Gallery:
 
 def _size_bytes(prompt: ModelInput) -> int | None:
     """None for what is too large to be kept."""
-    tokens = images = 0
+    if len(prompt.chunks) > CHUNKS:
+        return None
+    tokens, images, kept = 0, 0, _CHUNK_BYTES * (1 + len(prompt.chunks))
     for chunk in prompt.chunks:
         if isinstance(chunk, ImageChunk):
             images += len(chunk.data)
         else:
             tokens += len(getattr(chunk, "tokens", ()))
-    return None if tokens > PROMPT_TOKENS or images > IMAGE_BYTES else tokens * _TOKEN_BYTES + images
+    return None if tokens > PROMPT_TOKENS or images > IMAGE_BYTES else tokens * _TOKEN_BYTES + images + kept
 
 
 def _beginning(sequence: SampledSequence) -> SampledSequence:

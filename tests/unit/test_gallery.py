@@ -1,6 +1,8 @@
 """The samples that are kept for reading: bounded for each owner and in all, and none of them another owner's."""
 
 import numpy as np
+import pytest
+from pydantic import ValidationError
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
@@ -36,12 +38,12 @@ def test_each_owner_has_the_last_few_the_newest_first() -> None:
 
 
 def test_all_together_are_bounded_and_who_has_the_most_gives_way() -> None:
-    gallery = Gallery(100, max_bytes=10_000)
+    gallery = Gallery(100, max_bytes=40_000)
     gallery.note(request(image_bytes=1000), response(), "bob", OF)
     for _ in range(50):
         gallery.note(request(image_bytes=1000), response(), "alice", OF)
     sizes = [one.size_bytes for owner in ("alice", "bob") for one in gallery.of(owner)]
-    assert sum(sizes) <= 10_000
+    assert sum(sizes) <= 40_000
     assert len(gallery.of("bob")) == 1 and len(gallery.of("alice")) > 5
 
 
@@ -60,3 +62,26 @@ def test_what_is_too_large_to_look_at_is_not_kept() -> None:
     gallery.note(request(image_bytes=IMAGE_BYTES + 1), response(), "alice", OF)
     Gallery(0).note(request(), response(), "alice", OF)
     assert gallery.of("alice") == []
+
+
+def test_stop_strings_and_pieces_take_no_memory_that_is_not_counted() -> None:
+    gallery = Gallery(100, max_bytes=1 << 20)
+    stops = SamplingParams(max_tokens=1, stop=["x" * 60 + str(i) for i in range(1000)])
+    for _ in range(50):
+        chunks = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(900)]
+        one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=chunks), sampling_params=stops)
+        gallery.note(one, response(), "alice", OF)
+    assert all(one.params.stop is None for one in gallery.of("alice"))
+    assert 0 < sum(len(one.prompt.chunks) for one in gallery.of("alice")) <= (1 << 20) // 1000
+    chunks = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(5000)]
+    one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=chunks), sampling_params=stops)
+    gallery.note(one, response(), "bob", OF)
+    assert gallery.of("bob") == []
+
+
+def test_stop_strings_are_bounded_by_name() -> None:
+    with pytest.raises(ValidationError, match="stop"):
+        SamplingParams(stop=["x" * 1000] * 100)
+    with pytest.raises(ValidationError, match="stop"):
+        SamplingParams(stop="x" * 100_000)
+    assert SamplingParams(stop=["\n\nUser:"] * 100).stop
