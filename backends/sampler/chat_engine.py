@@ -23,6 +23,11 @@ from backends.sampler.requests import derived_seed
 from backends.sampler.sequences import Sequences
 from backends.sampler.turns import Turns
 
+_BAD_GRAMMAR = (
+    f"response_format: its grammar took more than {STEP_S:g} s between tokens, or allows none where the answer stands"
+)
+"""The engine ends such a sequence, and says which in its log alone."""
+
 
 @dataclass(frozen=True)
 class Room:
@@ -108,9 +113,10 @@ class ChatEngine:
                     except FloatingPointError as error:
                         raise diverged(error, task.weights) from None
                     if output.outputs[0].finish_reason == "error" and params.structured_outputs is not None:
-                        raise InvalidInput(f"response_format: its grammar took more than {STEP_S:g} s between tokens")
+                        raise InvalidInput(_BAD_GRAMMAR)
                     if output.outputs[0].finish_reason not in (None, "stop", "length"):
                         raise BackendFailed(f"the engine ended a sequence with {output.outputs[0].finish_reason}")
+                    _sort_likeliest(output)
                     yield output
 
     def _count(self, output: RequestOutput, index: int, num_tokens: int) -> None:
@@ -120,6 +126,15 @@ class ChatEngine:
         if index == 0 and output.finished:
             cached += min(output.num_cached_tokens or 0, num_tokens)
         self.usage = replace(self.usage, sampled=sampled, cached=cached)
+
+
+def _sort_likeliest(output: RequestOutput) -> None:
+    """The engine's step has the drawn token first; a handler tells as many as were asked for, from the first on."""
+    for step in output.outputs[0].logprobs or ():
+        if len(step) > 1:
+            in_order = sorted(step.items(), key=lambda item: item[1].rank or len(step))
+            step.clear()
+            step.update(in_order)
 
 
 def drawn(params: SamplingParams, index: int, end_tokens: Sequence[int], placeholders: Sequence[int]) -> SamplingParams:

@@ -308,3 +308,13 @@ async def kept(sampler, kept_bytes: int, **body) -> tuple[list[str], ChatUsage]:
     parts: list[str] = []
     task = ChatTask("chat_completions", {"model": "tiny", **body}, None, "somebody", kept_bytes)
     return parts, await sampler.chat(task, parts.append)
+
+
+async def test_the_likeliest_tokens_are_told_in_order_whatever_was_drawn(sampler):
+    answer = await chat(sampler, TEXT, top_logprobs=3, max_tokens=40, seed=1, temperature=2)
+    outside = 0
+    for one in answer["choices"][0]["logprobs"]["content"]:
+        top = [entry["logprob"] for entry in one["top_logprobs"]]
+        assert len(top) == 3 and top == sorted(top, reverse=True) and one["logprob"] <= top[0]
+        outside += one["logprob"] < top[-1]
+    assert outside
