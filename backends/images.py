@@ -4,10 +4,26 @@ may take to read is bounded before it is read."""
 import io
 import re
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 _DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 """Grayscale deeper than 8 bits: Pillow's conversion to RGB would clip it to white."""
+_TURNINGS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""By an EXIF orientation (CIPA DC-008, tag 0x0112)."""
+_ON_THEIR_SIDE = (
+    Image.Transpose.TRANSPOSE,
+    Image.Transpose.ROTATE_270,
+    Image.Transpose.TRANSVERSE,
+    Image.Transpose.ROTATE_90,
+)
 _MAX_PARTS = 5000
 """Segments of a JPEG and chunks before a PNG's pixels: each costs Pillow microseconds, and cameras write some 100."""
 _MAX_FULL_SCANS = 100
@@ -42,14 +58,32 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     return image
 
 
+def size_of(image: Image.Image) -> tuple[int, int]:
+    """Width and height of an opened image as it is shown."""
+    width, height = image.size
+    return (height, width) if _turning(image) in _ON_THEIR_SIDE else (width, height)
+
+
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The image in RGB. Raises BadImage."""
+    """The image in RGB, turned as its EXIF orientation says: a camera stores what its sensor saw. Raises BadImage."""
     with open_image(data, max_pixels) as image:
+        turning = _turning(image)
         try:
             image.load()
-            return image if image.mode == "RGB" else image.convert("RGB")
+            shown = image if image.mode == "RGB" else image.convert("RGB")
+            return shown if turning is None else shown.transpose(turning)
         except Exception as error:  # noqa: BLE001 - as above
             raise BadImage(f"the image does not decode: {str(error) or type(error).__name__}") from None
+
+
+def _turning(image: Image.Image) -> Image.Transpose | None:
+    """What shows an image upright, by its header; None where it is, or what says so cannot be read."""
+    if "exif" not in image.info:  # Pillow would look for it behind the pixels
+        return None
+    try:
+        return _TURNINGS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # noqa: BLE001 - as above: a broken note of a camera is no reason to refuse its image
+        return None
 
 
 def _check_parts(data: bytes) -> None:

@@ -22,7 +22,7 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.ahead import Ahead
 from backends.families.family import ImageSpan, RenderedImage, Vision
 from backends.families.registry import find_family
-from backends.images import BadImage, decode, open_image
+from backends.images import BadImage, decode, open_image, size_of
 from backends.lru import LRU
 from backends.protocol import InvalidInput
 
@@ -132,7 +132,7 @@ class Renderer:
                 if key in known or key in self._in_use or self._cache.get(key) is not None:
                     continue
                 with suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
-                    size_bytes = vision.size_bytes(vision.grid(image.width, image.height))
+                    size_bytes = vision.size_bytes(vision.grid(*size_of(image)))
                     self._ahead.begin(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
 
     def decoding_paused(self) -> AbstractContextManager[None]:
@@ -164,7 +164,7 @@ class Renderer:
     def _span(self, vision: Vision, chunk: ImageChunk, offset: int, at: str) -> ImageSpan:
         try:
             with open_image(chunk.data, self._max_image_pixels) as image:
-                width, height = image.size
+                width, height = size_of(image)
             grid = vision.grid(width, height)
         except ValueError as error:  # BadImage, or the processor's own limit on the aspect ratio
             raise InvalidInput(f"{at}: {error}") from None

@@ -8,10 +8,10 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 
 from api_schemas.inputs import ImageChunk
-from backends.images import BadImage, decode, open_image
+from backends.images import BadImage, decode, open_image, size_of
 from backends.protocol import InvalidInput
 from backends.rendering import Renderer
 from backends.trainer.checks import check_forward_backward, decode_batch
@@ -172,3 +172,31 @@ def test_pixels_of_all_datums_of_one_request_are_bounded(tiny_vl) -> None:
     check_forward_backward(renderer, decode_batch(cross_entropy(data[:10])), 64)
     with pytest.raises(InvalidInput, match="datums 0 to 10: images of 110000 pixels in all; 100000 are allowed"):
         check_forward_backward(renderer, decode_batch(cross_entropy(data)), 64)
+
+
+@pytest.mark.parametrize("orientation", [*range(1, 9), 0, 99])
+@pytest.mark.parametrize("format", ["jpeg", "png"])
+def test_an_image_is_turned_as_its_exif_says_and_measured_so_by_its_header(orientation, format):
+    """As transformers' and vLLM's loaders turn it. Quarters of four colours stay apart in a JPEG."""
+    quarters = np.zeros((40, 96, 3), np.uint8)
+    quarters[:20, :48], quarters[:20, 48:], quarters[20:, :48] = (250, 0, 0), (0, 250, 0), (0, 0, 250)
+    stored, exif, buffer = Image.fromarray(quarters), Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    stored.save(buffer, format, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(buffer.getvalue()))).convert("RGB")
+    found = decode(buffer.getvalue(), 10**6)
+    assert found.size == expected.size == ((40, 96) if orientation in (5, 6, 7, 8) else (96, 40))
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    with open_image(buffer.getvalue(), 10**6) as opened:
+        assert size_of(opened) == found.size
+
+
+@pytest.mark.parametrize(
+    "exif", [b"", b"Exif\0\0", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0II*\0\xff\xff\xff\xff"]
+)
+def test_a_broken_note_of_a_camera_changes_nothing(exif):
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20), "red").save(buffer, "jpeg", exif=exif)
+    assert decode(buffer.getvalue(), 10**6).size == (30, 20)
+    with open_image(buffer.getvalue(), 10**6) as opened:
+        assert size_of(opened) == (30, 20)
