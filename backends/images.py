@@ -81,9 +81,10 @@ def _turning(image: Image.Image) -> Image.Transpose | None:
     if "exif" not in image.info:  # Pillow would look for it behind the pixels
         return None
     try:
-        return _TURNINGS.get(image.getexif().get(ExifTags.Base.Orientation))
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # noqa: BLE001 - as above: a broken note of a camera is no reason to refuse its image
         return None
+    return _TURNINGS.get(orientation) if isinstance(orientation, int) else None
 
 
 def _check_parts(data: bytes) -> None:

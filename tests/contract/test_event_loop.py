@@ -150,7 +150,7 @@ def stall_under(server: Running, body: tuple[str, str, bytes, str]) -> tuple[int
 
 @pytest.mark.parametrize("name", BODIES)
 def test_the_loop_comes_round_while_a_body_is_read_checked_and_refused(server: Running, name: str) -> None:
-    stalls = []
+    stalls: list[float] = []
     for _ in range(4):  # the machine is shared: one quiet time is enough
         status, stall_s = stall_under(server, BODIES[name])
         stalls.append(stall_s)
@@ -177,7 +177,7 @@ def test_the_loop_comes_round_while_a_large_result_is_sent_as_json(server: Runni
     protobuf = {"content-type": PROTOBUF}
     submitted = server.http.post("/forward_backward", content=request.SerializeToString(), headers=protobuf)
     poll = json.dumps({"request_id": server.result(submitted) and submitted.json()["request_id"]}).encode()
-    stalls = []
+    stalls: list[float] = []
     while len(stalls) < 4 and min(stalls, default=1) > LONGEST_STALL_S / 2:  # the machine is shared
         done = asyncio.Event()
         watch = asyncio.run_coroutine_threadsafe(longest_stall(done), server.loop)

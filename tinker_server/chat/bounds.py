@@ -6,8 +6,8 @@ characters may have billions of states: what is small on the wire is bounded her
 
 import re
 from collections.abc import Iterator, Mapping
-from re import _constants as sre_constants  # type: ignore[attr-defined]
-from re import _parser as sre_parser  # type: ignore[attr-defined]
+from re import _constants as sre_constants
+from re import _parser as sre_parser
 from typing import Any
 
 from tinker_server.errors import BadField
