@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +45,21 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
             f"{source}: {type(model).__name__} is not supported: LoRA would leave out"
             f" {', '.join(dict.fromkeys(_without_numbers([*missing, *twice])))}"
         )
-    shapes = [parameter.shape for name in modules for parameter in model.get_submodule(name).parameters()]
-    adapter = sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
+    adapter = sum(_adapter_numbers(dict(model.get_submodule(name).named_parameters())) for name in modules)
     layers = [_count(layer) for layer in model.get_decoder().layers]
     trained = trained_parameters(model)
     stacks = tuple(dict.fromkeys(_without_numbers(name for name, one in trained.items() if one.dim() > 2)))
     gathered = _count(model) - sum(layers) + 2 * max(layers)
     return Numbers(adapter, gathered, sum(one.numel() for one in trained.values()), stacks)
+
+
+def _adapter_numbers(parameters: Mapping[str, nn.Parameter]) -> int:
+    """Of a module's adapters, for each rank: inputs and outputs of each of its matrices."""
+    if "gate_up_proj" in parameters:  # two matrices of each expert in one
+        num_experts, outputs, inputs = parameters["down_proj"].shape
+        return 3 * num_experts * (outputs + inputs)
+    shapes = [parameter.shape for parameter in parameters.values()]
+    return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
 
 
 def _frozen(family: Family, source: str, *, train_vision: bool) -> Sequence[str]:

@@ -142,7 +142,10 @@ def _add_grouped_product(total_ERN: Tensor, left_SR: Tensor, right_SN: Tensor, e
     """Add each expert's left^T right to its part of `total_ERN`."""
     if _in_one_kernel(left_SR):
         # Rounded once to the compute type, which the kernel gives alone; the sum over rows is in float32.
-        total_ERN.add_(F.grouped_mm(left_SR.mT, right_SN, offs=ends_E))
+        product_ERN = F.grouped_mm(left_SR.mT, right_SN, offs=ends_E)
+        # Of an expert without rows it writes nothing on some GPUs (pytorch issue 172439): what was there is no number.
+        is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        total_ERN.add_(product_ERN.masked_fill_(is_empty_E[:, None, None], 0))
         return
     for expert, rows in _rows_by_expert(ends_E):
         add_product(total_ERN[expert], left_SR[rows], right_SN[rows])
