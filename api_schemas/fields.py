@@ -2,7 +2,19 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+
+def _as_a_number(value: Any) -> Any:
+    """The value. Raises for what pydantic would turn into an integer that nobody sent: "2", true."""
+    if isinstance(value, bool | str):
+        raise PydanticCustomError("no_integer", "must be an integer")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_as_a_number)]
+"""An integer that a client has to send as one."""
 
 SessionId = Annotated[str, Field(description="A session, which is one client.")]
 ModelId = Annotated[

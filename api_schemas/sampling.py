@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import FirstError, Request, Response, require_storable
-from api_schemas.fields import BaseModelName, SamplingSessionId, SessionId
+from api_schemas.fields import BaseModelName, Integer, SamplingSessionId, SessionId
 from api_schemas.inputs import ModelInput, TensorData
 
 T = TypeVar("T")
@@ -19,15 +19,15 @@ Stops = Annotated[list[T], FirstError(), Field(max_length=1024)]
 class SamplingParams(Request):
     """How to draw tokens."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Integer | None = Field(default=None, ge=1)
     """Absent: up to the context limit."""
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    seed: Integer | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Any 64 bits, signed or not. The same seed and request give the same tokens."""
     stop: str | Stops[str] | Stops[int] | None = None
     """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: Integer = Field(default=-1, ge=-1)
     """-1 (or 0) is off."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw from the likeliest tokens that together have this probability; 1 is off."""
@@ -53,7 +53,7 @@ class SampleRequest(Request):
     type: Literal["sample"] = "sample"
     sampling_session_id: str | None = None
     """What to sample from: `{session_id}:sample:{sampling_session_seq_id}`."""
-    seq_id: int | None = None
+    seq_id: Integer | None = None
     """With the session, the request's identity (not its order). Up to about 10^18."""
     base_model: str | None = None
     """Without a sampling session: the base model to sample from."""
@@ -64,17 +64,17 @@ class SampleRequest(Request):
     """What the continuations continue."""
     sampling_params: SamplingParams
     """How to draw."""
-    num_samples: int = Field(default=1, ge=1, le=100_000)
+    num_samples: Integer = Field(default=1, ge=1, le=100_000)
     """How many continuations to draw."""
     prompt_logprobs: bool = False
     """Also score the prompt."""
-    topk_prompt_logprobs: int = Field(default=0, ge=0)
+    topk_prompt_logprobs: Integer = Field(default=0, ge=0)
     """Likeliest tokens to score at each prompt position."""
-    topk_sample_logprobs: int = Field(default=0, ge=0)
+    topk_sample_logprobs: Integer = Field(default=0, ge=0)
     """Likeliest tokens to score at each drawn position."""
-    prompt_alt_tokens_k: int = Field(default=0, ge=0)
+    prompt_alt_tokens_k: Integer = Field(default=0, ge=0)
     """Tokens to draw at each prompt position."""
-    prompt_logprobs_last_n: int | None = None
+    prompt_logprobs_last_n: Integer | None = None
     """Score so many positions at the prompt's end; absent: all."""
     target_prompt_logprobs: TensorData | None = None
     """Token ids to score, int64 [prompt length - 1, K]: row i those for position i + 1; -1, or left out: none."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import FirstError, Request, Response, at_most
-from api_schemas.fields import BaseModelName, ModelId, ModelSeqId, SeqId, SessionId
+from api_schemas.fields import BaseModelName, Integer, ModelId, ModelSeqId, SeqId, SessionId
 from api_schemas.inputs import Datum, require_few_cells, sparse_cells
 
 MAX_DATUMS = 4096
@@ -22,9 +22,9 @@ SMALLEST_EPS = 1e-30
 class LoraConfig(Request):
     """The adapter of one model. Alpha is 32 for every model, so its output is scaled by 32 / rank."""
 
-    rank: int
+    rank: Integer
     """Rank of the adapter."""
-    seed: int | None = None
+    seed: Integer | None = None
     """Seed of the initial weights; absent: drawn by the server."""
     train_unembed: bool = True
     """Whether the adapter covers the unembedding."""

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from api_schemas import wire
 from api_schemas.base import MAX_DEPTH, Request
-from api_schemas.sampling import SamplingParams
+from api_schemas.sampling import SampleRequest, SamplingParams
 from api_schemas.service import TelemetryRequest
 from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest
-from api_schemas.training import AdamParams, CreateModelRequest, OptimStepRequest
+from api_schemas.training import AdamParams, CreateModelRequest, LoraConfig, OptimStepRequest
 from api_schemas.weights import SaveWeightsRequest
 from tests.fake_server import forward_backward_body
 
@@ -67,3 +67,16 @@ def test_nor_does_protobuf_bring_nul(model_id: str, loss_fn: str, place: str) ->
 @pytest.mark.parametrize("seed", [0, -(2**63), 2**63, 2**64 - 1])
 def test_a_seed_has_any_64_bits(seed: int) -> None:
     assert SamplingParams(seed=seed).seed == seed
+
+
+@pytest.mark.parametrize("value", ["2", True, False, "", "two"])
+@pytest.mark.parametrize("field", ["num_samples", "topk_prompt_logprobs", "seq_id"])
+def test_a_number_that_is_no_number_is_refused_and_not_guessed(field, value):
+    body = {"sampling_params": {}, "prompt": {"chunks": []}, "base_model": "m"}
+    with pytest.raises(ValidationError, match=rf"(?s){field}.*must be an integer"):
+        SampleRequest.model_validate(body | {field: value})
+    for name in ("max_tokens", "seed", "top_k"):
+        with pytest.raises(ValidationError, match="must be an integer"):
+            SamplingParams.model_validate({name: value})
+    with pytest.raises(ValidationError, match="must be an integer"):
+        LoraConfig.model_validate({"rank": value})
