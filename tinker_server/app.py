@@ -94,12 +94,12 @@ def create_app(
         async with serving(settings, backend, clock, hear) as app.state.services:
             yield
 
-    app = FastAPI(title="tinker-server", lifespan=lifespan)
+    app = FastAPI(title="tinker-server", lifespan=lifespan, dependencies=[Depends(storable_parameters)])
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, host=settings.host)
     app.add_middleware(Measured)  # the last one added is the first one asked
     install(app)
-    api = APIRouter(prefix="/api/v1", dependencies=[Depends(storable_parameters)])
+    api = APIRouter(prefix="/api/v1")
     for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
         api.include_router(room.router, dependencies=[Depends(caller)])
     for open_to_all in (health, files):

@@ -195,3 +195,14 @@ def test_two_hundred_submits_at_once_are_all_accepted(server: Running) -> None:
     assert len({answer.json()["request_id"] for answer in answers}) == 200
     last = server.result(answers[-1])
     assert json.loads(last.content)["metrics"]["grad_norm"] == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/a%00b", "/oai/api/v1/models/a%00", "/api/v1/training_runs/a%00b", "/runs/a%00b?owner=%00"]
+)
+def test_what_no_database_holds_is_refused_on_every_router(server: Running, path: str) -> None:
+    answer = server.http.get(f"{server.url}{path}")
+    assert answer.status_code in (404, 422), answer.text
+    assert answer.status_code == 422 or path.startswith("/runs"), "pages of no such name are not found"
+    if answer.status_code == 422:
+        assert "NUL" in answer.text

@@ -142,3 +142,20 @@ async def test_a_database_of_a_newer_server_is_refused_in_one_line(db: Database,
         await newer.migrate()
     assert "\n" not in str(caught.value)
     await newer.close()
+
+
+@pytest.mark.parametrize("value", ["a\0b", "half a pair \ud800"])
+async def test_what_the_database_cannot_hold_is_no_outage(db: Database, value: str) -> None:
+    """SQLite holds a NUL; a half of a pair reaches neither."""
+    began = time.monotonic()
+
+    async def look(session: Any) -> object:
+        return await session.scalar(text("SELECT CAST(:value AS TEXT)"), {"value": value})
+
+    try:
+        await db.look(look)
+    except DatabaseUnavailable as error:
+        pytest.fail(f"taken for an outage: {error}")
+    except Exception as error:  # noqa: BLE001 - any other tells what is wrong
+        print(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    assert time.monotonic() - began < 2

@@ -128,6 +128,8 @@ class Database:
             raise
         except self._unavailable as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
+            if getattr(cause, "sqlstate", None) and cause.sqlstate[:2] in _STATEMENTS_FAULTS:
+                raise  # it has answered: asking again would change nothing
             reason = str(cause) or type(error).__name__
             log.warning("the database does not answer: %s", reason.splitlines()[0])
             if _is_full(cause):
@@ -196,6 +198,9 @@ def _set_up_sqlite(busy_timeout_ms: int, synchronous: str, connection: Any, _: o
     connection.create_function("lower", 1, lambda text: None if text is None else text.lower(), deterministic=True)
 
 
+_STATEMENTS_FAULTS = ("22", "23", "42", "54")
+"""Classes of PostgreSQL's errors that are a statement's or its values' own (its manual, appendix A): values that it
+cannot hold, constraints, syntax and rights, limits. asyncpg's dialect wraps some of them as any other error."""
 _UNWRITABLE = (
     sqlite3.SQLITE_IOERR_WRITE,
     sqlite3.SQLITE_IOERR_FSYNC,
