@@ -1,6 +1,7 @@
 """Every error has one status and one category, and reaches the client with its text."""
 
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server import errors
 from tinker_server.errors import TinkerServerError, failure
 from tinker_server.web.handlers import install
+from tinker_server.web.ledger import Ledger
 from tinker_server.web.limits import BodyLimit
 
 RETRIED = {408, 409, 429, *range(500, 600)}
@@ -28,6 +30,7 @@ def subclasses(cls: type[TinkerServerError]) -> Iterator[type[TinkerServerError]
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     app.add_middleware(BodyLimit, max_bytes=100)
+    app.state.services = SimpleNamespace(ledger=Ledger(1000))
     install(app)
 
     @app.get("/raise/{name}")

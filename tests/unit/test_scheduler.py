@@ -14,7 +14,7 @@ from api_schemas.training import (
 )
 from api_schemas.weights import SaveWeightsForSamplerRequest
 from tests.submitting import GRACE_S, Client, server
-from tinker_server.errors import SequenceConflict, ShuttingDown
+from tinker_server.errors import BadRequest, SequenceConflict, ShuttingDown
 
 
 @pytest.fixture
@@ -70,10 +70,13 @@ async def test_a_refused_number_is_not_waited_for(client: Client) -> None:
     assert loop.time() - started < GRACE_S
 
 
-async def test_a_number_that_comes_after_it_was_skipped_runs_at_once(client: Client) -> None:
-    await client.result(await client.optim_step(4))
+async def test_a_part_that_comes_after_it_was_skipped_runs_at_once_until_its_step_is_taken(client: Client) -> None:
+    await client.result(await client.forward_backward(3))
     assert not (await client.result(await client.forward_backward(2))).failed
-    assert client.ran() == ["optim_step", "loss 2"]
+    await client.result(await client.optim_step(4))
+    with pytest.raises(BadRequest, match=r"forward_backward 1 of .* comes too late"):
+        await client.forward_backward(1)
+    assert client.ran() == ["loss 3", "loss 2", "optim_step"]
 
 
 async def test_a_repeated_submit_runs_once(client: Client) -> None:

@@ -81,9 +81,12 @@ class Lane:
         return bool(self.waiting) and number < min(self.waiting)
 
     def takes(self, operation_kind: str, number: int) -> bool:
-        """Whether an operation comes in time: none after it has run, or it is a part that this gradient lacks."""
+        """Whether an operation comes in time: none after it has run, or it is a part that this gradient lacks.
+
+        A model that is created again, as number 0, is told so by its result.
+        """
         is_late_part = operation_kind in PARTS_OF_BATCHES and number in self.skipped
-        return number >= self.expected or is_late_part
+        return number >= self.expected or is_late_part or number == 0
 
     def take(self) -> Operation:
         """The operation with the smallest number. What is skipped for it is missing until it comes."""
@@ -94,11 +97,11 @@ class Lane:
             for one in [one for one in settled if one < number]:
                 del settled[one]
         self.skipped.discard(number)
-        self.expected = max(self.expected, number + 1)
         operation = self.waiting.pop(number)
         self.lacking = self.missing or _lacking(self.skipped)
-        if operation.operation_kind in CLEARING:
+        if operation.operation_kind in CLEARING and number >= self.expected:
             self.skipped.clear()  # what comes from now on comes too late
+        self.expected = max(self.expected, number + 1)
         return operation
 
     def skip(self, number: int, harmless: Container[int] = ()) -> None:

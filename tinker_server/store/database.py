@@ -128,7 +128,7 @@ class Database:
             raise
         except self._unavailable as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
-            if getattr(cause, "sqlstate", None) and cause.sqlstate[:2] in _STATEMENTS_FAULTS:
+            if (getattr(cause, "sqlstate", None) or "")[:2] in _STATEMENTS_FAULTS:
                 raise  # it has answered: asking again would change nothing
             reason = str(cause) or type(error).__name__
             log.warning("the database does not answer: %s", reason.splitlines()[0])
