@@ -32,6 +32,7 @@ from backends.sampler.lora_fixes import (
     take_heads_beside_decoders,
 )
 from backends.sampler.residual_stream import keep_in_float32
+from backends.sampler.slot_check import SlotCheck
 from backends.sampler.step_graphs import IMAGES, record_both_kinds
 
 # vLLM clears reused blocks of its KV cache for some models only. Attention multiplies what a block held before by
@@ -90,6 +91,7 @@ class WorkerExtension:
     model_runner: Any
     use_v2_model_runner: bool
     steps_done: int
+    slot_check: SlotCheck
 
     def install_fixes(self, placeholder_ids: Sequence[int], takes_adapters: bool) -> None:
         """Once, before the first request. `placeholder_ids` are never drawn."""
@@ -124,6 +126,7 @@ class WorkerExtension:
             raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
         manager = runner.lora_manager._adapter_manager
         take_expert_stacks(manager)
+        self.slot_check = SlotCheck(runner.lora_manager)
         # Of some models (Mistral, Gemma) vLLM wraps the head, and then refuses files that have an adapter for it.
         loadable = manager.supported_lora_modules
         loadable += ["lm_head"] if "lm_head" not in loadable else []
@@ -167,7 +170,9 @@ class WorkerExtension:
         return sorted({name for name, _ in model.named_parameters()} - found)
 
     def load_adapter(self, name: str, lora_id: int, path: str) -> list[str]:
-        """Modules of the adapter that no layer of the engine takes up; vLLM passes over them in silence."""
+        """Modules of the adapter that no layer of the engine takes up; vLLM passes over them in silence. Raises
+        RuntimeError where the engine's slot does not hold what the files say."""
         self.model_runner.add_lora(LoRARequest(name, lora_id, path))
+        self.slot_check.require_right(lora_id)
         manager = self.model_runner.lora_manager._adapter_manager
         return sorted(set(manager.get_adapter(lora_id).loras) - set(manager.modules))

@@ -1,0 +1,191 @@
+"""A slot of the engine holds what the adapter's files say, bit for bit, whenever vLLM has filled it.
+
+What vLLM leaves out, mixes up, scales twice or takes from another adapter gives numbers that are wrong without an
+error, and in bfloat16 too close to the right ones for any text to tell. The files are read again here, and not
+compared with what vLLM keeps of them.
+
+S slots, E experts (1 of other layers), R the engine's largest rank, r the adapter's, I inputs, O outputs
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.lora.layers import FusedMoEWithLoRA
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from backends.adapter_stacks import open_adapter
+from backends.families.lora_names import EXPERT_STACKS
+from backends.protocol import ADAPTER_FILE
+
+log = logging.getLogger(__name__)
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_MAX_NAMES = 5
+"""In one error."""
+Part = tuple[Tensor, Tensor]
+"""A linear's A [r, I] and B [O, r], of experts [E, r, I] and [E, O, r], as the engine is to have them."""
+
+
+class SlotCheck:
+    """Compares each slot with the files of the adapter that was put there."""
+
+    def __init__(self, worker_manager: Any) -> None:
+        """Changes vLLM's LoRA manager of a worker."""
+        self._manager = worker_manager._adapter_manager
+        self._read_files = worker_manager._load_adapter
+        self._fill = self._manager.activate_adapter
+        self._helpers: dict[int, tuple[Path, PEFTHelper]] = {}
+        """Of adapters with files, by their number in the engine; those of vLLM's warm-up have none."""
+        self._wrong: dict[int, list[str]] = {}
+        worker_manager._load_adapter = self._note_files
+        self._manager.activate_adapter = self._activate
+
+    def require_right(self, lora_id: int) -> None:
+        """Raise RuntimeError, naming modules, where the adapter's slot was twice filled with something else."""
+        if wrong := self._wrong.get(lora_id):
+            others = f" and {len(wrong) - _MAX_NAMES} others" if len(wrong) > _MAX_NAMES else ""
+            raise RuntimeError(
+                f"in the engine's slot {', '.join(wrong[:_MAX_NAMES])}{others} hold other values than the files"
+            )
+
+    def _note_files(self, request: LoRARequest) -> Any:
+        known = self._manager.list_adapters()
+        self._helpers = {number: one for number, one in self._helpers.items() if number in known}
+        path = Path(request.lora_path)
+        self._helpers[request.lora_int_id] = path, PEFTHelper.from_local_dir(str(path), None)
+        return self._read_files(request)
+
+    def _activate(self, lora_id: int) -> bool:
+        filled: bool = self._fill(lora_id)
+        if not filled or lora_id not in self._helpers:
+            return filled
+        self._wrong.pop(lora_id, None)
+        if not (wrong := self._differing(lora_id)):
+            return True
+        log.warning("slot of adapter %d: %d modules were filled wrongly, again", lora_id, len(wrong))
+        self._manager.deactivate_adapter(lora_id)
+        self._fill(lora_id)
+        if wrong := self._differing(lora_id):
+            self._wrong[lora_id] = wrong
+            self._spoil(lora_id, wrong)
+            log.error("slot of adapter %d: other values than its files in %s", lora_id, ", ".join(wrong[:_MAX_NAMES]))
+        return True
+
+    def _differing(self, lora_id: int) -> list[str]:
+        """Modules whose slot does not hold what the files say."""
+        slot = self._manager.lora_index_to_id.index(lora_id)
+        parts = self._parts(lora_id)
+        flags = {
+            name: _differs(module, slot, self._of_module(name, parts)) for name, module in self._manager.modules.items()
+        }
+        found = torch.stack(list(flags.values())).tolist()
+        return [name for name, differs in zip(flags, found, strict=True) if differs]
+
+    def _spoil(self, lora_id: int, names: Sequence[str]) -> None:
+        """Make whatever is computed with these modules NaN: its sequences fail by name, and no others. To raise here
+        would end the engine for everybody, as a slot may be filled in the middle of a step."""
+        slot = self._manager.lora_index_to_id.index(lora_id)
+        for name in names:
+            for a_SERI, b_SEOR in _buffers(self._manager.modules[name]):
+                a_SERI[slot] = torch.nan
+                b_SEOR[slot] = torch.nan
+
+    def _parts(self, lora_id: int) -> dict[str, Part]:
+        """All of the files, by the engine's names."""
+        path, helper = self._helpers[lora_id]
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        mapper = None if mapper is None else mapper.get_rename_mapper()
+        dtype = self._manager.lora_config.lora_dtype
+        halves: dict[str, dict[bool, Tensor]] = {}
+        scales: dict[str, float] = {}
+        with open_adapter(str(path / ADAPTER_FILE), "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - the file is no mapping
+                name, is_a = parse_fine_tuned_lora_name(key, mapper)
+                halves.setdefault(name, {})[is_a] = file.get_tensor(key).to(dtype)
+                if name not in scales:
+                    in_file, _ = parse_fine_tuned_lora_name(key)
+                    scales[name] = LoRALayerWeights.from_config(name, helper, in_file).scaling
+        return {name: (half[True], _scaled(half[False], scales[name])) for name, half in halves.items()}
+
+    def _of_module(self, name: str, parts: dict[str, Part]) -> list[Part | None]:
+        """What the files have for a module, in the engine's order; None for nothing."""
+        packed = self._manager.packed_modules.get(name, [name])
+        if name in parts or not isinstance(self._manager.modules[name], FusedMoEWithLoRA):
+            return [parts.get(one) for one in packed]
+        stacks = [parts.get(f"{name}.{matrix}") for matrix in EXPERT_STACKS.values()]
+        if any(stacks):
+            return stacks
+        per_matrix = [[parts.get(one) for one in packed[first::3]] for first in range(3)]
+        return [_stack(experts) for experts in per_matrix]
+
+
+def _scaled(b: Tensor, scale: float) -> Tensor:
+    """As vLLM scales it: in the engine's precision, on the CPU."""
+    return b if scale == 1 else b * scale
+
+
+def _stack(experts: Sequence[Part | None]) -> Part | None:
+    """One matrix of all experts, where each has its own pair of tensors."""
+    there = [one for one in experts if one is not None]
+    if not there:
+        return None
+    a, b = (torch.zeros_like(half) for half in there[0])
+    whole = [one or (a, b) for one in experts]
+    return torch.stack([a for a, _ in whole]), torch.stack([b for _, b in whole])
+
+
+def _buffers(module: Any) -> list[tuple[Tensor, Tensor]]:
+    """Of each slice A [S, E, R, I] and B [S, E, O, R]; of experts gate, down and up."""
+    if isinstance(module, FusedMoEWithLoRA):
+        gate_a, up_a = module.w13_lora_a_stacked
+        gate_b, up_b = module.w13_lora_b_stacked
+        return [(gate_a, gate_b), (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]), (up_a, up_b)]
+    a, b = module.lora_a_stacked, module.lora_b_stacked
+    return [(a, b)] if isinstance(a, Tensor) else list(zip(a, b, strict=True))
+
+
+def _differs(module: Any, slot: int, parts: Sequence[Part | None]) -> Tensor:
+    """Whether any bit of a module's slot is another than the files', as a tensor of one boolean."""
+    buffers = [(a_SERI[slot], b_SEOR[slot]) for a_SERI, b_SEOR in _buffers(module)]
+    sizes = [b_EOR.shape[-2] for _, b_EOR in buffers]
+    wanted = _by_slice(parts, sizes)
+    flags = [
+        _other_bits(buffer, half)
+        for pair, part in zip(buffers, wanted, strict=True)
+        for buffer, half in zip(pair, part or (None, None), strict=True)
+    ]
+    if isinstance(module, FusedMoEWithLoRA):
+        flags.append(module.adapter_enabled[slot] != any(part is not None for part in parts))
+    return torch.stack(flags).any()
+
+
+def _by_slice(parts: Sequence[Part | None], sizes: Sequence[int]) -> list[Part | None]:
+    """One part for each slice of so many outputs: a matrix that the files have in one may be several in the engine,
+    with the same A and a piece of B each."""
+    if len(parts) == len(sizes):
+        return list(parts)
+    found: list[Part | None] = []
+    for part in parts:
+        begin = 0
+        while part is not None and begin < part[1].shape[-2]:
+            a, b = part
+            found.append((a, b[..., begin : begin + sizes[len(found)], :]))
+            begin += sizes[len(found) - 1]
+    return found + [None] * (len(sizes) - len(found))
+
+
+def _other_bits(buffer: Tensor, wanted: Tensor | None) -> Tensor:
+    """Whether a slot's matrix is anything but `wanted` in its corner and zeros around it."""
+    bits = buffer.view(_BITS[buffer.itemsize])
+    if wanted is None:
+        return bits.any()
+    corner = bits[..., : wanted.shape[-2], : wanted.shape[-1]]
+    here = wanted.to(bits.device).view(bits.dtype)  # one at a time: there may be no room for all
+    return (corner != here).any() | (bits.count_nonzero() != corner.count_nonzero())

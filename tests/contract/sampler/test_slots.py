@@ -1,0 +1,128 @@
+"""In bfloat16, where no text tells a wrong adapter from the right one, each slot of the engine is compared with the
+adapter's files."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from api_schemas.training import Trainable
+from backends.protocol import BackendFailed
+from backends.rendering import Renderer
+from backends.sampler.adapters import EngineAdapters
+from backends.sampler.engine import engine_args
+from backends.sampler.scores import score
+from backends.trainer.parallel import World
+from backends.trainer.rank import TrainerRank
+from tests.sampling import sampler_config
+from tests.trainers import config
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TEXT = list(range(10, 40))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    tiny_vl: Path, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AsyncLLM]:
+    """With two slots, of a decoder, its head and a vision tower."""
+    scratch = tmp_path_factory.mktemp("scratch")
+    wanted = replace(sampler_config(tiny_vl, scratch), dtype="bfloat16", adapter_slots=1, train_vision=True)
+    arguments = engine_args(wanted, renderer.family.vision)
+    arguments.worker_extension_cls = "tests.loading_wrongly.LoadsWrongly"
+    with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        running = AsyncLLM.from_engine_args(arguments)
+    await running.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders), True))
+    yield running
+    running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models' weights, of a trainer that trains towers: small as after a few steps."""
+    rank = TrainerRank(replace(config(tiny_vl), dtype="bfloat16", train_vision=True), World(0, 1, torch.device("cpu")))
+    directories = []
+    for number in range(3):
+        rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))
+        with torch.no_grad():
+            for half in rank.tenants[f"m{number}"].adapter.tensors.values():
+                half.add_(torch.randn_like(half) * 1e-4)
+        directories.append(tmp_path_factory.mktemp(f"m{number}") / "saved")
+        rank.save_sampler_weights(f"m{number}", directories[-1], for_elsewhere=False)
+    return directories
+
+
+@pytest.fixture
+def adapters(engine: AsyncLLM, tmp_path: Path) -> EngineAdapters:
+    """None of them loaded."""
+    return EngineAdapters(engine, tmp_path / "scratch", "bfloat16")
+
+
+async def test_what_was_trained_and_saved_is_what_the_slots_hold(engine, adapters, saved):
+    for weights in (*saved, *saved):  # more than there are slots, so that each is filled again
+        async with adapters.hold(weights) as held:
+            assert len(await score(engine, TEXT, await adapters.load(held))) == len(TEXT) - 1
+
+
+@pytest.mark.parametrize(
+    ("how", "part_of_name"),
+    [
+        ("missing", "layers.1.self_attn.o_proj"),
+        ("missing", "lm_head"),
+        ("missing", "visual.blocks.0.mlp"),
+        ("doubled", "layers.0.mlp.down_proj"),
+        ("doubled", "visual.merger"),
+        ("another layer's", "self_attn.qkv_proj"),
+        ("slices turned", "layers.0.mlp.gate_up_proj"),
+        ("left from before", "layers.0.self_attn.o_proj"),
+    ],
+)
+async def test_an_adapter_that_is_put_wrongly_into_its_slot_is_not_sampled_from(
+    engine, adapters, saved, how, part_of_name
+):
+    (names,) = await engine.collective_rpc("fill_wrongly", args=(how, part_of_name, 2))
+    assert names
+    async with adapters.hold(saved[0]) as held:
+        with pytest.raises(BackendFailed, match=f"in the engine's slot .*{names[0]}.* hold other values than the file"):
+            await adapters.load(held)
+    async with adapters.hold(saved[0]) as held:
+        await adapters.load(held)
+
+
+async def test_a_slot_that_was_filled_wrongly_once_is_filled_again(engine, adapters, saved):
+    async with adapters.hold(saved[0]) as held:
+        right = await score(engine, TEXT, await adapters.load(held))
+    await adapters_leave(engine, adapters, saved)
+    await engine.collective_rpc("fill_wrongly", args=("doubled", "layers.0.mlp.down_proj", 1))
+    async with adapters.hold(saved[0]) as held:
+        assert (await score(engine, TEXT, await adapters.load(held))).tolist() == right.tolist()
+
+
+async def test_a_slot_that_stays_wrong_in_a_step_gives_its_own_sequences_nan_and_others_their_numbers(
+    engine, adapters, saved
+):
+    async with adapters.hold(saved[0]) as held, adapters.hold(saved[1]) as other:
+        lora, others = await adapters.load(held), await adapters.load(other)
+        right = await score(engine, TEXT, lora)
+        others_right = await score(engine, TEXT, others)
+        await adapters_leave(engine, adapters, saved)
+        await engine.collective_rpc("fill_wrongly", args=("missing", "layers.0.mlp.down_proj", 2))
+        assert np.isnan(await score(engine, [*TEXT, 5], lora)).all()
+        assert (await score(engine, TEXT, others)).tolist() == others_right.tolist()
+        await adapters_leave(engine, adapters, saved)
+        assert (await score(engine, TEXT, lora)).tolist() == right.tolist()
+
+
+async def adapters_leave(engine: AsyncLLM, adapters: EngineAdapters, saved: list[Path]) -> None:
+    """All slots are taken by others."""
+    for weights in saved[1:]:
+        async with adapters.hold(weights) as held:
+            await score(engine, TEXT, await adapters.load(held))

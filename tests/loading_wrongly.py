@@ -1,0 +1,54 @@
+"""A vLLM worker that can be told to put adapters wrongly into the engine's slots."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from backends.sampler.worker_fixes import WorkerExtension
+
+Halves = Tensor | list[Tensor | None]
+Fill = Callable[[int, Halves, Halves], None]
+
+
+class LoadsWrongly(WorkerExtension):
+    """Methods added to vLLM's worker, named in `worker_extension_cls`."""
+
+    def fill_wrongly(self, how: str, part_of_name: str, times: int) -> list[str]:
+        """The next fillings of a slot go wrong, in each module with such a name; gives their names."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        names = [name for name in manager.modules if part_of_name in name]
+        for name, other in zip(names, names[1:] + names[:1], strict=True):
+            _spoil(manager, name, other, how, times)
+        return names
+
+
+def _spoil(manager: Any, name: str, other: str, how: str, times: int) -> None:
+    module = manager.modules[name]
+    right: Fill = module.set_lora
+    left = times
+
+    def wrong(slot: int, a: Halves, b: Halves) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            module.set_lora = right
+            return right(slot, a, b)
+        if how == "missing":
+            return module.reset_lora(slot)
+        if how == "doubled":
+            return right(slot, a, [one if one is None else one * 2 for one in b] if isinstance(b, list) else b * 2)
+        if how == "another layer's":
+            (adapter,) = [one for one in manager.list_adapters().values() if manager.lora_index_to_id[slot] == one.id]
+            return right(slot, adapter.loras[other].lora_a, adapter.loras[other].lora_b)
+        if how == "slices turned":
+            assert isinstance(a, list) and isinstance(b, list)
+            return right(slot, a[1:] + a[:1], b)
+        if how == "left from before":
+            stacked = module.lora_a_stacked
+            right(slot, a, b)
+            (stacked if isinstance(stacked, Tensor) else stacked[0])[slot, 0, -1, -1] = 1.0
+            return None
+        raise ValueError(how)
+
+    module.set_lora = wrong
