@@ -63,7 +63,7 @@ async def test_a_sequence_whose_grammar_takes_too_long_between_tokens_ends(sampl
     with pytest.raises(InvalidInput, match="response_format: its grammar took more than 1 s between tokens"):
         await hostile
     print(f"others' one-token chats took {max(busy):.2f} s at most, {sum(busy) / len(busy):.3f} s on average")
-    assert max(busy) < 2
+    assert max(busy) < 5  # of 30 s and more without the bound, and however busy the machine is
 
 
 async def seconds_of(sampler) -> float:
