@@ -75,7 +75,8 @@ async def seconds_of(sampler) -> float:
 async def test_grammars_are_followed_after_one_was_refused(sampler):
     with pytest.raises(InvalidInput, match="takes more than"):
         await ask(sampler, "hostile", max_tokens=5, response_format=schema(ENDLESS["many properties"]))
-    answer = await ask(sampler, max_tokens=20, response_format=schema(pattern("^[ab]{3}$")))
+    # JSON may have spaces between its parts, of which a model that knows nothing draws many.
+    answer = await ask(sampler, max_tokens=1000, seed=1, response_format=schema(pattern("^[ab]{3}$")))
     assert json.loads(answer["choices"][0]["message"]["content"])["a"].strip("ab") == ""
 
 
