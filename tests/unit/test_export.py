@@ -1,11 +1,13 @@
 """Exported adapters: the names of the tinker weight tools, the tensors of the trainer."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -15,6 +17,14 @@ from backends.families.lora_names import decoder_modules
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from backends.trainer import checkpoint
 from backends.trainer.lora import Adapters
+from tests.models import (
+    make_tiny_internvl,
+    make_tiny_qwen2_5_vl,
+    make_tiny_qwen3_5,
+    make_tiny_smolvlm,
+    make_tiny_text,
+    make_tiny_vl,
+)
 from tinker_server.weights import export
 
 RANK = 4
@@ -125,6 +135,24 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     config = json.loads((exported / ADAPTER_CONFIG_FILE).read_text())
     assert (config["r"], config["lora_alpha"]) == (RANK, 32)
     assert config["target_modules"] == sorted({module.split(".")[-1] for module in modules})
+
+
+@pytest.mark.parametrize(
+    "make", [make_tiny_vl, make_tiny_qwen2_5_vl, make_tiny_internvl, make_tiny_smolvlm, make_tiny_qwen3_5, make_tiny_text]
+)
+def test_peft_adapts_the_modules_of_the_file_and_no_others(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Not the linears of a frozen tower, whose names may end as the decoder's."""
+    source = make(tmp_path / "model")
+    auto = AutoModelForCausalLM if make is make_tiny_text else AutoModelForImageTextToText
+    model = auto.from_pretrained(source)
+    modules = decoder_modules(model, linear_attention=True)
+    adapter = Adapters(model, modules, max_rank=8).create(Trainable(rank=RANK, seed=1))
+    checkpoint.write_directory(
+        tmp_path / "peft", lambda aside: checkpoint.write_adapter(aside, adapter.tensors, adapter.config, "m")
+    )
+    loaded = PeftModel.from_pretrained(auto.from_pretrained(source), tmp_path / "peft")
+    adapted = {name.partition(".lora_A.")[0] for name, _ in loaded.named_parameters() if ".lora_A." in name}
+    assert adapted == {f"base_model.model.{name}" for names in modules.values() for name in names}
 
 
 def test_tensors_keep_their_type_and_the_file_its_metadata(tmp_path: Path) -> None:
