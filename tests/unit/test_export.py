@@ -138,7 +138,8 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
 
 
 @pytest.mark.parametrize(
-    "make", [make_tiny_vl, make_tiny_qwen2_5_vl, make_tiny_internvl, make_tiny_smolvlm, make_tiny_qwen3_5, make_tiny_text]
+    "make",
+    [make_tiny_vl, make_tiny_qwen2_5_vl, make_tiny_internvl, make_tiny_smolvlm, make_tiny_qwen3_5, make_tiny_text],
 )
 def test_peft_adapts_the_modules_of_the_file_and_no_others(make: Callable[[Path], Path], tmp_path: Path) -> None:
     """Not the linears of a frozen tower, whose names may end as the decoder's."""
