@@ -112,16 +112,16 @@ def _with_windows(name: str) -> BackendFailed:
 
 def _without_bounds(module: nn.Module) -> BackendFailed:
     """Some architectures hand nothing on from their forward to their attention."""
-    config: PretrainedConfig = module.config  # type: ignore[assignment]  # by which transformers has found us
+    assert isinstance(module.config, PretrainedConfig)  # by which transformers has found us
     return BackendFailed(
-        f"{_architecture(config)} is not supported: in transformers its {type(module).__name__} is not told which"
+        f"{_architecture(module.config)} is not supported: in transformers its {type(module).__name__} is not told which"
         " samples a row holds, and they would attend to each other"
     )
 
 
 def _architecture(config: PretrainedConfig) -> str:
     """Of a config within another, its kind."""
-    return (config.architectures or [config.model_type])[0]
+    return str((config.architectures or [config.model_type])[0])
 
 
 def _refuse_left_out(module: nn.Module, asked: Mapping[str, Any]) -> None:

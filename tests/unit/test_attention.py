@@ -28,7 +28,8 @@ def test_a_model_whose_attention_is_not_told_of_packed_samples_is_refused(
     kind: str, architecture: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_tiny_of(kind, tmp_path / "model")
-    monkeypatch.setattr("backends.trainer.attention.implementation", lambda *_, name=registered(name): name)
+    found = registered(name)
+    monkeypatch.setattr("backends.trainer.attention.implementation", lambda *_: found)
     with pytest.raises(BackendFailed, match=rf"^{architecture} is not supported: .* is not told which samples a row"):
         trainer(source)
 
