@@ -114,8 +114,8 @@ def _without_bounds(module: nn.Module) -> BackendFailed:
     """Some architectures hand nothing on from their forward to their attention."""
     assert isinstance(module.config, PretrainedConfig)  # by which transformers has found us
     return BackendFailed(
-        f"{_architecture(module.config)} is not supported: in transformers its {type(module).__name__} is not told which"
-        " samples a row holds, and they would attend to each other"
+        f"{_architecture(module.config)} is not supported: in transformers its {type(module).__name__} is not told"
+        " which samples a row holds, and they would attend to each other"
     )
 
 
