@@ -10,6 +10,7 @@ from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
 from backends.families.coverage import Numbers, check_coverage
 from backends.families.family import Family
+from backends.families.rotation import check_rotation
 from backends.launcher import Device
 from backends.placement import Machine, ModelSize, Placement, place, this_machine
 from backends.protocol import BackendFailed, BaseModelInfo, EngineUse, ProcessState
@@ -152,6 +153,7 @@ def find(name: str, directory: Path, device: Device, config: BackendConfig, mach
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
+    check_rotation(text_config, context, source)
     two_contexts = 2 * context * kv_bytes_per_token(text_config, dtype)
     least_kv_cache = max(SMALLEST_DEFAULT_KV_CACHE, two_contexts) if device == "cpu" else LEAST_KV_CACHE_ON_CUDA
     kv_cache_bytes = config.kv_cache_bytes or least_kv_cache

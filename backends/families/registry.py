@@ -34,4 +34,9 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
         raise BackendFailed(f"{source}: {architecture} is not supported; models that take images: {', '.join(SEEING)}")
     if architecture in text.REFUSED:
         raise BackendFailed(f"{source}: {architecture} is not supported: {text.REFUSED[architecture]}")
+    if architecture in text.WITHOUT_MIXED_WINDOWS and len(set(config.layer_types)) > 1:
+        raise BackendFailed(
+            f"{source}: {architecture} with sliding windows in some of its layers (use_sliding_window in its config) is"
+            " not supported: the engine would leave the windows out"
+        )
     return text.Text(architecture)

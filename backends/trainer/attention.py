@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -32,7 +32,7 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
         AttentionMaskInterface.register(PER_SAMPLE, sdpa_mask)
         return PER_SAMPLE
     AttentionInterface.register(PACKED, _packed_attention)
-    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(PACKED, _no_mask)
     return PACKED
 
 
@@ -51,9 +51,9 @@ def _per_sample_attention(  # noqa: PLR0913
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_cu_seqlens: Tensor,
-    packed_bounds: Tensor,
-    packed_longest: int,
+    packed_bounds: Tensor | None = None,
+    packed_cu_seqlens: Tensor | None = None,
+    packed_longest: int = 0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
@@ -61,6 +61,8 @@ def _per_sample_attention(  # noqa: PLR0913
     The mask is transformers' own [1, 1, T, T], of which a sample needs the block on the diagonal; windows are in it.
     """
     _refuse_left_out(module, kwargs)
+    if packed_bounds is None:
+        raise _without_bounds(module)
     parts = [
         sdpa_attention_forward(
             module,
@@ -81,18 +83,45 @@ def _packed_attention(  # noqa: PLR0913
     attention_mask: None,
     *,
     scaling: float,
-    packed_cu_seqlens: Tensor,
-    packed_bounds: Tensor,
-    packed_longest: int,
+    packed_bounds: Tensor | None = None,
+    packed_cu_seqlens: Tensor | None = None,
+    packed_longest: int = 0,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
     _refuse_left_out(module, other)
+    if packed_bounds is None or packed_cu_seqlens is None:
+        raise _without_bounds(module)
     if other.get("sliding_window") is not None:
-        raise BackendFailed(f"windows in {type(module).__name__} are not supported in bfloat16 on CUDA; float32 is")
+        raise _with_windows(type(module).__name__)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out, _ = packed_attention(query, key, value, packed_cu_seqlens, packed_bounds, packed_longest, scaling)
     return out[None], None
+
+
+def _no_mask(*args: Any, config: PretrainedConfig, local_size: int | None = None, **kwargs: Any) -> None:
+    """Windows are a matter of the mask alone in some architectures, whose attention is not told of them. A size of 0
+    is that of a window which is switched off."""
+    if local_size:
+        raise _with_windows(_architecture(config))
+
+
+def _with_windows(name: str) -> BackendFailed:
+    return BackendFailed(f"windows in {name} are not supported in bfloat16 on CUDA; float32 is")
+
+
+def _without_bounds(module: nn.Module) -> BackendFailed:
+    """Some architectures hand nothing on from their forward to their attention."""
+    assert isinstance(module.config, PretrainedConfig)  # by which transformers has found us
+    return BackendFailed(
+        f"{_architecture(module.config)} is not supported: in transformers its {type(module).__name__} is not told"
+        " which samples a row holds, and they would attend to each other"
+    )
+
+
+def _architecture(config: PretrainedConfig) -> str:
+    """Of a config within another, its kind."""
+    return str((config.architectures or [config.model_type])[0])
 
 
 def _refuse_left_out(module: nn.Module, asked: Mapping[str, Any]) -> None:

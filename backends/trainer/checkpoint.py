@@ -25,7 +25,9 @@ from backends.trainer.lora import ALPHA
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
-_LAYER = re.compile(r"\blayers\.\d+\.")
+_LAYER = re.compile(r"(model\.)?layers\.\d+\.")
+"""Of a model that is nothing but a decoder."""
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
 GradientState = Literal["none", "whole", "incomplete"]
 """Of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 
@@ -82,9 +84,11 @@ def _write_config(directory: Path, modules: Iterable[str], config: Trainable, ba
 
 
 def _target(module: str) -> str:
-    """What PEFT knows a module by: the end of its name in a decoder's layers, elsewhere the whole of it. A vision tower
-    has modules that nothing trains, and whose names end as those of linears do."""
-    return module.rpartition(".")[2] if _LAYER.search(module) else module
+    """What PEFT knows a module by: the end of its name where the model is nothing but a decoder, elsewhere the whole of
+    it. A vision tower's linears, which nothing may train, can end as a decoder's do. Experts, of which there are
+    thousands, end as no tower's linears beside them."""
+    is_told_by_its_end = _LAYER.match(module) or _EXPERT.search(module)
+    return module.rpartition(".")[2] if is_told_by_its_end else module
 
 
 def write_optimizer(directory: Path, state: Mapping[str, Tensor]) -> None:

@@ -169,7 +169,7 @@ def test_a_tower_is_exported_in_pefts_form_alone(rank, tmp_path) -> None:
         (tmp_path / name).mkdir()
         rank.save_sampler_weights(name, tmp_path / name / "peft", for_elsewhere=True)
         write_tinker_form(tmp_path / name / "peft", tmp_path / name)
-        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [*files, "peft"]
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["README.txt", *files, "peft"]
 
 
 def test_a_server_that_trains_no_tower_refuses_a_model_that_does(source) -> None:

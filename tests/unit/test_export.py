@@ -1,11 +1,14 @@
 """Exported adapters: the names of the tinker weight tools, the tensors of the trainer."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -15,6 +18,14 @@ from backends.families.lora_names import decoder_modules
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from backends.trainer import checkpoint
 from backends.trainer.lora import Adapters
+from tests.models import (
+    make_tiny_internvl,
+    make_tiny_qwen2_5_vl,
+    make_tiny_qwen3_5,
+    make_tiny_smolvlm,
+    make_tiny_text,
+    make_tiny_vl,
+)
 from tinker_server.weights import export
 
 RANK = 4
@@ -125,6 +136,60 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     config = json.loads((exported / ADAPTER_CONFIG_FILE).read_text())
     assert (config["r"], config["lora_alpha"]) == (RANK, 32)
     assert config["target_modules"] == sorted({module.split(".")[-1] for module in modules})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_tiny_vl, make_tiny_qwen2_5_vl, make_tiny_internvl, make_tiny_smolvlm, make_tiny_qwen3_5, make_tiny_text],
+)
+def test_peft_adapts_the_modules_of_the_file_and_no_others(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Not the linears of a frozen tower, whose names may end as the decoder's."""
+    source = make(tmp_path / "model")
+    auto = AutoModelForCausalLM if make is make_tiny_text else AutoModelForImageTextToText
+    model = auto.from_pretrained(source)
+    modules = decoder_modules(model, linear_attention=True)
+    adapter = Adapters(model, modules, max_rank=8).create(Trainable(rank=RANK, seed=1))
+    checkpoint.write_directory(
+        tmp_path / "peft", lambda aside: checkpoint.write_adapter(aside, adapter.tensors, adapter.config, "m")
+    )
+    loaded = PeftModel.from_pretrained(auto.from_pretrained(source), tmp_path / "peft")
+    adapted = {name.partition(".lora_A.")[0] for name, _ in loaded.named_parameters() if ".lora_A." in name}
+    assert adapted == {f"base_model.model.{name}" for names in modules.values() for name in names}
+
+
+def exported(tmp_path: Path, *modules: str) -> Path:
+    """A directory as it is exported, of an adapter of these modules."""
+    peft = tmp_path / "peft"
+    peft.mkdir()
+    shapes = {"A": (RANK, 3), "B": (5, RANK)}
+    tensors = {
+        f"base_model.model.{module}.lora_{half}.weight": torch.ones(shape)
+        for module in modules
+        for half, shape in shapes.items()
+    }
+    checkpoint.write_adapter(peft, tensors, Trainable(rank=RANK, seed=1), "m")
+    export.write_tinker_form(peft, tmp_path)
+    return tmp_path
+
+
+def test_peft_refuses_the_tools_form_and_says_where_its_own_is(tmp_path: Path) -> None:
+    """Of a model with a tower it would load without an error, and leave out what it has other names for."""
+    directory = exported(tmp_path, "model.language_model.layers.0.self_attn.q_proj", "lm_head")
+    for load in (PeftConfig.from_pretrained, PeftLoraConfig.from_pretrained):
+        with pytest.raises(KeyError, match=r"names of Tinker's tools; PEFT's form is in the directory peft/ beside"):
+            load(directory)
+    with pytest.raises(KeyError, match="PEFT's form is in the directory peft/"):
+        PeftModel.from_pretrained(torch.nn.Linear(1, 1), directory)
+    assert PeftConfig.from_pretrained(directory / "peft").peft_type == "LORA"
+    readme = (directory / "README.txt").read_text()
+    assert "tinker_cookbook.weights alone" in readme and 'PeftModel.from_pretrained(model, ".../peft")' in readme
+
+
+def test_an_export_with_a_tower_says_that_it_is_pefts_alone(tmp_path: Path) -> None:
+    directory = exported(tmp_path, "model.visual.merger.linear_fc1", "model.visual.merger.linear_fc2")
+    assert {path.name for path in directory.iterdir()} == {"peft", "README.txt"}
+    readme = (directory / "README.txt").read_text()
+    assert "There is no other form" in readme and "adapter_config.json" not in readme
 
 
 def test_tensors_keep_their_type_and_the_file_its_metadata(tmp_path: Path) -> None:

@@ -114,6 +114,17 @@ def test_gpt_oss_is_refused_for_what_the_trainer_does_not_compute() -> None:
         find_family(model, "dir")
 
 
+def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_leave_out() -> None:
+    layers = {"use_sliding_window": True, "sliding_window": 32}
+    for layer_types in (None, ["full_attention"] * 2 + ["sliding_attention"] * 2):
+        model = config("qwen2_moe", **EXPERTS, **layers, layer_types=layer_types)
+        model.architectures = ["Qwen2MoeForCausalLM"]
+        with pytest.raises(BackendFailed, match=r"dir: Qwen2MoeForCausalLM with sliding windows in some .* the engine"):
+            find_family(model, "dir")
+    model.layer_types = ["sliding_attention"] * 4  # which it computes
+    find_family(model, "dir")
+
+
 def test_a_module_that_two_flags_train_is_refused() -> None:
     class Twice:
         """A family that names a layer under two flags."""

@@ -11,7 +11,8 @@ vLLM want the model's own names, and every expert's matrices apart, which is how
 renamed in the file's header and copied as bytes, those of experts one after the other; knows no tensor library.
 
 The tools have no names for a vision tower: they would leave it out in silence. An adapter that has one is in PEFT's
-form alone, and they find no files.
+form alone, and they find no files. PEFT likewise would load of the tools' form what names it knows, so its config has a
+`peft_type` by which PEFT refuses it; the tools look at `r` and `lora_alpha`.
 """
 
 import json
@@ -30,6 +31,19 @@ _EXPERT = re.compile(
     r"\.(?P<matrix>(?:gate|up|down)_proj|w[123])(?P<after>\..+)"
 )
 _OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+NOT_FOR_PEFT = "none: these are names of Tinker's tools; PEFT's form is in the directory peft/ beside this file"
+"""In place of PEFT's own word for the kind of an adapter, which it quotes when it does not know it."""
+README_FILE = "README.txt"
+"""Not README.md: the SDK's command line writes that, where there is none, when it uploads a checkpoint."""
+_PEFT_ALONE = """\
+peft/   the adapter, as PEFT and vLLM load it: PeftModel.from_pretrained(model, ".../peft")
+"""
+_BOTH_FORMS = """\
+adapter_model.safetensors, adapter_config.json
+        the adapter under the names of Tinker's tools, for tinker_cookbook.weights alone (build_lora_adapter,
+        build_hf_model). PEFT knows only some of these names, and refuses the config.
+"""
+_NO_TINKER_FORM = "        There is no other form: Tinker's tools have no names for a vision tower, which it covers.\n"
 _MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader has it."""
 
@@ -52,14 +66,17 @@ def tinker_name(peft_name: str) -> tuple[str, int | None]:
 
 
 def write_tinker_form(peft: Path, directory: Path) -> None:
-    """Write the adapter in `peft` (PEFT's two files) into `directory`, under the tinker names; nothing where it covers
-    a vision tower, for which there are none."""
+    """Write the adapter in `peft` (PEFT's two files) into `directory`, under the tinker names, and what to load where;
+    the latter alone where it covers a vision tower, for which there are no such names."""
     if has_tower(peft / ADAPTER_FILE):
+        (directory / README_FILE).write_text(_PEFT_ALONE + _NO_TINKER_FORM)
         return
     names = rename_tensors(peft / ADAPTER_FILE, directory / ADAPTER_FILE)
     config = json.loads((peft / ADAPTER_CONFIG_FILE).read_text())
+    config["peft_type"] = NOT_FOR_PEFT
     config["target_modules"] = sorted({name.split(".")[-3] for name in names})
     (directory / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=1))
+    (directory / README_FILE).write_text(_BOTH_FORMS + _PEFT_ALONE)
 
 
 def has_tower(source: Path) -> bool:
