@@ -12,7 +12,7 @@ from backends.rendering import Renderer
 from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl
-from tests.servers import MODEL, Server
+from tests.servers import MODEL, RUNNING, Server
 from tinker_server.store.database import Database
 
 
@@ -31,6 +31,15 @@ def closed_clients() -> Iterator[None]:
     for client in gc.get_objects():
         if type(client) is InternalClientHolder:
             client.close()
+
+
+@pytest.fixture(autouse=True)
+def ended_servers() -> Iterator[None]:
+    """A server that a test itself has started ends with the test, also where that fails."""
+    before = set(RUNNING)
+    yield
+    for server in RUNNING - before:
+        server.kill()
 
 
 @pytest.fixture(params=KINDS)

@@ -16,6 +16,8 @@ import tinker.types as types
 
 MODEL = "tests/tiny-vl"
 KEY = "tml-test"
+RUNNING: set["Server"] = set()
+"""Started, and neither stopped nor killed yet."""
 
 
 class Server:
@@ -48,6 +50,7 @@ class Server:
                 cwd=self._checkout,
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **self._environment},
             )
+        RUNNING.add(self)
         timer = threading.Timer(400, self.process.kill)
         timer.start()
         line = self.process.stdout.readline()
@@ -60,6 +63,7 @@ class Server:
         self.process.send_signal(by)
         code = self.process.wait(60)
         self.process.stdout.close()
+        RUNNING.discard(self)
         return code
 
     def kill(self) -> None:
@@ -67,6 +71,7 @@ class Server:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
+        RUNNING.discard(self)
 
     def client(self) -> tinker.ServiceClient:
         """An SDK client of its own session."""
