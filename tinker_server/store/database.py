@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import importlib.resources
 import json
-import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -31,8 +30,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 
 from tinker_server.errors import DatabaseUnavailable, DiskFull, StartFailed, Superseded
 from tinker_server.store.lease import Lease, sole_use
+from tinker_server.store.outage import Outage
+from tinker_server.store.postgresql import CONNECT_S, Connections
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 Connect = Callable[[], AbstractAsyncContextManager[AsyncSession]]
 RETRY_S, RETRY_PAUSE_S = 30.0, 0.2
@@ -57,12 +57,15 @@ class Database:
             # SQLite finds a key in JSON only as it is written there, so it is written without escapes.
             serializer = partial(json.dumps, ensure_ascii=False)
             # The ping finds connections that ended while they were idle, with a restarted PostgreSQL: a file has none.
+            is_file = url.startswith("sqlite")
+            limits = {} if is_file else {"timeout": CONNECT_S}
             self._engine = create_async_engine(
-                url, json_serializer=serializer, pool_pre_ping=not url.startswith("sqlite")
+                url, json_serializer=serializer, pool_pre_ping=not is_file, connect_args=limits
             )
         except (ArgumentError, ImportError) as error:
             raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
         self._unavailable: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, OSError)
+        self._connections = Connections()
         self.insert = sqlite.insert
         """The dialect's insert, which has on_conflict_do_nothing."""
         if self._engine.dialect.name == "sqlite":
@@ -74,16 +77,18 @@ class Database:
             import asyncpg  # optional, and there: the engine could not be made without it
 
             self._unavailable += (asyncpg.PostgresError,)  # of connecting, which SQLAlchemy leaves as it is
+            event.listen(self._engine.sync_engine, "connect", self._connections.set_up)
         writing = self._engine.execution_options(writes=True)
         self._read = async_sessionmaker(self._engine, expire_on_commit=False)
         self._write = async_sessionmaker(writing, expire_on_commit=False)
         self._turn = asyncio.Lock()
         self._lease: Lease | None = None
+        self._reads, self._writes = Outage("reads"), Outage("writes")
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """A session on one consistent state. Raises DatabaseUnavailable."""
-        with self._outages():
+        with self._outages(self._reads):
             async with self._read() as session:
                 yield session
 
@@ -93,7 +98,7 @@ class Database:
 
         Raises DatabaseUnavailable: the changes may have been committed all the same. Raises Superseded: they were not.
         """
-        with self._outages():
+        with self._outages(self._writes):
             async with self._turn, self._write.begin() as session:
                 if self._lease is not None:
                     await self._lease.require_in(session)
@@ -125,10 +130,11 @@ class Database:
             await asyncio.sleep(RETRY_PAUSE_S)
 
     @contextlib.contextmanager
-    def _outages(self) -> Iterator[None]:
+    def _outages(self, outage: Outage) -> Iterator[None]:
         """Whatever says that the database does not answer, as one error, whose text tells clients nothing of it."""
         try:
             yield
+            outage.answered()
         except (IntegrityError, ProgrammingError, DataError, NotSupportedError):
             raise
         except self._unavailable as error:
@@ -136,7 +142,7 @@ class Database:
             if (getattr(cause, "sqlstate", None) or "")[:2] in _STATEMENTS_FAULTS:
                 raise  # it has answered: asking again would change nothing
             reason = str(cause) or type(error).__name__
-            log.warning("the database does not answer: %s", reason.splitlines()[0])
+            outage.failed(reason.splitlines()[0])
             if _is_full(cause):
                 raise DiskFull(
                     "the server's disk is full or cannot be written: nothing was stored; try again once there is room"
@@ -167,7 +173,7 @@ class Database:
     @asynccontextmanager
     async def sole_use(self) -> AsyncIterator[None]:
         """Keep other servers out of the database while the block runs. Raises StartFailed."""
-        async with sole_use(self._engine, self._unavailable) as self._lease:
+        async with sole_use(self._engine, self._unavailable, on_silent=self._connections.abort) as self._lease:
             yield
 
     @property

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 LOCK_KEY = 0x74696E6B6572  # "tinker": of the advisory lock, which PostgreSQL keeps by database
 WATCH_S = 5.0
 """A lock that went with its connection is taken again within this time."""
+SILENCE_S = 10.0
+"""A database that gives no answer for so long is not there: `SELECT 1` waits for no other statement."""
 PATIENCE_S = 3.0
 """PostgreSQL notices only after a moment that a killed server's connection is gone."""
 
@@ -87,18 +89,20 @@ async def sole_use(
     unavailable: tuple[type[Exception], ...],
     on_lost: Callable[[], None] = _stop_this_server,
     watch_s: float = WATCH_S,
+    on_silent: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Lease]:
     """Keep other servers out of the database. Raises StartFailed where there is one.
 
     `unavailable` are the errors of a database that does not answer. `on_lost` is called once it turns out that another
-    server has the database, which is looked at every `watch_s`.
+    server has the database, which is looked at every `watch_s`; `on_silent` where the database then gives no answer. It
+    is to end all connections: nothing else would, where a network loses what is sent and tells nobody.
     """
     lease = Lease(on_lost)
     if engine.dialect.name == "sqlite":
         with _file_lock(engine.url.database):
             yield lease
         return
-    lock = _AdvisoryLock(engine, unavailable)
+    lock = _AdvisoryLock(engine, unavailable, on_silent)
     try:
         await lock.take(PATIENCE_S)
         watching = asyncio.create_task(lock.watch(lease, watch_s), name="database lock")
@@ -131,21 +135,25 @@ def _file_lock(database: str | None) -> Iterator[None]:
         yield
 
 
-_END_OURS = text(
-    "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND pid = :pid"
-    " AND (classid::bigint << 32) + objid::bigint = CAST(:key AS bigint)"
-)
+async def _is_done(task: "asyncio.Task[None]") -> bool:
+    """Whether it is, before `SILENCE_S` are over. In two parts: an answer may lie there while the loop is busy."""
+    for _ in range(2):
+        done, _pending = await asyncio.wait([task], timeout=SILENCE_S / 2)
+        if done:
+            return True
+    return False
 
 
 class _AdvisoryLock:
     """Held by a connection of its own, with which it ends."""
 
-    def __init__(self, engine: AsyncEngine, unavailable: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self, engine: AsyncEngine, unavailable: tuple[type[Exception], ...], on_silent: Callable[[], None]
+    ) -> None:
         self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._unavailable = unavailable
+        self._on_silent = on_silent
         self._connection: AsyncConnection | None = None
-        self._pid = 0
-        """Of the connection in PostgreSQL."""
 
     async def take(self, patience_s: float) -> None:
         """Raises StartFailed."""
@@ -162,28 +170,35 @@ class _AdvisoryLock:
     async def _try(self) -> bool:
         async with AsyncExitStack() as stack:
             connection = await stack.enter_async_context(self._engine.connect())
-            query = text("SELECT pg_backend_pid(), pg_try_advisory_lock(:key)")
-            pid, is_ours = (await connection.execute(query, {"key": LOCK_KEY})).one()
-            if is_ours:
-                self._connection, self._pid = connection, pid
-                stack.pop_all()
-            return bool(is_ours)
+            query = text("SELECT pg_try_advisory_lock(:key)")
+            if not await connection.scalar(query, {"key": LOCK_KEY}):
+                return False
+            self._connection = connection
+            stack.pop_all()
+            return True
 
     async def watch(self, lease: Lease, watch_s: float) -> None:
         """Take the lock again where its connection ended, until the lease is lost."""
         while not lease.is_lost:
             await asyncio.sleep(watch_s)
+            looking = asyncio.create_task(self._look(lease), name="look at the database lock")
             try:
-                if self._connection is not None:
-                    await self._connection.execute(text("SELECT 1"))
-                    continue
+                while not await _is_done(looking):
+                    self._on_silent()
+            finally:
+                looking.cancel()
+                await asyncio.wait([looking])
+
+    async def _look(self, lease: Lease) -> None:
+        if self._connection is not None:
+            try:
+                await self._connection.execute(text("SELECT 1"))
+                return
             except self._unavailable:
                 log.warning("the connection that holds the database's lock ended; it is taken again")
                 await self.close()
-            try:
-                await self._take_again(lease)
-            except self._unavailable as error:
-                log.warning("the database does not answer: %s", str(error).splitlines()[:1])
+        with contextlib.suppress(*self._unavailable):  # it is tried again, and whoever uses the database tells of it
+            await self._take_again(lease)
 
     async def _take_again(self, lease: Lease) -> None:
         if await self._try():
@@ -193,10 +208,9 @@ class _AdvisoryLock:
         if not lease.is_taken:
             lease.lose()
             return
+        # PostgreSQL may take our last connection for alive for a while, and so keep its lock.
         async with self._engine.connect() as connection:
-            if await lease.holds(connection):
-                # Behind a network that lost the connection, PostgreSQL may take it for alive, and keep its lock.
-                await connection.execute(_END_OURS, {"key": LOCK_KEY, "pid": self._pid})
+            await lease.holds(connection)
 
     async def close(self) -> None:
         """Give the lock back."""
