@@ -25,10 +25,6 @@ class Outage:
         """It gave one."""
         if self._since is not None:
             seconds = time.monotonic() - self._since
-            log.warning(
-                "the database answers %s again, after %.1f s: %d attempts had failed",
-                self._what,
-                seconds,
-                self._num_failed,
-            )
+            text = "the database answers %s again, %.1f s after the first of %d that failed"
+            log.warning(text, self._what, seconds, self._num_failed)
             self._since, self._num_failed = None, 0
