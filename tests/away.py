@@ -1,11 +1,11 @@
-"""A PostgreSQL that goes away and comes back, for the one who reaches it through here."""
+"""A PostgreSQL that goes away or falls silent and comes back, for the one who reaches it through here."""
 
 import asyncio
 import contextlib
 import shutil
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ class Way:
         self._socket = directory / NAME
         self._database = database
         self._open: set[asyncio.StreamWriter] = set()
+        self._num_silences = 0
+        self._is_silent = False
         self._server: asyncio.Server | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -34,6 +36,15 @@ class Way:
     def close(self) -> None:
         """It is away, in the middle of whatever it did."""
         self._do(self._cut())
+
+    def silence(self) -> None:
+        """What is sent is lost, in both directions, and nobody is told: also for all who are connected now."""
+        self._num_silences += 1
+        self._is_silent = True
+
+    def speak(self) -> None:
+        """Whoever connects from now on reaches PostgreSQL."""
+        self._is_silent = False
 
     def end(self) -> None:
         """Once nobody needs it any more."""
@@ -57,22 +68,36 @@ class Way:
         await asyncio.sleep(0.05)  # the ends of connections are noticed
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_silent:
+            self._open.add(writer)
+            await reader.read()
+            writer.close()
+            return
+        silences = self._num_silences
+
+        def is_heard() -> bool:
+            return silences == self._num_silences
+
         host, port = self._database.host or self._database.query.get("host"), self._database.port or 5432
         if str(host).startswith("/"):
             far_reader, far_writer = await asyncio.open_unix_connection(f"{host}/.s.PGSQL.{port}")
         else:
             far_reader, far_writer = await asyncio.open_connection(str(host), port)
         self._open |= {writer, far_writer}
-        await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        await asyncio.gather(_copy(reader, far_writer, is_heard), _copy(far_reader, writer, is_heard))
+        for one in (writer, far_writer):
+            one.close()
         self._open -= {writer, far_writer}
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_heard: Callable[[], bool]) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+            if is_heard():
+                writer.write(data)
+                await writer.drain()
+    if is_heard():
+        writer.close()
 
 
 @contextlib.contextmanager

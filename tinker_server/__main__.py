@@ -21,7 +21,7 @@ from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
 from tinker_server.commands.status import fetched
 from tinker_server.commands.tables import show
-from tinker_server.errors import StartFailed
+from tinker_server.errors import StartFailed, Superseded
 from tinker_server.settings import Settings
 from tinker_server.web.server import BACKLOG, Server
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Serve until told to stop, or change the API keys.
 
-    Exit codes: 0 stopped or done, 2 could not start or do it, 130 interrupted at start.
+    Exit codes: 0 stopped or done, 2 could not start, do it or go on, 130 interrupted at start.
     """
     logs.configure()
     try:
@@ -51,7 +51,7 @@ def main() -> int:
         # uvloop when it is there; asyncio.run takes no loop factory before Python 3.12
         with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(settings, listener))
-    except (StartFailed, BackendFailed) as error:
+    except (StartFailed, BackendFailed, Superseded) as error:
         print(f"tinker-server: {error}", file=sys.stderr)
         return 2
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -137,6 +137,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             on_signal(lambda: server.handle_exit(signal.SIGINT, None))
             await server.serve(sockets=[listener])
             log.info("stopping")
+            app.state.services.storage.require_lease()  # stopped by itself, and not as it was told
 
 
 if __name__ == "__main__":

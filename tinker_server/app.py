@@ -1,8 +1,9 @@
 """The application: builds everything in its lifespan, in the order it depends on each other."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -14,6 +15,7 @@ from tinker_server.auth.sign_ins import SignIns
 from tinker_server.bringing_back import bring_back_lost
 from tinker_server.chat.answering import Chats
 from tinker_server.dashboard import pages
+from tinker_server.errors import Superseded
 from tinker_server.gallery import Gallery
 from tinker_server.metrics import Metrics
 from tinker_server.models import Models
@@ -214,6 +216,12 @@ def _periods(settings: Settings) -> Periods:
     return Periods(every_s, settings.session_timeout_s, settings.results_kept_s, settings.steps_kept_s, limits)
 
 
+async def _saved(save: Callable[[], Awaitable[None]]) -> None:
+    """Write what was counted, unless the database is another server's now."""
+    with contextlib.suppress(Superseded):
+        await save()
+
+
 @asynccontextmanager
 async def working(services: Services) -> AsyncIterator[None]:
     """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
@@ -222,9 +230,8 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.runs.forget_unanswered({one.lane for one in unfinished if one.seq_id == 0})
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
-        stack.push_async_callback(services.sessions.save_heartbeats)
-        stack.push_async_callback(services.samplers.save_uses)
-        stack.push_async_callback(services.usage.save)
+        for save in (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save):
+            stack.push_async_callback(_saved, save)
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)
         await services.scheduler.resume(unfinished)

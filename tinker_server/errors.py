@@ -11,7 +11,7 @@ TinkerServerError
 ├── Busy 429: for what an owner may have waiting at once; its clients wait and try again
 ├── Cancelled 410: only in futures of samples
 ├── ChatFailed 500: only of the chat endpoints
-└── DatabaseUnavailable (DiskFull), ShuttingDown 503
+└── DatabaseUnavailable (DiskFull, Superseded), ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
 """
@@ -189,6 +189,10 @@ class DatabaseUnavailable(TinkerServerError):
 
 class DiskFull(DatabaseUnavailable):
     """The data directory has no room left, or cannot be written."""
+
+
+class Superseded(DatabaseUnavailable):
+    """Another server has taken the database; this one stops, and writes nothing more."""
 
 
 class ShuttingDown(TinkerServerError):

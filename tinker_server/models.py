@@ -57,6 +57,7 @@ class Models:
         note(base_model=base_model)
         lock = self._locks.setdefault(model_id, asyncio.Lock())
         async with lock:
+            self._storage.require_lease()  # what it computes or writes would be nobody's
             yield base.trainer
 
     def last_turn(self, model_id: str) -> int:

@@ -1,8 +1,9 @@
-"""PostgreSQL goes away while a client works: it is refused or waits, and nothing is lost or done twice.
+"""PostgreSQL goes away or falls silent while a client works: it is refused or waits, and nothing is lost or done twice.
 
 pytest tests/contract/test_database_away.py -m "slow or not slow"
 """
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.away import way_to
 from tests.fake_server import Running, forward_backward_body
+from tinker_server.store import lease
 
 PATIENCE_S = 120
 
@@ -107,3 +109,37 @@ def test_a_postgresql_that_is_away_costs_a_pause(database_url: str, tmp_path: Pa
                 assert work.poll(request_id).content == result
         finally:
             running.stop()
+
+
+@pytest.mark.parametrize("silent_s", [9, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_network_that_loses_all_and_tells_nobody_costs_a_pause(
+    database_url: str,
+    tmp_path: Path,
+    silent_s: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(lease, "SILENCE_S", 1.0)
+    caplog.set_level(logging.INFO, logger="tinker_server")
+    with way_to(database_url) as way:
+        running = Running(tmp_path, database_url=way.url)
+        try:
+            with Work(running) as work:
+                work.await_steps(3)
+                way.silence()
+                time.sleep(silent_s)
+                way.speak()
+                spoke_at = time.monotonic()
+                work.await_steps(3)
+                print(f"steps again after {time.monotonic() - spoke_at:.1f} s")
+                assert time.monotonic() - spoke_at < 12
+            applied = [gradient for _, gradient in running.backend.tiny.trainer.applied]
+            assert applied == [[1]] * (len(work.told) // 2), "a step was lost, or taken twice"
+        finally:
+            running.stop()
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    print("\n".join(told))
+    assert sum("does not answer" in line for line in told) in (1, 2), "reads and writes, once each"
+    assert sum("again, " in line and "that failed" in line for line in told) in (1, 2)
+    assert len(told) <= 8

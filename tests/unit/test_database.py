@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
+import re
+import socket
 import sqlite3
 import time
 from collections.abc import AsyncIterator
@@ -9,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy import make_url, text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from tests.fakes import FakeBackend
 from tinker_server.app import serving
-from tinker_server.errors import DatabaseUnavailable, StartFailed
+from tinker_server.errors import DatabaseUnavailable, StartFailed, Superseded
 from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.database import Database
@@ -79,6 +82,83 @@ async def test_a_lock_that_went_with_its_connection_is_taken_again_or_the_server
             await asyncio.wait_for(lost.wait(), 10)
     await engine.dispose()
     await other.dispose()
+
+
+async def test_a_server_that_came_and_went_is_noticed_by_its_predecessor(database_url: str) -> None:
+    """The lock is free again, but what the predecessor has in memory is not what is in the database."""
+    if not database_url.startswith("postgresql"):
+        pytest.skip("SQLite's lock is a file's, and ends with the process alone")
+    first, second = Database(database_url), Database(database_url)
+    engine = create_async_engine(database_url)
+    await first.migrate()
+    lost = asyncio.Event()
+    async with sole_use(engine, (Exception,), lost.set, watch_s=0.2) as lease:
+        async with engine.begin() as connection:
+            await connection.run_sync(lease.take)
+        await end_connections(database_url)
+        await asyncio.sleep(1)
+        assert not lost.is_set(), "it takes its own lock again"
+        for _ in range(10):  # its watch may be quicker than the other
+            await end_connections(database_url)
+            with contextlib.suppress(StartFailed):
+                async with second.sole_use():
+                    await second.migrate()
+                break
+        await asyncio.wait_for(lost.wait(), 10)
+        with pytest.raises(Superseded, match="another server has taken the database"):
+            lease.require()
+    for one in (engine, first, second):
+        await (one.dispose() if isinstance(one, AsyncEngine) else one.close())
+
+
+async def test_an_outage_is_two_lines_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tinker_server")
+    db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}", retry_s=10, busy_timeout_ms=50)
+    await db.migrate()
+    audit = AuditStore(db)
+    with locked(tmp_path / "a.db"):
+        noting = asyncio.create_task(audit.note("event", "alice"))
+        await asyncio.sleep(2)
+        await audit.of_day("alice", time.time(), ("",))
+    await noting
+    began, ended = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert began == "the database does not answer writes: database is locked"
+    found = re.fullmatch(r"the database answers writes again, (.+) s after the first of (\d+) that failed", ended)
+    assert found is not None and 1.5 < float(found[1]) < 5 and 4 < int(found[2]) < 12, ended
+    await db.close()
+
+
+async def test_a_connection_over_tcp_ends_by_itself_where_the_other_end_is_gone(database_url: str) -> None:
+    if not database_url.startswith("postgresql"):
+        pytest.skip("SQLite has no connections to lose")
+    url = make_url(database_url)
+    far = (str(url.host or url.query["host"]), url.port or 5432)
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened = asyncio.open_unix_connection(f"{far[0]}/.s.PGSQL.{far[1]}")
+        far_reader, far_writer = await (opened if far[0].startswith("/") else asyncio.open_connection(*far))
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        db = Database(url.set(host="127.0.0.1", port=port, query={}).render_as_string(hide_password=False))
+        async with db.read() as session:
+            adapted = await (await session.connection()).get_raw_connection()
+            found = adapted.driver_connection._transport.get_extra_info("socket")  # type: ignore[union-attr]
+            for level, option, least, most in (
+                (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1, 1),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5, 15),
+                (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000, 30_000),
+            ):
+                assert least <= found.getsockopt(level, option) <= most
+            assert await session.scalar(text("SHOW idle_in_transaction_session_timeout")) == "1min"
+        await db.close()
+
+
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
 
 
 async def test_a_change_outlasts_the_end_of_every_connection(db: Database, database_url: str) -> None:

@@ -10,6 +10,11 @@ from api_schemas.sampling import SampleResponse
 from backends.protocol import EncodedBatch, SamplingTask
 from tests.fakes import FakeSampler, FakeTrainer
 from tests.submitting import Client, server
+from tinker_server.errors import Superseded
+from tinker_server.scheduling.suspects import Suspects
+from tinker_server.store.database import Database
+from tinker_server.store.futures import FutureStore
+from tinker_server.store.operations import Operation
 
 DEADLY = "deadly"
 
@@ -112,3 +117,16 @@ async def test_a_server_that_is_told_to_stop_blames_nothing(tmp_path: Path, monk
     deaths.is_deadly = False
     async with server(left) as after:
         assert not (await after.result(request_id)).failed
+
+
+async def test_a_server_whose_database_was_taken_begins_nothing_that_was_left() -> None:
+    class Taken(FutureStore):
+        async def note_try(self, request_id: str, number: int) -> None:
+            raise Superseded("another server has taken the database")
+
+    suspects = Suspects(Taken(Database("sqlite+aiosqlite://"), 0))
+    left = Operation("forward_backward", "model", 1, b"", "", "alice", "", 0, "a", accepted_at=0.0, tries=0)
+    suspects.take_up([left])
+    with pytest.raises(Superseded):
+        async with suspects.trial(left):
+            pytest.fail("it was begun")

@@ -19,6 +19,7 @@ from tinker_server.errors import (
     GradientIncomplete,
     LostModel,
     ShuttingDown,
+    Superseded,
 )
 from tinker_server.metrics import Metrics
 from tinker_server.offload import INLINE_BYTES
@@ -349,7 +350,7 @@ class Scheduler:
             try:
                 async with self._suspects.trial(operation):
                     return await self._tried(operation, missing)
-            except BackendFailed as error:  # of the trial
+            except (BackendFailed, Superseded) as error:  # of the trial
                 return self._failed(operation, error)
 
     async def _tried(self, operation: Operation, missing: str) -> Result:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 
-from tinker_server.errors import DatabaseUnavailable
+from tinker_server.errors import DatabaseUnavailable, Superseded
 from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.snapshots import Snapshots
 from tinker_server.store.futures import FutureStore
@@ -33,5 +33,5 @@ async def stop_work(
     except TimeoutError:
         log.warning("not all models were moved to disk within %.0f s", SUSPEND_S)
     for run, outcome in zip(idle, outcomes, strict=False):
-        if outcome is not None:
+        if outcome is not None and not isinstance(outcome, Superseded):
             log.error("model %s could not be moved to disk", run.model_id, exc_info=outcome)

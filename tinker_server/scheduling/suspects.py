@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from backends.protocol import BackendFailed
-from tinker_server.errors import DatabaseUnavailable
+from tinker_server.errors import DatabaseUnavailable, Superseded
 from tinker_server.store.futures import FutureStore
 from tinker_server.store.operations import Operation
 
@@ -76,5 +76,7 @@ class Suspects:
         while True:
             try:
                 return await self._futures.note_try(request_id, number)
+            except Superseded:
+                raise  # for good
             except DatabaseUnavailable:
                 log.warning("what was left unfinished waits for the database")

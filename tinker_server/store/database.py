@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import importlib.resources
 import json
-import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import Connection, event, make_url
+from sqlalchemy import Connection, event, inspect, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     ArgumentError,
@@ -29,10 +28,11 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
-from tinker_server.errors import DatabaseUnavailable, DiskFull, StartFailed
-from tinker_server.store.lease import sole_use
+from tinker_server.errors import DatabaseUnavailable, DiskFull, StartFailed, Superseded
+from tinker_server.store.lease import Lease, sole_use
+from tinker_server.store.outage import Outage
+from tinker_server.store.postgresql import CONNECT_S, Connections
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 Connect = Callable[[], AbstractAsyncContextManager[AsyncSession]]
 RETRY_S, RETRY_PAUSE_S = 30.0, 0.2
@@ -57,12 +57,15 @@ class Database:
             # SQLite finds a key in JSON only as it is written there, so it is written without escapes.
             serializer = partial(json.dumps, ensure_ascii=False)
             # The ping finds connections that ended while they were idle, with a restarted PostgreSQL: a file has none.
+            is_file = url.startswith("sqlite")
+            limits = {} if is_file else {"timeout": CONNECT_S}
             self._engine = create_async_engine(
-                url, json_serializer=serializer, pool_pre_ping=not url.startswith("sqlite")
+                url, json_serializer=serializer, pool_pre_ping=not is_file, connect_args=limits
             )
         except (ArgumentError, ImportError) as error:
             raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
         self._unavailable: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, OSError)
+        self._connections = Connections()
         self.insert = sqlite.insert
         """The dialect's insert, which has on_conflict_do_nothing."""
         if self._engine.dialect.name == "sqlite":
@@ -74,15 +77,18 @@ class Database:
             import asyncpg  # optional, and there: the engine could not be made without it
 
             self._unavailable += (asyncpg.PostgresError,)  # of connecting, which SQLAlchemy leaves as it is
+            event.listen(self._engine.sync_engine, "connect", self._connections.set_up)
         writing = self._engine.execution_options(writes=True)
         self._read = async_sessionmaker(self._engine, expire_on_commit=False)
         self._write = async_sessionmaker(writing, expire_on_commit=False)
         self._turn = asyncio.Lock()
+        self._lease: Lease | None = None
+        self._reads, self._writes = Outage("reads"), Outage("writes")
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """A session on one consistent state. Raises DatabaseUnavailable."""
-        with self._outages():
+        with self._outages(self._reads):
             async with self._read() as session:
                 yield session
 
@@ -90,10 +96,12 @@ class Database:
     async def write(self) -> AsyncIterator[AsyncSession]:
         """A session whose changes are committed together when the block ends without an error.
 
-        Raises DatabaseUnavailable: the changes may have been committed all the same.
+        Raises DatabaseUnavailable: the changes may have been committed all the same. Raises Superseded: they were not.
         """
-        with self._outages():
+        with self._outages(self._writes):
             async with self._turn, self._write.begin() as session:
+                if self._lease is not None:
+                    await self._lease.require_in(session)
                 yield session
 
     async def look(self, work: Callable[[AsyncSession], Awaitable[T]]) -> T:
@@ -114,16 +122,19 @@ class Database:
             try:
                 async with connect() as session:
                     return await work(session)
+            except Superseded:
+                raise
             except DatabaseUnavailable:
                 if asyncio.get_running_loop().time() > give_up_at:
                     raise
             await asyncio.sleep(RETRY_PAUSE_S)
 
     @contextlib.contextmanager
-    def _outages(self) -> Iterator[None]:
+    def _outages(self, outage: Outage) -> Iterator[None]:
         """Whatever says that the database does not answer, as one error, whose text tells clients nothing of it."""
         try:
             yield
+            outage.answered()
         except (IntegrityError, ProgrammingError, DataError, NotSupportedError):
             raise
         except self._unavailable as error:
@@ -131,7 +142,7 @@ class Database:
             if (getattr(cause, "sqlstate", None) or "")[:2] in _STATEMENTS_FAULTS:
                 raise  # it has answered: asking again would change nothing
             reason = str(cause) or type(error).__name__
-            log.warning("the database does not answer: %s", reason.splitlines()[0])
+            outage.failed(reason.splitlines()[0])
             if _is_full(cause):
                 raise DiskFull(
                     "the server's disk is full or cannot be written: nothing was stored; try again once there is room"
@@ -139,12 +150,15 @@ class Database:
             raise DatabaseUnavailable("the database does not answer; try again a little later") from error
 
     async def migrate(self, revision: str = "head") -> None:
-        """Bring the schema up to date, or to a revision. Raises StartFailed where the database cannot be used."""
+        """Bring the schema up to date, or to a revision; within `sole_use`, end the leases of earlier servers with it.
+
+        Raises StartFailed where the database cannot be used.
+        """
         try:
             if self._engine.dialect.name == "sqlite" and self._engine.url.database:
                 await asyncio.to_thread(os.makedirs, os.path.dirname(self._engine.url.database) or ".", exist_ok=True)
             async with self._engine.begin() as connection:
-                await connection.run_sync(_upgrade, revision)
+                await connection.run_sync(_upgrade, revision, self._lease)
         except CommandError as error:
             raise StartFailed(
                 f"the database {self._shown()} was made by a newer version of this server, or by something else:"
@@ -156,9 +170,21 @@ class Database:
     def _shown(self) -> str:
         return make_url(self._engine.url).render_as_string(hide_password=True)
 
-    def sole_use(self) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def sole_use(self) -> AsyncIterator[None]:
         """Keep other servers out of the database while the block runs. Raises StartFailed."""
-        return sole_use(self._engine, self._unavailable)
+        async with sole_use(self._engine, self._unavailable, on_silent=self._connections.abort) as self._lease:
+            yield
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another server is known to have taken the database."""
+        return self._lease is not None and self._lease.is_lost
+
+    def require_lease(self) -> None:
+        """Whoever changes files asks before. Raises Superseded."""
+        if self._lease is not None:
+            self._lease.require()
 
     async def shrink(self) -> None:
         """Give the disk back what deleted rows held, a part at a time. PostgreSQL does it by itself."""
@@ -228,7 +254,13 @@ def _begin_sqlite(connection: Connection) -> None:
     driver.run_async(lambda raw: raw.execute(begin))  # a cursor of the dialect would go to its thread thrice
 
 
-def _upgrade(connection: Connection, revision: str) -> None:
+def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None:
+    """Earlier servers must not write while the schema changes, nor after it."""
+    is_there = lease is not None and inspect(connection).has_table("lease")
+    if lease is not None and is_there:
+        lease.take(connection)
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(importlib.resources.files("migrations")).replace("%", "%%"))
     command.upgrade(config, revision)
+    if lease is not None and not is_there:
+        lease.take(connection)

@@ -64,6 +64,15 @@ class Storage:
         finally:
             self._writing.discard(directory)
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether another server has the database now."""
+        return self._db.is_superseded
+
+    def require_lease(self) -> None:
+        """Raises Superseded where another server has the database, and so the directories."""
+        self._db.require_lease()
+
     def path(self, directory: str) -> Path:
         """Where a directory is on this machine."""
         return self._root / directory
@@ -77,7 +86,9 @@ class Storage:
         return await asyncio.to_thread(_size_bytes, self.path(directory))
 
     async def delete(self, *directories: str) -> None:
-        """Remove weights and what was packed of them. Raises ValueError for what is not below `checkpoints`."""
+        """Remove weights and what was packed of them. Raises ValueError for what is not below `checkpoints`,
+        Superseded."""
+        self.require_lease()
         paths = [(self._below("checkpoints", directory), self.archive_of(directory)) for directory in directories]
         await asyncio.to_thread(_remove, paths)
         gone = [directory for directory in directories if not self.path(directory).exists()]
@@ -87,7 +98,7 @@ class Storage:
 
     async def delete_loose(self, kept_s: float = LOOSE_KEPT_S) -> None:
         """Remove what no row has owned for so long and nobody is writing."""
-        async with self._db.read() as session:
+        async with self._db.write() as session:  # the next server's directories are not this one's to delete
             directories = await loose.noted(session, before=time.time() - kept_s)
         if unowned := [directory for directory in directories if directory not in self._writing]:
             log.info("deleting %d directories of weights that nothing refers to", len(unowned))
@@ -95,7 +106,7 @@ class Storage:
 
     async def delete_loose_of(self, folder: str, kept: Iterable[str]) -> None:
         """Remove what no row owns in a folder, apart from `kept`."""
-        async with self._db.read() as session:
+        async with self._db.write() as session:
             directories = await loose.noted(session, folder)
         await self.delete(*set(directories).difference(kept, self._writing))
 

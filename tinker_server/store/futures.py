@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from backends.lru import LRU
-from tinker_server.errors import BadRequest, ResultExpired, ResultTooLarge, UnknownFuture
+from tinker_server.errors import BadRequest, DatabaseUnavailable, ResultExpired, ResultTooLarge, UnknownFuture
 from tinker_server.store.changes import Changes
 from tinker_server.store.completions import Completion, Completions, Target
 from tinker_server.store.database import Database
@@ -235,7 +235,9 @@ class FutureStore:
     async def _write_deletions(self, batch: list[tuple[str, list[str]]]) -> None:
         try:
             await self._rows.delete_results(batch)
-        except Exception:  # results that stay are deleted when their time is over
+        except DatabaseUnavailable as error:  # results that stay are deleted when their time is over
+            log.debug("fetched results stay for a while: %s", error)
+        except Exception:
             log.exception("the database did not delete fetched results")
         for lane, request_ids in batch:
             for request_id in request_ids:

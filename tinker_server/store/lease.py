@@ -1,4 +1,8 @@
-"""One server per database: two would each take the other's models and operations for those of a crashed one."""
+"""One server per database: two would each take the other's models and operations for those of a crashed one.
+
+A lock keeps a second server from starting. PostgreSQL gives it up with the connection that holds it, of whose end the
+first server learns late; so every transaction that writes also checks that no server has taken the database since.
+"""
 
 import asyncio
 import contextlib
@@ -7,18 +11,20 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
-from tinker_server.errors import StartFailed
+from tinker_server.errors import StartFailed, Superseded
 
 log = logging.getLogger(__name__)
 LOCK_KEY = 0x74696E6B6572  # "tinker": of the advisory lock, which PostgreSQL keeps by database
 WATCH_S = 5.0
 """A lock that went with its connection is taken again within this time."""
+SILENCE_S = 10.0
+"""A database that gives no answer for so long is not there: `SELECT 1` waits for no other statement."""
 PATIENCE_S = 3.0
 """PostgreSQL notices only after a moment that a killed server's connection is gone."""
 
@@ -27,28 +33,81 @@ def _stop_this_server() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Lease:
+    """This server's right to write. It ends for good when another server takes the database."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
+        self._epoch: int | None = None
+        """None: a file's lock, which ends with the process alone, or nothing is to be written yet."""
+        self.is_lost = False
+
+    def take(self, connection: Connection) -> None:
+        """End the leases of all earlier servers, once the transaction is committed; it waits for their last writes."""
+        if connection.dialect.name != "sqlite":
+            self._epoch = connection.scalar(text("UPDATE lease SET epoch = epoch + 1 RETURNING epoch"))
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another server's lease can be told from this one."""
+        return self._epoch is not None
+
+    def require(self) -> None:
+        """Raises Superseded where the lease is known to be lost."""
+        if self.is_lost:
+            raise Superseded("another server has taken the database: this one stops, and writes nothing more")
+
+    async def require_in(self, session: AsyncSession) -> None:
+        """Raises Superseded where the lease is lost. If not, it lasts until the transaction's end."""
+        self.require()
+        if self._epoch is not None:
+            # The row's lock makes the next server wait for this transaction before it looks at the database.
+            self._compare(await session.scalar(text("SELECT epoch FROM lease FOR SHARE")))
+            self.require()
+
+    async def holds(self, connection: AsyncConnection) -> bool:
+        """Whether no other server has taken the database until now."""
+        if self._epoch is not None:
+            self._compare(await connection.scalar(text("SELECT epoch FROM lease")))
+        return not self.is_lost
+
+    def _compare(self, epoch: int | None) -> None:
+        if epoch != self._epoch:
+            self.lose()
+
+    def lose(self) -> None:
+        """Another server has the database."""
+        if not self.is_lost:
+            self.is_lost = True
+            log.critical("another server has taken the database: this one stops")
+            self._on_lost()
+
+
 @asynccontextmanager
 async def sole_use(
     engine: AsyncEngine,
     unavailable: tuple[type[Exception], ...],
     on_lost: Callable[[], None] = _stop_this_server,
     watch_s: float = WATCH_S,
-) -> AsyncIterator[None]:
+    on_silent: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Lease]:
     """Keep other servers out of the database. Raises StartFailed where there is one.
 
-    `unavailable` are the errors of a database that does not answer. `on_lost` is called where another server took the
-    lock while PostgreSQL had ended our connection, which is looked at every `watch_s`.
+    `unavailable` are the errors of a database that does not answer. `on_lost` is called once it turns out that another
+    server has the database, which is looked at every `watch_s`; `on_silent` where the database then gives no answer. It
+    is to end all connections: nothing else would, where a network loses what is sent and tells nobody.
     """
+    lease = Lease(on_lost)
     if engine.dialect.name == "sqlite":
         with _file_lock(engine.url.database):
-            yield
+            yield lease
         return
-    lock = _AdvisoryLock(engine, unavailable)
+    lock = _AdvisoryLock(engine, unavailable, on_silent)
     try:
         await lock.take(PATIENCE_S)
-        watching = asyncio.create_task(lock.watch(on_lost, watch_s), name="database lock")
+        watching = asyncio.create_task(lock.watch(lease, watch_s), name="database lock")
         try:
-            yield
+            yield lease
         finally:
             watching.cancel()
             await asyncio.wait([watching])
@@ -76,12 +135,24 @@ def _file_lock(database: str | None) -> Iterator[None]:
         yield
 
 
+async def _is_done(task: "asyncio.Task[None]") -> bool:
+    """Whether it is, before `SILENCE_S` are over. In two parts: an answer may lie there while the loop is busy."""
+    for _ in range(2):
+        done, _pending = await asyncio.wait([task], timeout=SILENCE_S / 2)
+        if done:
+            return True
+    return False
+
+
 class _AdvisoryLock:
     """Held by a connection of its own, with which it ends."""
 
-    def __init__(self, engine: AsyncEngine, unavailable: tuple[type[Exception], ...]) -> None:
+    def __init__(
+        self, engine: AsyncEngine, unavailable: tuple[type[Exception], ...], on_silent: Callable[[], None]
+    ) -> None:
         self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._unavailable = unavailable
+        self._on_silent = on_silent
         self._connection: AsyncConnection | None = None
 
     async def take(self, patience_s: float) -> None:
@@ -97,34 +168,49 @@ class _AdvisoryLock:
             raise StartFailed(f"the database {shown} cannot be used: {str(error).splitlines()[0]}") from error
 
     async def _try(self) -> bool:
-        connection = await self._engine.connect()
-        query = text("SELECT pg_try_advisory_lock(:key)")
-        if await connection.scalar(query, {"key": LOCK_KEY}):
+        async with AsyncExitStack() as stack:
+            connection = await stack.enter_async_context(self._engine.connect())
+            query = text("SELECT pg_try_advisory_lock(:key)")
+            if not await connection.scalar(query, {"key": LOCK_KEY}):
+                return False
             self._connection = connection
+            stack.pop_all()
             return True
-        await connection.close()
-        return False
 
-    async def watch(self, on_lost: Callable[[], None], watch_s: float) -> None:
-        """Take the lock again where its connection ended."""
-        while True:
+    async def watch(self, lease: Lease, watch_s: float) -> None:
+        """Take the lock again where its connection ended, until the lease is lost."""
+        while not lease.is_lost:
             await asyncio.sleep(watch_s)
+            looking = asyncio.create_task(self._look(lease), name="look at the database lock")
             try:
-                if self._connection is not None:
-                    await self._connection.execute(text("SELECT 1"))
-                    continue
+                while not await _is_done(looking):
+                    self._on_silent()
+            finally:
+                looking.cancel()
+                await asyncio.wait([looking])
+
+    async def _look(self, lease: Lease) -> None:
+        if self._connection is not None:
+            try:
+                await self._connection.execute(text("SELECT 1"))
+                return
             except self._unavailable:
                 log.warning("the connection that holds the database's lock ended; it is taken again")
                 await self.close()
-            try:
-                if await self._try():
-                    continue
-            except self._unavailable as error:
-                log.warning("the database does not answer: %s", str(error).splitlines()[:1])
-                continue
-            log.critical("another server has taken the database: this one stops")
-            on_lost()
+        with contextlib.suppress(*self._unavailable):  # it is tried again, and whoever uses the database tells of it
+            await self._take_again(lease)
+
+    async def _take_again(self, lease: Lease) -> None:
+        if await self._try():
+            assert self._connection is not None
+            await lease.holds(self._connection)  # a server may have come and gone meanwhile
             return
+        if not lease.is_taken:
+            lease.lose()
+            return
+        # PostgreSQL may take our last connection for alive for a while, and so keep its lock.
+        async with self._engine.connect() as connection:
+            await lease.holds(connection)
 
     async def close(self) -> None:
         """Give the lock back."""

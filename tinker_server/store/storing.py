@@ -44,7 +44,7 @@ class Storing:
                 await self._store(batch)
                 return
             except DatabaseUnavailable as error:
-                log.warning("%d results wait to be stored: %s", len(batch), error)
+                log.debug("%d results wait to be stored: %s", len(batch), error)
             except Exception:
                 log.exception("the database did not take %d results", len(batch))
                 batch = [pair for pair in batch if not await self._store_alone(*pair)]

@@ -45,7 +45,7 @@ class Submits:
         try:
             outcomes = await self._insert_surely(batch)
         except DatabaseUnavailable as error:
-            log.warning("%d operations are refused: %s", len(batch), error)
+            log.debug("%d operations are refused: %s", len(batch), error)
             outcomes = [error] * len(batch)
         except Exception as error:  # one bad moment of the database must not end the server
             log.exception("the database did not take %d operations", len(batch))

@@ -254,6 +254,14 @@ class UsageRow(Table):
     amount: Mapped[int]
 
 
+class LeaseRow(Table):
+    """The one row says how many servers have taken the database. The last of them alone may write (`lease.py`)."""
+
+    __tablename__ = "lease"
+
+    epoch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
 class AuditEntryRow(Table):
     """Something that was done to saved weights or to a session's project."""
 

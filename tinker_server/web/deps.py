@@ -70,7 +70,8 @@ class Services:
 
     async def drain(self) -> None:
         """Let running work end for a while, answer all held polls, and move idle models to disk."""
-        await stop_work(self.scheduler, self.futures, self.runs, self.snapshots, self.settings.drain_s)
+        drain_s = 0 if self.storage.is_superseded else self.settings.drain_s  # what runs could not be stored
+        await stop_work(self.scheduler, self.futures, self.runs, self.snapshots, drain_s)
 
 
 async def _services(request: Request) -> Services:

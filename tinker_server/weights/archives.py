@@ -28,6 +28,7 @@ class Archives:
         """The archive of the weights in a directory. Raises FileNotFoundError where they were deleted meanwhile."""
         archive = self._storage.archive_of(directory)
         if not archive.exists():
+            self._storage.require_lease()
             if directory not in self._packing:
                 loop = asyncio.get_running_loop()
                 packing = loop.run_in_executor(self._threads, _pack, self._storage.path(directory), archive)

@@ -1,0 +1,110 @@
+"""A server whose lock ended with its connection, and whose database another server has taken since."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from tests.fake_server import Running, forward_backward_body
+from tinker_server.errors import Superseded
+
+
+@pytest.fixture
+def stops() -> Iterator[list[int]]:
+    """The signals by which a server of this process stops itself."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    yield told
+    signal.signal(signal.SIGTERM, before)
+
+
+async def end_lock(url: str) -> None:
+    """As a network or an operator does: the connection that holds the lock ends, and no other."""
+    engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
+    locks = "locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    async with engine.connect() as connection:
+        await connection.execute(text(f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {locks}"))
+    await engine.dispose()
+
+
+async def count(url: str, table: str) -> int:
+    engine = create_async_engine(url)
+    async with engine.connect() as connection:
+        found = await connection.scalar(text(f"SELECT count(*) FROM {table}"))
+    await engine.dispose()
+    return int(found)
+
+
+def files(data_dir: Path) -> set[str]:
+    return {str(path.relative_to(data_dir)) for path in data_dir.rglob("*")}
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_server_whose_database_was_taken_accepts_and_writes_nothing(
+    database_url: str, tmp_path: Path, stops: list[int]
+) -> None:
+    first = Running(tmp_path / "a", database_url=database_url)
+
+    def submit(server: Running, number: int) -> "tuple[int, str]":
+        headers = {"content-type": "application/x-protobuf"}
+        answer = server.http.post("/forward_backward", content=forward_backward_body(model, number), headers=headers)
+        return answer.status_code, answer.text
+
+    model = first.model()
+    assert submit(first, 1)[0] == 200
+    asyncio.run(end_lock(database_url))
+    second = Running(tmp_path / "b", database_url=database_url)
+    try:
+        written, loose = files(tmp_path / "a"), asyncio.run(count(database_url, "loose_directories"))
+        services = first.app.state.services
+        suspending = asyncio.run_coroutine_threadsafe(services.snapshots.suspend(model), first.loop)
+        outcome = suspending.exception(20)
+        answers = [submit(first, number) for number in range(2, 10)]
+        print(f"suspending: {outcome!r}; submits: {[status for status, _ in answers]}")
+        print(f"new files: {sorted(files(tmp_path / 'a') - written)}")
+        assert isinstance(outcome, Superseded)
+        for status, said in answers:
+            assert status == 503 and "another server has taken the database" in said, said
+        with pytest.raises(Superseded):
+            asyncio.run_coroutine_threadsafe(services.storage.delete("checkpoints/x"), first.loop).result(20)
+        assert files(tmp_path / "a") == written
+        assert asyncio.run(count(database_url, "futures")) == 2, "the model and its first batch"
+        assert asyncio.run(count(database_url, "loose_directories")) == loose
+        assert submit(second, 2)[0] == 200, "the number is free, and the model is the other server's"
+        assert stops == [signal.SIGTERM], "told once"
+    finally:
+        first.stop()
+        second.stop()
+    assert files(tmp_path / "a") <= written, "nor did it write at its end"
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_server_that_is_superseded_in_the_middle_of_a_write_ends_it_first(
+    database_url: str, tmp_path: Path, stops: list[int]
+) -> None:
+    """The next server begins with all that was committed: it waits for the write, and so looks at what it gave."""
+    first = Running(tmp_path / "a", database_url=database_url)
+
+    async def write_slowly() -> float:
+        async with first.app.state.services.audit._db.write() as session:
+            asyncio.get_running_loop().call_soon(writing.set)
+            await session.execute(text("SELECT pg_sleep(2)"))
+        return time.monotonic()
+
+    try:
+        writing = asyncio.Event()
+        slow = asyncio.run_coroutine_threadsafe(write_slowly(), first.loop)
+        asyncio.run_coroutine_threadsafe(writing.wait(), first.loop).result(20)
+        asyncio.run(end_lock(database_url))
+        second = Running(tmp_path / "b", database_url=database_url)
+        second_started_at = time.monotonic()
+        second.stop()
+        assert slow.result(20) < second_started_at
+    finally:
+        first.stop()
+    assert len(stops) <= 1
