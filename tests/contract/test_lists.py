@@ -20,7 +20,7 @@ from tinker_server.store.catalog import LIST_BYTES
 
 LONGEST_STALL_S = 0.3
 NUM_SESSIONS = 150
-LARGEST: dict[str, Any] = {f"k{number}": "" for number in range(1400)}
+LARGEST: dict[str, Any] = {f"k{number}": "" for number in range(1200)}
 """As many entries as there may be."""
 
 
@@ -106,10 +106,12 @@ def test_a_search_ends_where_its_notes_are_many_and_goes_on_by_its_cursor(server
 
 def test_what_was_noted_before_there_was_a_bound_stalls_no_list(tmp_path: Path) -> None:
     running = Running(tmp_path)
-    for _ in range(20):
-        running.session()
-    with sqlite3.connect(tmp_path / "tinker-server.db") as database:
-        database.execute("UPDATE sessions SET user_metadata = ?", (json.dumps({"a": "x" * (1 << 20)}),))
-    sessions = timed(running, "POST", "/sessions/search", json={"limit": 200}).json()
-    running.stop()
+    try:
+        for _ in range(20):
+            running.session()
+        with sqlite3.connect(tmp_path / "tinker-server.db") as database:
+            database.execute("UPDATE sessions SET user_metadata = ?", (json.dumps({"a": "x" * (1 << 20)}),))
+        sessions = timed(running, "POST", "/sessions/search", json={"limit": 200}).json()
+    finally:
+        running.stop()
     assert len(sessions["sessions"]) == 1 and sessions["next_cursor"]
