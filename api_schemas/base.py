@@ -1,10 +1,20 @@
 """The two bases of every wire type."""
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from api_schemas.old_clients.fields import without_nulls
@@ -13,6 +23,10 @@ MAX_DEPTH = 64
 """Of lists and objects in each other, where a client may send what it likes, such as user_metadata."""
 MAX_FIELDS = 64
 """Of an object whose fields are known: each unknown one would be an error of its own."""
+NOTED_BYTES = 16 << 10
+"""Of a field that a client may fill as it likes, as JSON: it is stored, listed, and kept in memory."""
+NOTED_TOO_LARGE = "noted_too_large"
+"""The type of that error."""
 SLICE = 1 << 16
 """Values handled by one call: the threads of the server take turns between calls, not within one."""
 
@@ -71,6 +85,18 @@ def _few_entries(value: Any, count: int) -> Any:
         text = "has {number} entries; at most {count} are allowed"
         raise PydanticCustomError("too_many_entries", text, {"number": len(value), "count": count})
     return value
+
+
+def _few_bytes(value: Any) -> Any:
+    num_bytes = len(json.dumps(require_storable(value), ensure_ascii=False).encode())
+    if num_bytes > NOTED_BYTES:
+        text = "has {number} bytes as JSON; at most {most} are allowed"
+        raise PydanticCustomError(NOTED_TOO_LARGE, text, {"number": num_bytes, "most": NOTED_BYTES})
+    return value
+
+
+NOTED = AfterValidator(_few_bytes)
+"""Of a field that a client may fill as it likes: NOTED_BYTES at most."""
 
 
 def slices(values: list[Any]) -> Iterator[list[Any]]:

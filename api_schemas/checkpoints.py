@@ -1,10 +1,10 @@
 """Listing, publishing, expiring, copying and downloading saved weights (docs/protocol.md, Saved weights)."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import Request, Response
+from api_schemas.base import NOTED, Request, Response
 from api_schemas.fields import AccessToken, BaseModelName, TinkerPathText, TtlSeconds
 from api_schemas.listing import Cursor, Metadata
 from api_schemas.training import OptimizerConfig
@@ -80,7 +80,7 @@ class CopyWeightsRequest(Request):
     """Copy weights to a project, or to a free place (session_id, model_seq_id) of a session."""
 
     source_path: TinkerPathText
-    destination_project_id: str | None = Field(default=None, min_length=1)
+    destination_project_id: Annotated[str | None, NOTED] = Field(default=None, min_length=1)
     """Project the copy goes to."""
     session_id: str | None = None
     """Session the copy goes to; with `model_seq_id`."""

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from api_schemas.base import NOTED
+
 
 def _as_a_number(value: Any) -> Any:
     """The value. Raises for what pydantic would turn into an integer that nobody sent: "2", true."""
@@ -42,7 +44,9 @@ TtlSeconds = Annotated[
     int | None, Field(description="Seconds until the weights are deleted, counted from now; null: they are kept.")
 ]
 ClientMetadata = Annotated[
-    dict[str, Any] | None, Field(description="Whatever the client wants to note. It is listed, and means nothing here.")
+    dict[str, Any] | None,
+    NOTED,
+    Field(description="Whatever the client wants to note. It is listed, and means nothing here."),
 ]
 AccessToken = Annotated[
     str | None, Field(description="An API key of the weights' owner, to read what is not published.")

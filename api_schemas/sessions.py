@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import FirstError, Request, Response, at_most
+from api_schemas.base import NOTED, FirstError, Request, Response, at_most
 from api_schemas.fields import ModelId, ProjectId, SamplingSessionId, SessionId
 from api_schemas.listing import Metadata
 
@@ -13,15 +13,15 @@ class CreateSessionRequest(Request):
     """Start a session."""
 
     type: Literal["create_session"] = "create_session"
-    tags: Annotated[list[str], FirstError()] = []
+    tags: Annotated[list[str], FirstError(), NOTED] = []
     """Words the client noted."""
-    user_metadata: dict[str, Any] = {}
-    """Whatever the client wants to note. It is listed and can be searched, and means nothing here."""
-    sdk_version: str = ""
+    user_metadata: Annotated[dict[str, Any], NOTED] = {}
+    """Whatever the client wants to note, 16 KiB at most. It is listed and can be searched, and means nothing here."""
+    sdk_version: Annotated[str, NOTED] = ""
     """Version of the client."""
-    project_id: str | None = None
+    project_id: Annotated[str | None, NOTED] = None
     """A project, which is a mere name here; sessions without one are in `default`."""
-    display_name: str | None = None
+    display_name: Annotated[str | None, NOTED] = None
     """A name that people read."""
 
 
@@ -83,7 +83,7 @@ class GetSessionResponse(Response):
 class AssignProjectRequest(Request):
     """Move a session to a project."""
 
-    project_id: ProjectId = Field(min_length=1)
+    project_id: Annotated[ProjectId, NOTED] = Field(min_length=1)
 
 
 class SearchOwner(Request):

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from api_schemas.base import FirstError, Request, Response, at_most
+from api_schemas.base import NOTED, FirstError, Request, Response, at_most
 from api_schemas.fields import BaseModelName, Integer, ModelId, ModelSeqId, SeqId, SessionId
 from api_schemas.inputs import Datum, require_few_cells, sparse_cells
 
@@ -75,7 +75,7 @@ class CreateModelRequest(Request):
     session_id: SessionId
     model_seq_id: ModelSeqId = Field(ge=0)
     base_model: BaseModelName
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Annotated[dict[str, Any] | None, NOTED] = None
     """Whatever the client wants to note. It is listed; only `train_vision`, 'true' or 'false', means something here:
     whether the adapter covers the vision tower, on a server that trains it."""
     lora_config: LoraConfig | None = None

@@ -324,3 +324,30 @@ def test_signing_out_ends_it(tmp_path: Path) -> None:
         assert alice.change("POST", "/logout").headers["hx-redirect"] == "/login"
         assert alice.get("/").status_code == 303
     server.stop()
+
+
+def test_a_sign_in_that_is_no_form_is_refused_without_a_traceback(
+    alice: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    refused = httpx.post(f"{alice.server.url}/login", content="&".join(["key=x"] * 1100), headers=form)
+    assert refused.status_code == 400 and "fields" in refused.text, refused.text
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://evil.example", 403), ("null", 403), ("http://[", 403), ("http://{host}", 303), (None, 303)],
+)
+def test_a_browser_that_says_only_its_origin_signs_in_from_our_page_alone(
+    alice: Owner, origin: str | None, status: int
+) -> None:
+    host = alice.server.url.partition("//")[2]
+    headers = {} if origin is None else {"Origin": origin.format(host=host)}
+    answer = httpx.post(f"{alice.server.url}/login", data={"key": alice.key}, headers=headers)
+    assert answer.status_code == status and ("set-cookie" in answer.headers) == (status == 303)
+
+
+def test_a_proxy_that_changes_the_host_says_what_it_was(alice: Owner) -> None:
+    headers = {"Origin": "https://tinker.example", "X-Forwarded-Host": "tinker.example"}
+    assert httpx.post(f"{alice.server.url}/login", data={"key": alice.key}, headers=headers).status_code == 303

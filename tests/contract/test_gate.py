@@ -3,18 +3,22 @@
 pytest tests/contract/test_gate.py
 """
 
+import asyncio
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.fake_server import Running
+from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
 from tinker_server.routes import health
+from tinker_server.scheduling import admission
 from tinker_server.web import http
 
 OPEN = ("/api/v1/healthz", "/api/v1/files/", "/api/v1/archives/", "/api/v1/traces/")
@@ -236,3 +240,36 @@ def test_events_that_differ_only_in_their_request_share_a_line(
     assert len(lines) == 2
     assert "99 of a kind, the first" in lines[0] and '"request_id": "0"' in lines[0]
     assert "KeyError" in lines[1] and "of a kind" not in lines[1]
+
+
+def test_health_is_told_while_every_thread_decodes(server: Running) -> None:
+    done = threading.Event()
+
+    async def fill() -> None:
+        for _ in range(64):
+            server.loop.run_in_executor(None, done.wait)
+
+    asyncio.run_coroutine_threadsafe(fill(), server.loop).result(5)
+    try:
+        assert server.http.get("/healthz", timeout=3).json() == {"status": "ok"}
+    finally:
+        done.set()
+
+
+def test_an_owner_has_so_many_operations_waiting_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_QUEUED", 5)
+    owners = [keys.add(tmp_path / "keys", name) for name in ("alice", "bob")]
+    server = Running(tmp_path, gap_grace_s=30)
+    statuses = []
+    try:
+        for key in owners:
+            server.http.headers["x-api-key"] = key
+            model_id = server.model()
+            for number in (3, 4, 5, 6, 7, 8, 2):  # number 1 does not come, so all of them wait
+                body, kind = forward_backward_body(model_id, number), {"content-type": "application/x-protobuf"}
+                statuses.append(server.http.post("/forward_backward", content=body, headers=kind).status_code)
+    finally:
+        server.stop()
+    assert statuses == [200, 200, 200, 200, 200, 429, 200] * 2, "what all others wait for is let in"

@@ -4,8 +4,11 @@ pytest tests/contract/test_operators_commands.py
 """
 
 import asyncio
+import fcntl
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -198,3 +201,32 @@ def test_a_shell_completes_the_commands(shell: str) -> None:
     assert printed.returncode == 0
     for name in ("serve", "keys", "status", "doctor", "backup", "restore", "--data-dir", "--model"):
         assert name in printed.stdout
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from tinker_server.commands import backup, databases
+from tinker_server.settings import Settings
+databases.copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(backup.back_up(Settings(data_dir=Path(sys.argv[1])), Path(sys.argv[2])))
+"""
+
+
+def test_what_a_killed_backup_left_is_removed_by_the_next_and_one_at_work_is_left_alone(tmp_path: Path) -> None:
+    Running(tmp_path / "data").stop()
+    backups = tmp_path / "backups"
+    other = backups / f".other.{'0' * 32}"  # of another program
+    other.mkdir(parents=True)
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "data", backups / "monday"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = backups.glob(".monday.*")
+    settings = Settings(data_dir=tmp_path / "data")
+    handle = os.open(left, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    asyncio.run(back_up(settings, backups / "tuesday"))
+    assert left.exists(), "the backup that writes it is at work"
+    os.close(handle)
+    asyncio.run(back_up(settings, backups / "wednesday"))
+    assert {one.name for one in backups.iterdir()} == {"tuesday", "wednesday", other.name}
+    asyncio.run(restore(Settings(data_dir=tmp_path / "restored"), backups / "wednesday"))

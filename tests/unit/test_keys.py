@@ -117,3 +117,22 @@ def test_keys_added_at_once_all_work(tmp_path: Path) -> None:
     list(gone)
     known = Keys(file)
     assert {known.owner_of(key) for key in added} == {None} and {known.owner_of(key) for key in more} == {"new"}
+
+
+def test_the_removal_of_the_last_key_opens_no_server_that_starts_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    key = keys.add(file, "alice")
+    keys.remove(file, "alice")
+    known = Keys(file)
+    assert not known.is_open and known.owner_of("tml-anything") is None and known.owner_of(key) is None
+    assert str(file) in caplog.text and "keys add" in caplog.text
+    assert known.owner_of(keys.add(file, "bob")) == "bob"
+
+
+def test_a_server_is_open_again_once_its_operator_has_deleted_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    keys.add(file, "alice")
+    file.unlink()
+    assert Keys(file).owner_of("tml-anything") == "local"

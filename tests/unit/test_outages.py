@@ -23,7 +23,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures import FutureStore
-from tinker_server.store.records import TrainingRun
+from tinker_server.store.records import TrainingRun, held_bytes
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
@@ -224,8 +224,13 @@ async def test_a_session_is_finished_once_the_database_says_so(house: House) -> 
 
 
 async def test_sessions_in_memory_are_bounded_and_none_is_forgotten(house: House) -> None:
-    store = SessionStore(house.db, kept=5)
+    small = await SessionStore(house.db).create(CreateSessionRequest(), None, OWNER)
+    one_bytes = held_bytes(await house.sessions.get(small))
+    store = SessionStore(house.db, kept_bytes=5 * one_bytes + one_bytes // 2)
     names = [await store.create(CreateSessionRequest(), None, OWNER) for _ in range(20)]
     assert len(store._known) == 5
+    large = CreateSessionRequest(user_metadata={"noted": "x" * 2 * one_bytes})
+    names.append(await store.create(large, None, OWNER))
+    assert 1 < len(store._known) < 5, "they are counted, not weighed"
     for name in names:
         await store.require_open(name, OWNER)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from api_schemas.training import (
 from api_schemas.weights import SaveWeightsForSamplerRequest
 from tests.submitting import GRACE_S, Client, server
 from tinker_server.errors import BadRequest, SequenceConflict, ShuttingDown
+from tinker_server.scheduling.lanes import Lane
+from tinker_server.store.operations import Operation
 
 
 @pytest.fixture
@@ -254,3 +257,17 @@ async def test_results_hold_no_number_that_strict_json_lacks(client: Client, cap
     client.trainer.steps[client.model_id] = float("nan")  # type: ignore[assignment]
     error = await client.error(await client.optim_step(1))
     assert "not JSON compliant" in caplog.text and error["category"] == "server"
+
+
+def test_thousands_of_operations_that_wait_are_taken_in_a_time_that_grows_with_their_number() -> None:
+    lane, count = Lane(expected=1), 20_000
+    started = time.process_time()
+    for number in range(count, 0, -1):
+        lane.is_awaited(number)
+        lane.add(Operation("optim_step", "model", number, b"", "application/json", "alice", "one", 0), 0)
+    for number in range(2 * count, 2 * count + 5000):
+        lane.refuse(number, "forward_backward")
+    for number in range(1, count + 1):
+        assert lane.wait_s(0, 0) <= 0
+        assert lane.take().seq_id == number
+    assert time.process_time() - started < 2

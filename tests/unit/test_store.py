@@ -248,8 +248,8 @@ async def test_a_search_finds_the_same_on_every_database(
     finished = await store.create(first, None, OWNER)
     await store.create(CreateSessionRequest(display_name="100% of_it", user_metadata={"n": 5, "on": True}), None, OWNER)
     await store.finish(finished, FinishSessionRequest(reason=FinishReason(type="success")), OWNER)
-    records = await Catalog(db).search(SearchSessionsRequest.model_validate(search), OWNER, time.time())
-    assert [record.session.display_name for record in records] == found
+    records, has_more = await Catalog(db).search(SearchSessionsRequest.model_validate(search), OWNER, time.time())
+    assert [record.session.display_name for record in records] == found and not has_more
 
 
 def run(session_id: str, number: int = 0) -> TrainingRun:

@@ -36,7 +36,7 @@ NO_KEY = "weights_access_token is not an API key of this server; take one of the
 
 
 class Keys:
-    """The keys of one file. Without any, every key with a right prefix is let in, as LOCAL."""
+    """The keys of one file. Where there is no such file, every key with a right prefix is let in, as LOCAL."""
 
     def __init__(self, path: Path) -> None:
         """Raises StartFailed for a file that cannot be read."""
@@ -44,8 +44,14 @@ class Keys:
         self._seen = _state(path)
         self._owners = read(path)
         self._checked_at = time.monotonic()
-        self.is_open = not self._owners
-        """Whether no keys have been configured. Once there were some, their removal opens nothing."""
+        self.is_open = self._seen is None
+        """Whether no keys have been configured. Once there were some, their removal opens nothing: the file stays."""
+        if not self.is_open and not self._owners:
+            log.warning(
+                "%s has no API keys, so nobody is let in: make one with `tinker-server keys add NAME`, or delete the"
+                " file and start again to let everybody of this machine in",
+                path,
+            )
 
     def owner_of(self, key: str) -> str | None:
         """The name of a key; None for one that is not known."""
@@ -109,7 +115,7 @@ class Keys:
         except StartFailed as error:
             log.error("the keys stay as they were: %s", error)
             return
-        self.is_open = self.is_open and not self._owners
+        self.is_open = self.is_open and state is None
         log.info("%s has %d API keys now", self._path, len(self._owners))
 
 

@@ -6,10 +6,14 @@ noticed, and the copy is made again.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import os
+import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from backends.files import flush, written_aside
@@ -23,6 +27,8 @@ FORMAT = 1
 TRIES = 5
 KEPT_FILES = ("keys", "link-secret")
 """Of the data directory, beside database and weights."""
+_ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")
+"""What `written_aside` calls a directory that is not whole yet."""
 
 
 async def back_up(settings: Settings, target: Path) -> str:
@@ -31,8 +37,8 @@ async def back_up(settings: Settings, target: Path) -> str:
     _require_places(data_dir, target)
     kind = databases.kind_of(url)
     try:
-        with written_aside(target) as aside:
-            await asyncio.to_thread(aside.mkdir, mode=0o700, parents=True, exist_ok=True)
+        await asyncio.to_thread(_remove_left, target.parent)
+        with written_aside(target) as aside, _begun(aside):
             directories = await _consistent(data_dir, url, aside, databases.FILES[kind])
             for name in KEPT_FILES:
                 if (data_dir / name).is_file():
@@ -42,6 +48,35 @@ async def back_up(settings: Settings, target: Path) -> str:
     except OSError as error:
         raise StartFailed(f"the backup cannot be written: {error}") from None
     return f"the {kind} database and {len(directories)} directories of weights"
+
+
+@contextlib.contextmanager
+def _begun(aside: Path) -> Iterator[None]:
+    """A directory that is locked while it is written, by which those that killed backups left are told."""
+    aside.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _opened(aside) as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        (aside / ABOUT).write_text("{}")
+        yield
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove what backups beside this one left when they were killed."""
+    for left in parent.glob(".*") if parent.is_dir() else ():
+        if _ASIDE.fullmatch(left.name) is None or left.is_symlink() or not (left / ABOUT).is_file():
+            continue
+        with contextlib.suppress(OSError), _opened(left) as handle:  # its own writer has the lock
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _require_places(data_dir: Path, target: Path) -> None:

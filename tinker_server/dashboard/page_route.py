@@ -6,11 +6,13 @@ The policy lets in no script or style but our files: what a prompt or a name con
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from tinker_server.dashboard.rendering import base_of, page
 from tinker_server.errors import ForeignHost, TinkerServerError, Unauthenticated
@@ -35,7 +37,7 @@ class PageRoute(APIRoute):
 
         async def handled(request: Request) -> Response:
             try:
-                if request.method in CHANGES and request.headers.get("sec-fetch-site", "none") == "cross-site":
+                if request.method in CHANGES and _is_of_another_site(request):
                     raise ForeignHost("a page of another site asked for this")
                 answer = await handle(request)
             except Unauthenticated:
@@ -44,6 +46,11 @@ class PageRoute(APIRoute):
                 answer = page(request, "error.html", {"text": str(error), "status": error.status}, error.status)
             except RequestValidationError:
                 answer = page(request, "error.html", {"text": "There is no such page.", "status": 404}, 404)
+            except HTTPException as error:  # a body that is too large, too slow, or no form
+                answer = page(
+                    request, "error.html", {"text": error.detail, "status": error.status_code}, error.status_code
+                )
+                answer.headers.update(error.headers or {})
             except Exception:  # a page must not break anything else
                 log.exception("the page %s failed", request.url.path)
                 text = "This page failed; the server's log has the details."
@@ -52,6 +59,21 @@ class PageRoute(APIRoute):
             return answer
 
         return handled
+
+
+def _is_of_another_site(request: Request) -> bool:
+    """Whether another site's page asks: as the browser says, or by Origin, since over plain HTTP it says no more.
+
+    What is no browser sends neither.
+    """
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    if site is not None or origin is None:
+        return site == "cross-site"
+    try:
+        asking = urlsplit(origin).netloc.lower()
+    except ValueError:
+        return True
+    return asking not in {request.headers.get(name, "").lower() for name in ("host", "x-forwarded-host")} - {""}
 
 
 def _to_sign_in(request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -14,12 +15,14 @@ from tinker_server.web.refusals import refused
 router = APIRouter()
 MIN_FREE_BYTES = 64 << 20
 """Less is soon filled by one result or one saved adapter."""
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="health")
+"""Of its own: the others may all be decoding, and who is not answered in time is restarted."""
 
 
 @router.get("/healthz", responses=refused(DiskFull))
 async def healthz(settings: AppSettings) -> HealthResponse:
     """Whether the server takes requests, and has room to store them."""
-    await asyncio.to_thread(require_room, settings.data_dir)
+    await asyncio.get_running_loop().run_in_executor(_THREAD, require_room, settings.data_dir)
     return HealthResponse()
 
 

@@ -77,10 +77,9 @@ async def search_sessions(
         return SearchSessionsResponse(sessions=[])
     await sessions.save_heartbeats()  # so that the database knows who lives
     now = time.time()
-    records = await catalog.search(request, caller, now)
-    page = records[: request.limit]
+    page, has_more = await catalog.search(request, caller, now)
     following = None
-    if len(records) > len(page):
+    if has_more:
         last = page[-1].session
         following = SearchCursor(last_created_at=from_unix(last.created_at), last_session_id=last.session_id)
     return SearchSessionsResponse(sessions=[_summary(record, now) for record in page], next_cursor=following)

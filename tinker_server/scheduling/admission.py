@@ -4,6 +4,9 @@ from collections import defaultdict
 
 from tinker_server.errors import Busy
 
+MAX_QUEUED = 10_000
+"""Training operations of an owner that wait, however small: each is a row, and some objects in memory."""
+
 
 class Budget:
     """So much of something for each owner: what one has in flight takes nothing from another."""
@@ -38,12 +41,28 @@ class Budget:
 
 
 class Admission:
-    """Of samples, by sequences and by the bytes of their prompts; of training, by the bytes that wait."""
+    """Of samples, by sequences and by the bytes of their prompts; of training, by what waits and its bytes."""
 
     def __init__(self, max_sequences: int, max_sample_bytes: int, max_queued_bytes: int) -> None:
+        self.queued = Budget(MAX_QUEUED, "training operations")
         self.sequences = Budget(max_sequences, "samples")
         self.sample_bytes = Budget(max_sample_bytes, "bytes of prompts")
         self.queued_bytes = Budget(max_queued_bytes, "bytes of training operations")
+
+    def require_queued(self, owner: str, size_bytes: int) -> None:
+        """Raises Busy where one more training operation has no room."""
+        self.queued.require(owner, 1)
+        self.queued_bytes.require(owner, size_bytes)
+
+    def enter_queued(self, owner: str, size_bytes: int) -> None:
+        """Count a training operation."""
+        self.queued.enter(owner, 1)
+        self.queued_bytes.enter(owner, size_bytes)
+
+    def leave_queued(self, owner: str, size_bytes: int) -> None:
+        """It has ended."""
+        self.queued.leave(owner, 1)
+        self.queued_bytes.leave(owner, size_bytes)
 
     def enter_sample(self, owner: str, num_samples: int, size_bytes: int) -> None:
         """One request for a thousand samples counts as a thousand. Raises Busy."""

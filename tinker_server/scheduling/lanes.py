@@ -12,6 +12,7 @@ in the rows of the lane too, from which a restarted server takes it.
 """
 
 import asyncio
+import heapq
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Container
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ class Lane:
     busy_until_s: dict[int, float] = field(default_factory=dict)
     """Numbers that were answered 429, and will be sent again."""
     waiting: dict[int, Operation] = field(default_factory=dict)
+    waiting_numbers: list[int] = field(default_factory=list)
+    """A heap: there may be thousands."""
+    refused_below: int = 0
+    """From `expected` to this number all are refused."""
     arriving: Counter[int] = field(default_factory=Counter)
     """Numbers that are being stored: nothing behind them begins before."""
     last_arrival_s: float = 0
@@ -58,6 +63,8 @@ class Lane:
 
     def add(self, operation: Operation, now_s: float) -> None:
         """An operation has arrived."""
+        if operation.seq_id not in self.waiting:
+            heapq.heappush(self.waiting_numbers, operation.seq_id)
         self.waiting[operation.seq_id] = operation
         self.busy_until_s.pop(operation.seq_id, None)
         self.last_arrival_s = now_s
@@ -78,7 +85,7 @@ class Lane:
 
     def is_awaited(self, number: int) -> bool:
         """Whether all that waits here waits for this number."""
-        return bool(self.waiting) and number < min(self.waiting)
+        return bool(self.waiting) and number < self.waiting_numbers[0]
 
     def takes(self, operation_kind: str, number: int) -> bool:
         """Whether an operation comes in time: none after it has run, or it is a part that this gradient lacks.
@@ -90,12 +97,9 @@ class Lane:
 
     def take(self) -> Operation:
         """The operation with the smallest number. What is skipped for it is missing until it comes."""
-        number = min(self.waiting)
-        harmless = {one for one in self.refused if one < number and self.refused[one] not in GRADIENT_KINDS}
-        self.skip(number, harmless)
-        for settled in (self.refused, self.busy_until_s):
-            for one in [one for one in settled if one < number]:
-                del settled[one]
+        number = heapq.heappop(self.waiting_numbers)
+        if number > self.expected:
+            self._settle_before(number)
         self.skipped.discard(number)
         operation = self.waiting.pop(number)
         self.lacking = self.missing or _lacking(self.skipped)
@@ -103,6 +107,13 @@ class Lane:
             self.skipped.clear()  # what comes from now on comes too late
         self.expected = max(self.expected, number + 1)
         return operation
+
+    def _settle_before(self, number: int) -> None:
+        harmless = {one for one in self.refused if one < number and self.refused[one] not in GRADIENT_KINDS}
+        self.skip(number, harmless)
+        for settled in (self.refused, self.busy_until_s):
+            for one in [one for one in settled if one < number]:
+                del settled[one]
 
     def skip(self, number: int, harmless: Container[int] = ()) -> None:
         """Numbers before this one have not come, but for those that change no gradient."""
@@ -118,12 +129,13 @@ class Lane:
 
     def wait_s(self, now_s: float, grace_s: float) -> float:
         """How long a number before the smallest that waits is still waited for; not positive where none is."""
-        number = min(self.waiting)
+        number = self.waiting_numbers[0]
         if any(one < number for one in self.arriving):
             return grace_s
-        first = self.expected
+        first = max(self.expected, self.refused_below)
         while first in self.refused:
             first += 1
+        self.refused_below = first
         if number <= first or number <= self.settled_below:
             return 0
         until_s = [until for one, until in self.busy_until_s.items() if first <= one < number]

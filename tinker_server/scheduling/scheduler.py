@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -110,7 +109,7 @@ class Scheduler:
             elif operation.operation_kind == "unload_model":
                 self._start_unload(operation)
             elif operation.lane in alive:
-                self._admission.queued_bytes.enter(operation.owner, operation.size_bytes)
+                self._admission.enter_queued(operation.owner, operation.size_bytes)
                 self._queue(await self._lane(operation), operation)
             else:
                 self._fail(
@@ -146,22 +145,24 @@ class Scheduler:
         lane = await self._lane(operation)
         if not lane.takes(operation.operation_kind, operation.seq_id):
             return await self._submit_late(operation)
-        queued_bytes, accepted = self._admission.queued_bytes, None
+        accepted = None
         try:
             if not lane.is_awaited(operation.seq_id):  # what all others of its model wait for is always let in
-                queued_bytes.require(operation.owner, operation.size_bytes)
+                self._admission.require_queued(operation.owner, operation.size_bytes)
         except Busy:
             lane.put_off(operation.seq_id, asyncio.get_running_loop().time())
             raise
-        queued_bytes.enter(operation.owner, operation.size_bytes)
+        self._admission.enter_queued(operation.owner, operation.size_bytes)
         lane.arriving[operation.seq_id] += 1
         try:
             accepted = await self._enqueue(operation)
         finally:
-            lane.arriving -= Counter([operation.seq_id])
+            lane.arriving[operation.seq_id] -= 1
+            if not lane.arriving[operation.seq_id]:
+                del lane.arriving[operation.seq_id]
             lane.arrived.set()
             if accepted is None or not accepted.is_new or self._closing:
-                queued_bytes.leave(operation.owner, operation.size_bytes)
+                self._admission.leave_queued(operation.owner, operation.size_bytes)
         if accepted.is_new and not self._closing:
             self._queue(
                 self._lanes.setdefault(operation.lane, lane), replace(operation, request_id=accepted.request_id)
@@ -339,7 +340,7 @@ class Scheduler:
             logged = await self._runner.logs(operation, result.failure_category)
             return self._complete(operation, result, logged=logged).failure_category
         finally:
-            self._admission.queued_bytes.leave(operation.owner, operation.size_bytes)
+            self._admission.leave_queued(operation.owner, operation.size_bytes)
 
     async def _carry_out(self, operation: Operation) -> None:
         """An operation that belongs into no log."""

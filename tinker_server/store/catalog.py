@@ -1,11 +1,13 @@
 """What can be listed: runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, case, exists, func, or_, select
+from sqlalchemy import ColumnElement, Select, Subquery, Text, and_, case, cast, exists, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import InstrumentedAttribute
 
 from api_schemas.futures import FutureFailed
 from api_schemas.sessions import SearchSessionsRequest, StatusQuery
@@ -19,6 +21,8 @@ ACTIVE_S = 60.0
 """A session without a heartbeat for so long (the SDK sends one every 10 s) is not known to be running."""
 _OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
 LONGEST_SHOWN_ERROR = 10_000
+LIST_BYTES = 1 << 20
+"""Of what clients noted on one page of a list: it ends before the entry that would be more, though not at once."""
 DEFAULT_PROJECT = "default"
 """Of sessions that were created without one."""
 
@@ -116,9 +120,15 @@ class Catalog:
         if page.project_id is not None:
             query = query.join(SessionRow).where(_in_project([page.project_id]))
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
+        noted = _length(TrainingRunRow.user_metadata)
+        sizes = newest.with_only_columns(TrainingRunRow.model_id, noted).limit(page.limit).offset(page.offset)
         async with self._db.read() as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
-            runs = (await session.scalars(newest.limit(page.limit).offset(page.offset))).all()
+            sized = await _sizes(session, sizes)
+            last = _last_checkpoints(list(sized), page.scope, now)
+            for run_id, size in await session.execute(select(last.c.run_id, last.c.noted).where(last.c.rank == 1)):
+                sized[run_id] += size
+            runs = (await session.scalars(newest.where(TrainingRunRow.model_id.in_(_first(sized))))).all()
         return await self._records(runs, page.scope, now), total or 0
 
     async def run(self, run_id: str, scope: Scope, now: float) -> RunRecord:
@@ -138,11 +148,7 @@ class Catalog:
         requests = select(Future.lane, Future.created_at).join(
             latest_of_lane, and_(Future.lane == latest_of_lane.c.lane, Future.seq_id == latest_of_lane.c.seq_id)
         )
-        rank = func.row_number().over(
-            partition_by=(CheckpointRow.run_id, CheckpointRow.kind), order_by=CheckpointRow.created_at.desc()
-        )
-        ranked = select(CheckpointRow.tinker_path, rank.label("rank"))
-        newest = ranked.where(CheckpointRow.run_id.in_(ids), _shown(scope, now)).subquery()
+        newest = _last_checkpoints(ids, scope, now)
         checkpoints = select(CheckpointRow).join(newest, CheckpointRow.tinker_path == newest.c.tinker_path)
         async with self._db.read() as session:
             asked_at = {lane: at for lane, at in await session.execute(requests)}
@@ -168,9 +174,11 @@ class Catalog:
         if page.project_id is not None:
             query = query.join(TrainingRunRow, _OF_RUN).join(SessionRow).where(_in_project([page.project_id]))
         newest = query.order_by(CheckpointRow.created_at.desc(), CheckpointRow.tinker_path)
+        path, noted = CheckpointRow.tinker_path, _length(CheckpointRow.user_metadata)
+        sizes = newest.with_only_columns(path, noted).limit(page.limit).offset(page.offset)
         async with self._db.read() as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
-            rows = (await session.scalars(newest.limit(page.limit).offset(page.offset))).all()
+            rows = (await session.scalars(newest.where(path.in_(_first(await _sizes(session, sizes)))))).all()
         return [record(Checkpoint, row) for row in rows], total or 0
 
     async def sessions(self, page: Page) -> list[str]:
@@ -192,8 +200,8 @@ class Catalog:
                 list(await session.scalars(samplers.order_by(SamplingSessionRow.created_at))),
             )
 
-    async def search(self, request: SearchSessionsRequest, owner: str, now: float) -> list[SessionRecord]:
-        """The owner's sessions that match, one more than `request.limit` where there are more. Raises BadRequest."""
+    async def search(self, request: SearchSessionsRequest, owner: str, now: float) -> tuple[list[SessionRecord], bool]:
+        """One page of the owner's sessions that match, and whether there are more. Raises BadRequest."""
         query = select(SessionRow).where(SessionRow.owner == owner, *_conditions(request, now))
         if request.cursor is not None:
             # The time of the last session as it is stored: the cursor's is rounded to microseconds.
@@ -201,9 +209,13 @@ class Catalog:
             last_at = func.coalesce(stored.scalar_subquery(), request.cursor.last_created_at.timestamp())
             same_time = and_(SessionRow.created_at == last_at, SessionRow.session_id < request.cursor.last_session_id)
             query = query.where(or_(SessionRow.created_at < last_at, same_time))
-        newest = query.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc()).limit(request.limit + 1)
+        newest = query.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc())
+        noted = _length(SessionRow.user_metadata) + _length(SessionRow.display_name) + _length(SessionRow.finish_detail)
+        sizes = newest.with_only_columns(SessionRow.session_id, noted).limit(request.limit + 1)
         async with self._db.read() as session:
-            rows = (await session.scalars(newest)).all()
+            sized = await _sizes(session, sizes)
+            shown = _first(sized)[: request.limit]
+            rows = (await session.scalars(newest.where(SessionRow.session_id.in_(shown)))).all()
             sums = (
                 select(TrainingRunRow.session_id, func.count(), func.sum(CheckpointRow.size_bytes))
                 .join(CheckpointRow, _OF_RUN)
@@ -211,7 +223,8 @@ class Catalog:
                 .group_by(TrainingRunRow.session_id)
             )
             saved = {session_id: (count, int(size)) for session_id, count, size in await session.execute(sums)}
-        return [SessionRecord(record(Session, row), *saved.get(row.session_id, (0, 0))) for row in rows]
+        records = [SessionRecord(record(Session, row), *saved.get(row.session_id, (0, 0))) for row in rows]
+        return records, len(sized) > len(shown)
 
     async def storage(self, owner: str, project_id: str | None, now: float) -> list[StorageRecord]:
         """What an owner stores now, by project."""
@@ -267,6 +280,35 @@ class Catalog:
                     break
                 last = rows[-1].seq_id
                 yield [OperationRecord(*row) for row in rows]
+
+
+def _length(column: InstrumentedAttribute[Any]) -> ColumnElement[int]:
+    """Of a text, or of a JSON value's text, without reading it here."""
+    return func.coalesce(func.length(cast(column, Text)), 0)
+
+
+async def _sizes(session: AsyncSession, query: Select[str, int]) -> dict[str, int]:
+    """What clients noted in each entry, by its id and in the order of the list."""
+    return {name: size for name, size in await session.execute(query)}
+
+
+def _first(sized: Mapping[str, int]) -> list[str]:
+    """As many of the first entries as have LIST_BYTES together; one at least, so that a list can be paged through."""
+    names, left = [], LIST_BYTES
+    for name, size in sized.items():
+        if names and size > left:
+            break
+        names.append(name)
+        left -= size
+    return names
+
+
+def _last_checkpoints(run_ids: Sequence[str], scope: Scope, now: float) -> Subquery:
+    """Of each run and kind, where `rank` is 1."""
+    row = CheckpointRow
+    rank = func.row_number().over(partition_by=(row.run_id, row.kind), order_by=row.created_at.desc())
+    ranked = select(row.run_id, row.tinker_path, _length(row.user_metadata).label("noted"), rank.label("rank"))
+    return ranked.where(row.run_id.in_(run_ids), _shown(scope, now)).subquery()
 
 
 def _run_operation(row: RunOperation) -> RunOperation:

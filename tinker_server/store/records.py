@@ -1,5 +1,6 @@
 """What the store gives out: frozen values, which no later change of the database reaches into."""
 
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -130,6 +131,19 @@ class UsageAmount:
 def record(kind: type[R], row: tables.Table) -> R:
     """The record of a row, which has the attributes that the record has."""
     return kind(**{field.name: getattr(row, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def held_bytes(value: Any) -> int:
+    """Of memory that a record, or what is in it, takes."""
+    num_bytes = sys.getsizeof(value)
+    match value:
+        case dict():
+            return num_bytes + sum(held_bytes(part) for part in (*value, *value.values()))
+        case list():
+            return num_bytes + sum(map(held_bytes, value))
+        case None | bool() | int() | float() | str():
+            return num_bytes
+    return num_bytes + sum(held_bytes(part) for part in vars(value).values())
 
 
 def columns(record: Any) -> dict[str, Any]:

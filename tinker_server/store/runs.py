@@ -10,19 +10,19 @@ from backends.lru import LRU
 from tinker_server.errors import ModelIdTaken, UnknownModel
 from tinker_server.store import log, loose
 from tinker_server.store.database import Database
-from tinker_server.store.records import Checkpoint, TrainingRun, columns, record
+from tinker_server.store.records import Checkpoint, TrainingRun, columns, held_bytes, record
 from tinker_server.store.tables import CheckpointRow, SessionRow, TrainingRunRow
 
-KEPT = 10_000
-"""Records in memory: about 2 kB each."""
+KEPT_BYTES = 32 << 20
+"""Of records in memory."""
 
 
 class RunStore:
     """The only way to the training_runs table."""
 
-    def __init__(self, db: Database, kept: int = KEPT) -> None:
+    def __init__(self, db: Database, kept_bytes: int = KEPT_BYTES) -> None:
         self._db = db
-        self._known: LRU[str, TrainingRun] = LRU(kept)
+        self._known: LRU[str, TrainingRun] = LRU(kept_bytes, held_bytes)
 
     async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
         """Store a run, with the weights that were copied to it if it is a copy's, which is never in memory.

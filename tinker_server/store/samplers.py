@@ -16,11 +16,13 @@ from backends.lru import LRU
 from tinker_server.errors import BadRequest, UnknownSampler
 from tinker_server.store import loose
 from tinker_server.store.database import Database
-from tinker_server.store.records import SamplingSession, columns, record
+from tinker_server.store.records import SamplingSession, columns, held_bytes, record
 from tinker_server.store.tables import SamplingSessionRow, SessionRow
 
-KEPT = 10_000
-"""Records in memory: about 1 kB each."""
+KEPT_BYTES = 16 << 20
+"""Of records in memory."""
+WARNED = 10_000
+"""Ids of sampling sessions that were warned, in memory."""
 
 
 IN_USE_S = 600.0
@@ -68,15 +70,15 @@ class _Unnamed:
 class SamplerStore:
     """The only way to the sampling_sessions table."""
 
-    def __init__(self, db: Database, kept: int = KEPT) -> None:
+    def __init__(self, db: Database, kept_bytes: int = KEPT_BYTES) -> None:
         self._db = db
-        self._known: LRU[str, SamplingSession] = LRU(kept)
+        self._known: LRU[str, SamplingSession] = LRU(kept_bytes, held_bytes)
         self._used_at: dict[str, float] = {}
         """Not written yet."""
         self._running: Counter[str] = Counter()
         self._changes = 0
         """Of many rows at once."""
-        self._warned: LRU[str, str] = LRU(kept)
+        self._warned: LRU[str, str] = LRU(WARNED)
 
     async def create(self, sampler: SamplingSession) -> str:
         """Store a sampling session and give its id; repeating it changes nothing.

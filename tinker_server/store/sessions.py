@@ -14,19 +14,19 @@ from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest
 from backends.lru import LRU
 from tinker_server.errors import HeartbeatEnded, SessionFinished, UnknownSession
 from tinker_server.store.database import Database
-from tinker_server.store.records import Session, record
+from tinker_server.store.records import Session, held_bytes, record
 from tinker_server.store.tables import SessionRow
 
-KEPT = 10_000
-"""Records in memory: about 5 kB each."""
+KEPT_BYTES = 64 << 20
+"""Of records in memory."""
 
 
 class SessionStore:
     """The only way to the sessions table."""
 
-    def __init__(self, db: Database, kept: int = KEPT) -> None:
+    def __init__(self, db: Database, kept_bytes: int = KEPT_BYTES) -> None:
         self._db = db
-        self._known: LRU[str, Session] = LRU(kept)
+        self._known: LRU[str, Session] = LRU(kept_bytes, held_bytes)
         self._heartbeats: dict[str, float] = {}
 
     async def create(self, request: CreateSessionRequest, idempotency_key: str | None, owner: str) -> str:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from api_schemas.base import unstorable
+from api_schemas.base import NOTED_TOO_LARGE, unstorable
 from api_schemas.wire import MalformedBody
 from backends.protocol import InvalidInput
 from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError
@@ -55,7 +55,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
-        return answer(http.url.path, 422, error, describe(error))
+        is_too_large = any(problem["type"] == NOTED_TOO_LARGE for problem in error.errors())
+        return answer(http.url.path, BadRequest.status if is_too_large else 422, error, describe(error))
 
     @app.exception_handler(HTTPException)
     async def not_routed(http: Request, error: HTTPException) -> JSONResponse:
