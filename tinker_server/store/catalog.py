@@ -294,7 +294,8 @@ async def _sizes(session: AsyncSession, query: Select[str, int]) -> dict[str, in
 
 def _first(sized: Mapping[str, int]) -> list[str]:
     """As many of the first entries as have LIST_BYTES together; one at least, so that a list can be paged through."""
-    names, left = [], LIST_BYTES
+    names: list[str] = []
+    left = LIST_BYTES
     for name, size in sized.items():
         if names and size > left:
             break
