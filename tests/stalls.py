@@ -32,3 +32,16 @@ async def longest_stall() -> AsyncIterator[Stall]:
     finally:
         await asyncio.sleep(STEP_S)
         watching.cancel()
+
+
+async def longest_stall_until(done: asyncio.Event) -> float:
+    """How long the loop did at most not come round, in seconds, while this process was at work.
+
+    What other processes of a busy machine take is no stall of ours: they do not add to this process's own time.
+    """
+    longest, pause_s = 0.0, 0.001
+    while not done.is_set():
+        wall, own = time.perf_counter(), time.process_time()
+        await asyncio.sleep(pause_s)
+        longest = max(longest, min(time.perf_counter() - wall - pause_s, time.process_time() - own))
+    return longest

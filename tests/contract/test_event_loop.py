@@ -19,6 +19,7 @@ from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.wire import PROTOBUF
 from tests.factories import photo
 from tests.fake_server import Running
+from tests.stalls import longest_stall_until
 
 LONGEST_STALL_S = 0.05
 JSON = "application/json"
@@ -126,22 +127,9 @@ def post(server: Running, path: str, content_type: str, body: bytes, header: str
         return int(connection.recv(65536).split()[1])
 
 
-async def longest_stall(done: asyncio.Event) -> float:
-    """How long the loop did at most not come round, in seconds, while this process was at work.
-
-    What other processes of a busy machine take is no stall of ours: they do not add to this process's own time.
-    """
-    longest, pause_s = 0.0, 0.001
-    while not done.is_set():
-        wall, own = time.perf_counter(), time.process_time()
-        await asyncio.sleep(pause_s)
-        longest = max(longest, min(time.perf_counter() - wall - pause_s, time.process_time() - own))
-    return longest
-
-
 def stall_under(server: Running, body: tuple[str, str, bytes, str]) -> tuple[int, float]:
     done = asyncio.Event()
-    watch = asyncio.run_coroutine_threadsafe(longest_stall(done), server.loop)
+    watch = asyncio.run_coroutine_threadsafe(longest_stall_until(done), server.loop)
     status = post(server, *body)
     time.sleep(0.02)
     server.loop.call_soon_threadsafe(done.set)
@@ -180,7 +168,7 @@ def test_the_loop_comes_round_while_a_large_result_is_sent_as_json(server: Runni
     stalls: list[float] = []
     while len(stalls) < 4 and min(stalls, default=1) > LONGEST_STALL_S / 2:  # the machine is shared
         done = asyncio.Event()
-        watch = asyncio.run_coroutine_threadsafe(longest_stall(done), server.loop)
+        watch = asyncio.run_coroutine_threadsafe(longest_stall_until(done), server.loop)
         headers = {"accept": JSON, "content-type": JSON}
         answer = server.http.post("/retrieve_future", content=poll, headers=headers, timeout=120)
         server.loop.call_soon_threadsafe(done.set)

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from api_schemas.base import NOTED_BYTES
-from tests.contract.test_event_loop import longest_stall
 from tests.fake_server import Running
+from tests.stalls import longest_stall_until
 from tinker_server.store.catalog import LIST_BYTES
 
 LONGEST_STALL_S = 0.3
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def timed(server: Running, method: str, path: str, **options: Any) -> httpx.Response:
     """The answer, while which the event loop came round."""
     done = asyncio.Event()
-    watch = asyncio.run_coroutine_threadsafe(longest_stall(done), server.loop)
+    watch = asyncio.run_coroutine_threadsafe(longest_stall_until(done), server.loop)
     answer = server.http.request(method, path, **options)
     server.loop.call_soon_threadsafe(done.set)
     stall_s = watch.result(60)
