@@ -55,7 +55,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(http: Request, error: RequestValidationError) -> JSONResponse:
-        is_too_large = any(problem["type"] == NOTED_TOO_LARGE for problem in error.errors())
+        is_too_large = any(problem.get("type") == NOTED_TOO_LARGE for problem in error.errors())
         return answer(http.url.path, BadRequest.status if is_too_large else 422, error, describe(error))
 
     @app.exception_handler(HTTPException)
