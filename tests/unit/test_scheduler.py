@@ -242,6 +242,21 @@ async def test_after_a_restart_everything_that_was_accepted_is_done(tmp_path: Pa
         assert [gradient for _, gradient in after.trainer.applied] == [[1], []]
 
 
+async def test_polls_that_come_while_the_server_stops_are_held_and_not_asked_again_at_once(client: Client) -> None:
+    client.trainer.gates["hold"].clear()
+    running = await client.forward_backward(1, "hold")
+    held = asyncio.create_task(client.services.futures.wait(running, client.owner, 30))
+    await asyncio.sleep(0.02)
+    await client.services.drain()
+    assert await asyncio.wait_for(held, 1) is None  # its client asks again
+    began, num_polls = time.monotonic(), 0
+    while time.monotonic() - began < 1.5:
+        assert await client.services.futures.wait(running, client.owner, 30) is None
+        num_polls += 1
+    assert num_polls <= 2
+    client.trainer.gates["hold"].set()
+
+
 async def test_work_that_is_running_may_end_when_the_server_stops(tmp_path: Path, database_url: str) -> None:
     async with server(tmp_path, database_url) as before:
         await before.result(await before.create_model())

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from tinker_server.store.operations import Operation
 from tinker_server.store.results import Result
 
+RELEASED_HOLD_S = 1.0
+"""A poll that comes while the server stops is held so long: its client would ask again at once, again and again."""
+
 
 @dataclass(slots=True)
 class Unfinished:
@@ -47,6 +50,8 @@ class Waiters:
     async def hold(self, request_id: str, hold_s: float) -> bool:
         """Wait for a result to be stored, at most so long; whether it may be there now."""
         unfinished = self._unfinished.get(request_id)
+        if self._released.is_set():
+            await asyncio.sleep(min(hold_s, RELEASED_HOLD_S))
         event = self._released if unfinished is None else unfinished.stored
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(hold_s):
