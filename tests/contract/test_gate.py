@@ -220,7 +220,10 @@ def test_a_telemetry_request_writes_a_few_bounded_lines(server: Running, caplog:
     assert not any("\n" in line for line in lines)
 
 
-def test_events_that_differ_only_in_their_request_share_a_line(
+STACK = "Traceback (most recent call last):\n" + '  File "train.py", line 7, in <module>\n' * 30
+
+
+def test_events_that_differ_only_in_their_request_share_a_short_line(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     polls = [
@@ -229,17 +232,25 @@ def test_events_that_differ_only_in_their_request_share_a_line(
             "event_name": "APIFuture.result_async.api_status_error",
             "event_id": str(number),
             "severity": "WARNING",
-            "event_data": {"request_id": str(number)},
+            "event_data": {"request_id": str(number), "exception_stack": STACK},
         }
         for number in range(99)
     ]
-    fatal = {"event": "UNHANDLED_EXCEPTION", "severity": "CRITICAL", "exception_type": "KeyError"}
+    fatal = {
+        "event": "UNHANDLED_EXCEPTION",
+        "severity": "CRITICAL",
+        "error_type": "KeyError",
+        "error_message": "'loss'",
+        "traceback": STACK,
+    }
     with caplog.at_level(logging.INFO):
         server.post("/telemetry", session_id="s", sdk_version="0.38.0", events=[*polls, fatal])
     lines = [record.getMessage() for record in caplog.records if "client of session" in record.getMessage()]
     assert len(lines) == 2
-    assert "99 of a kind, the first" in lines[0] and '"request_id": "0"' in lines[0]
-    assert "KeyError" in lines[1] and "of a kind" not in lines[1]
+    client = "client of session s (SDK 0.38.0): "
+    first = 'WARNING APIFuture.result_async.api_status_error request_id="0"'
+    assert lines[0] == f"{client}99 of a kind, the first: {first}"
+    assert lines[1] == client + """CRITICAL UNHANDLED_EXCEPTION error_type="KeyError" error_message="'loss'\""""
 
 
 def test_health_is_told_while_every_thread_decodes(server: Running) -> None:

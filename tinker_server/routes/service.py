@@ -20,8 +20,11 @@ from tinker_server.web.deps import ServedModels
 
 log = logging.getLogger(__name__)
 router = APIRouter()
-MAX_KINDS, MAX_EVENT_CHARS = 20, 2000
+MAX_KINDS, MAX_EVENT_CHARS, MAX_VALUE_CHARS = 20, 500, 100
 """What is logged of one request at most: a line for each kind of event."""
+_SAID_ELSEWHERE = frozenset({"event", "event_id", "event_session_index", "timestamp", "severity", "event_name"})
+_STACKS = frozenset({"traceback", "exception_stack"})
+"""Many lines each, which the client has shown too."""
 
 
 @router.post("/client/config")
@@ -47,8 +50,8 @@ async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
     for event in batch.events:
         kinds.setdefault(_kind(event), []).append(event)
     for events in list(kinds.values())[:MAX_KINDS]:
-        count = f"{len(events)} of a kind, the first " if len(events) > 1 else ""
-        log.info("%s: %s%s", client, count, harmless(json.dumps(events[0]))[:MAX_EVENT_CHARS])
+        count = f"{len(events)} of a kind, the first: " if len(events) > 1 else ""
+        log.info("%s: %s%s", client, count, harmless(_line(events[0]))[:MAX_EVENT_CHARS])
     if len(kinds) > MAX_KINDS:
         log.info("%s: %d more kinds of events, which are not logged", client, len(kinds) - MAX_KINDS)
     return TelemetryResponse()
@@ -56,7 +59,21 @@ async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
 
 def _kind(event: dict[str, Any]) -> str:
     """What events have in common that differ only in which request they are about."""
-    return str([event.get(name) for name in ("event", "event_name", "severity", "exception_type")])[:MAX_EVENT_CHARS]
+    names = ("event", "event_name", "severity", "error_type", "exception_type")
+    return str([event.get(name) for name in names])[:MAX_EVENT_CHARS]
+
+
+def _line(event: dict[str, Any]) -> str:
+    """What an event says, in one short line and without stacks."""
+    data = event.get("event_data")
+    said = {**event, **(data if isinstance(data, dict) else {})}
+    title = [str(event[name]) for name in ("severity", "event_name", "event") if isinstance(event.get(name), str)]
+    parts = [
+        f"{name}={harmless(json.dumps(value))[:MAX_VALUE_CHARS]}"  # a key that is cut would not be known as one
+        for name, value in said.items()
+        if name not in _SAID_ELSEWHERE | _STACKS | {"event_data"} and value is not None
+    ]
+    return " ".join([*title[:2], *parts])
 
 
 @router.get("/get_server_capabilities")
