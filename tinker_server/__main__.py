@@ -138,6 +138,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             await server.serve(sockets=[listener])
             log.info("stopping")
             app.state.services.storage.require_lease()  # stopped by itself, and not as it was told
+        log.info("stopped")
 
 
 if __name__ == "__main__":
