@@ -187,5 +187,5 @@ def _other_bits(buffer: Tensor, wanted: Tensor | None) -> Tensor:
     if wanted is None:
         return bits.any()
     corner = bits[..., : wanted.shape[-2], : wanted.shape[-1]]
-    here = wanted.to(bits.device).view(bits.dtype)  # one at a time: there may be no room for all
+    here = wanted.to(buffer).view(bits.dtype)  # one at a time: there may be no room for all
     return (corner != here).any() | (bits.count_nonzero() != corner.count_nonzero())
