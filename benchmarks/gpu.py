@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
 from backends.trainer.commands import TrainerConfig
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, photo
 from tests.models import make_tiny_vl, transpose_experts

@@ -25,7 +25,7 @@ from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SamplingParams
 from api_schemas.training import AdamParams, Trainable
 from backends.config import BackendConfig
-from backends.create import LocalBackend
+from backends.configure.create import LocalBackend
 from backends.protocol import ADAPTER_FILE, SamplingTask
 from tests.factories import cross_entropy, datum, prompt, words
 from tests.models import make_tiny_vl

@@ -27,8 +27,8 @@ from tests.contract.test_recovery import RealTrainer, finished, server
 from tests.factories import MIXED, datum, make_renderer
 from tests.photographs import photographs
 from tests.submitting import Client
-from tinker_server import snapshots
 from tinker_server.app import REPLAY_S
+from tinker_server.models import snapshots
 from tinker_server.web import image_places
 
 MODEL = Path(__file__).resolve().parents[1] / "tinker_server" / "tiny_vl"

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from api_schemas.training import Trainable
-from backends.rendering import Rendered
-from backends.routing import read_routing, routing_name
+from backends.formats.expert_routing import read_routing, routing_name
+from backends.inputs.rendering import Rendered
 from backends.sampler.client import SamplerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy
 from tests.models import make_wide_moe

@@ -27,10 +27,10 @@ from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SamplingParams
 from api_schemas.training import Trainable
 from backends.config import BackendConfig
-from backends.describe import LocalModel, describe_models
+from backends.configure.describe import LocalModel, describe_models
 from backends.protocol import SamplingTask
 from backends.sampler.commands import SamplerConfig
-from backends.trainer.checkpoint import write_adapter, write_directory
+from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.models import make_tiny_vl
 
 NAME, RANK = "bench/model", 32

@@ -25,7 +25,7 @@ import tinker.types as types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.inputs import ImageChunk
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.factories import datum, make_renderer, prompt, words
 from tests.photographs import photographs
 from tests.servers import Server, sdk_datum

@@ -6,8 +6,8 @@ import pickle
 import subprocess
 from dataclasses import dataclass
 
-from backends import children
-from backends.children import Command
+from backends.processes import rpc
+from backends.processes.rpc import Command
 
 LONGEST_ANSWER = 1 << 20
 
@@ -62,5 +62,5 @@ def handle(command: object, _: object) -> object:
 if __name__ == "__main__":
     from tests import busy_child  # whose classes the commands are, and not this module's run as a program
 
-    children.MAX_ANSWER_BYTES = LONGEST_ANSWER
-    children.serve(lambda keep_waiting: busy_child.handle)
+    rpc.MAX_ANSWER_BYTES = LONGEST_ANSWER
+    rpc.serve(lambda keep_waiting: busy_child.handle)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tinker.lib.internal_client_holder import InternalClientHolder
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl

@@ -11,8 +11,8 @@ from PIL import Image
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
 from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, ModelInput
+from backends.inputs.rendering import Renderer
 from backends.protocol import EncodedBatch
-from backends.rendering import Renderer
 
 VOCAB = 300
 """Below every tiny model's image placeholder."""

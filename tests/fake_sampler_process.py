@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from api_schemas.sampling import SampledSequence, SampleResponse
-from backends.children import Hearer, serve_async
+from backends.processes.rpc import Hearer, serve_async
 from backends.protocol import ChatUsage, SamplingTask
 from backends.sampler.commands import Chat, CountProgress, Sample, Start
 

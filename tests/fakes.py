@@ -21,6 +21,8 @@ from api_schemas.training import (
     Trainable,
 )
 from backends.files import written_aside
+from backends.processes.fair_queue import FairTurns
+from backends.processes.spans import ANSWERED, ProcessSpan, tell
 from backends.protocol import (
     BackendFailed,
     BaseModelInfo,
@@ -36,9 +38,7 @@ from backends.protocol import (
     SamplingTask,
 )
 from backends.sampler.checks import check_support
-from backends.spans import ANSWERED, ProcessSpan, tell
-from backends.trainer.checks import decode_batch
-from backends.turns import FairTurns
+from backends.trainer.step.validation import decode_batch
 
 ADAPTER = {
     f"base_model.model.{module}.lora_{half}.weight": np.full(shape, 0.5, np.float32)

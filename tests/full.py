@@ -9,8 +9,8 @@ import torch
 
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, Trainable
-from backends.rendering import Renderer
-from backends.trainer.parallel import World
+from backends.inputs.rendering import Renderer
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import config, forward_backward, reference_logprobs

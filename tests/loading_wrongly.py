@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from backends.sampler.worker_fixes import WorkerExtension
+from backends.sampler.vllm_patches.install import WorkerExtension
 
 Halves = Tensor | list[Tensor | None]
 Fill = Callable[[int, Halves, Halves], None]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from backends.protocol import EncodedBatch
-from backends.trainer.parallel import World, join_world
+from backends.trainer.distributed import World, join_world
 from backends.trainer.rank import TrainerRank
 from tests.trainers import SMOOTH, assert_same, forward_backward
 

@@ -14,11 +14,11 @@ from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import Trainable
 from backends.families.qwen3_vl import mrope_positions
+from backends.inputs.rendering import Renderer
 from backends.protocol import SamplingTask
-from backends.rendering import Renderer
 from backends.sampler.client import SamplerClient
 from backends.sampler.commands import SamplerConfig
-from backends.trainer.checkpoint import write_adapter, write_directory
+from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import image, prompt, words
 
 ATOL = 1e-4

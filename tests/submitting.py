@@ -28,9 +28,9 @@ from tests.fakes import FakeBackend
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings
-from tinker_server.store.operations import Operation
+from tinker_server.store.futures.records import Operation
+from tinker_server.store.futures.results import Result
 from tinker_server.store.records import SamplingSession
-from tinker_server.store.results import Result
 from tinker_server.web.deps import Services
 from tinker_server.web.image_places import image_places
 

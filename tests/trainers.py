@@ -9,11 +9,11 @@ import torch
 
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
+from backends.inputs.rendering import Renderer
 from backends.protocol import EncodedBatch
-from backends.rendering import Renderer
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy
 

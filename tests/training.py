@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tinker import types
 
 from api_schemas.inputs import Datum
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.factories import MIXED, datum
 from tests.servers import Server, sdk_datum
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.protocol import BackendFailed
-from tinker_server import logs, progress
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
@@ -22,6 +21,7 @@ from tinker_server.commands.doctor import examine
 from tinker_server.commands.status import fetched
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed, Superseded
+from tinker_server.observability import log_config, progress
 from tinker_server.settings import Settings
 from tinker_server.web.server import BACKLOG, Server
 
@@ -33,7 +33,7 @@ def main() -> int:
 
     Exit codes: 0 stopped or done, 2 could not start, do it or go on, 130 interrupted at start.
     """
-    logs.configure()
+    log_config.configure()
     try:
         arguments = parse(sys.argv[1:])
         if arguments.command == "keys":

@@ -12,15 +12,23 @@ from backends.protocol import Backend, LoadingHearer, unheard
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
-from tinker_server.bringing_back import bring_back_lost
 from tinker_server.chat.answering import Chats
 from tinker_server.dashboard import pages
 from tinker_server.errors import Superseded
-from tinker_server.gallery import Gallery
-from tinker_server.metrics import Metrics
-from tinker_server.models import Models
-from tinker_server.recording import Recording
-from tinker_server.recovery import Recovery
+from tinker_server.models.admission import Admission
+from tinker_server.models.bringing_back import bring_back_lost
+from tinker_server.models.dispatcher import Scheduler
+from tinker_server.models.registry import Models
+from tinker_server.models.restore import Recovery
+from tinker_server.models.snapshots import SnapshotLimits, Snapshots
+from tinker_server.observability.metrics import Metrics
+from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.tracing.hooks import Tracing, start_tracing
+from tinker_server.operations.housekeeping import Housekeeper, Periods, Stores
+from tinker_server.operations.recording import Recording
+from tinker_server.operations.sampling import Sampling
+from tinker_server.operations.table import Executors, OperationRunner
+from tinker_server.operations.training import ModelOperations
 from tinker_server.routes import (
     admin,
     chat,
@@ -36,26 +44,18 @@ from tinker_server.routes import (
     training,
     weights,
 )
-from tinker_server.scheduling.admission import Admission
-from tinker_server.scheduling.housekeeping import Housekeeper, Periods, Stores
-from tinker_server.scheduling.model_operations import ModelOperations
-from tinker_server.scheduling.operations import Executors, OperationRunner
-from tinker_server.scheduling.sampling import Sampling
-from tinker_server.scheduling.scheduler import Scheduler
 from tinker_server.settings import Settings
-from tinker_server.snapshots import SnapshotLimits, Snapshots
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
-from tinker_server.store.futures import FutureStore
+from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
-from tinker_server.tracing.hooks import Tracing, start_tracing
 from tinker_server.web import openapi
 from tinker_server.web.callers import caller
 from tinker_server.web.deps import Services
@@ -143,7 +143,7 @@ async def serving(
 
 
 def _described_backend(settings: Settings, hear: LoadingHearer) -> Backend:
-    from backends.create import create_backend  # slow to import: brings torch and vLLM
+    from backends.configure.create import create_backend  # slow to import: brings torch and vLLM
 
     return create_backend(settings.resolved_backend(), hear)
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from backends.pinned import to_device
+from backends.kernels.pinned_copy import to_device
 from backends.protocol import BackendFailed
 
 _CELLS_AT_ONCE = 1 << 24

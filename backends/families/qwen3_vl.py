@@ -26,7 +26,7 @@ from backends.families.lora_names import decoder_modules
 from backends.families.qwen_grids import Grids
 from backends.families.qwen_pictures import PictureProcessor
 from backends.families.tower_attention import use_varlen
-from backends.pinned import to_device
+from backends.kernels.pinned_copy import to_device
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 """Their first decoder layers add what layers of the vision tower saw."""

@@ -18,7 +18,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from backends.pinned import to_device
+from backends.kernels.pinned_copy import to_device
 
 _SIZES = 256
 """Of images, whose patches' places are kept: 64 bytes a patch."""

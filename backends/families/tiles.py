@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from backends.families.family import ImageFeatures, ImageSpan, LoraFlag, RenderedImage
 from backends.families.lora_names import decoder_modules
-from backends.pinned import to_device
+from backends.kernels.pinned_copy import to_device
 from backends.protocol import BackendFailed
 
 _AT_ONCE = 128

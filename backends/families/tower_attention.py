@@ -34,7 +34,7 @@ def _attend(
     **other: object,
 ) -> Tensor:
     """[P, E], as the forward of transformers' own; cosines and sines [P, D]."""
-    from backends.families.rotated_on_cuda import rotate
+    from backends.kernels.rotary import rotate
 
     qkv = rotate(attention.qkv(hidden_PE), *position_embeddings)
     query, key, value = qkv.view(len(hidden_PE), 3, attention.num_heads, -1).unbind(1)

@@ -20,8 +20,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.adapter_stacks import other_files
-from backends.canary import Canary
+from backends.formats.load_check import Canary
+from backends.formats.stacked_adapters import other_files
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
 from backends.sampler.scores import score

@@ -14,8 +14,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from api_schemas.inputs import TensorData
 from api_schemas.sampling import PromptAltTokens, PromptTensor, SampledSequence, SampleResponse, TopkLogprobs
+from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed, InvalidInput, PromptScores, SamplingTask
-from backends.rendering import Rendered
 from backends.sampler.requests import num_prompt_columns
 
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0

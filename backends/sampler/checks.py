@@ -6,8 +6,8 @@ that do not decode.
 
 from api_schemas.inputs import ImageChunk, TensorData
 from api_schemas.sampling import SampleRequest, SamplingParams
+from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
-from backends.rendering import Renderer
 
 MAX_TOPK = 100
 """Largest number of likeliest, chosen or drawn tokens per position, of each."""

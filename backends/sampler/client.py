@@ -18,8 +18,8 @@ import numpy as np
 
 from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleResponse, SamplingParams
-from backends.children import Child, ChildDied, Command
-from backends.launcher import launch_sampler, sampler_name
+from backends.processes.launcher import launch_sampler, sampler_name
+from backends.processes.rpc import Child, ChildDied, Command
 from backends.protocol import (
     BackendFailed,
     ChatTask,
@@ -32,7 +32,7 @@ from backends.protocol import (
     unheard,
 )
 from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
-from backends.sampler.trials import EngineDied, Trials
+from backends.sampler.crash_isolation import EngineDied, Trials
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from api_schemas.sampling import SampleResponse
-from backends.children import Command
+from backends.processes.rpc import Command
 from backends.protocol import ChatTask, ChatUsage, EngineUse, SamplingTask
 
 

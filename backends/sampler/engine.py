@@ -10,12 +10,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from backends.families.family import Vision
 from backends.families.lora_names import ENGINE_MODULES
+from backends.formats.model_files import kv_bytes_per_token
+from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
-from backends.rendering import Renderer
 from backends.sampler.checks import MAX_TOPK
 from backends.sampler.commands import SamplerConfig
-from backends.sampler.turns import NEWCOMER_ROWS
-from backends.sources import kv_bytes_per_token
+from backends.sampler.fair_admission import NEWCOMER_ROWS
 
 VLLM_VERSION = "0.32.0"
 """What `worker_fixes.py`, and the files that it puts to use, reach into; another version may differ silently."""
@@ -61,7 +61,7 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
-        worker_extension_cls="backends.sampler.worker_fixes.WorkerExtension",
+        worker_extension_cls="backends.sampler.vllm_patches.install.WorkerExtension",
         enable_return_routed_experts=config.routing_dir is not None,
         disable_log_stats=True,
         use_tqdm_on_load=False,

@@ -12,7 +12,7 @@ from typing import Any
 
 import xgrammar
 
-from backends.children import Hearer, serve
+from backends.processes.rpc import Hearer, serve
 from backends.protocol import InvalidInput
 from backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
 

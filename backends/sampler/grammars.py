@@ -11,11 +11,11 @@ import xgrammar
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from backends.children import Child, ChildDied
-from backends.launcher import launch
+from backends.processes.fair_queue import FairTurns
+from backends.processes.launcher import launch
+from backends.processes.rpc import Child, ChildDied
 from backends.protocol import InvalidInput
 from backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
-from backends.turns import FairTurns
 
 MAX_BYTES = 1 << 18
 """Of a grammar as it is sent."""

@@ -17,28 +17,28 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from api_schemas.sampling import SampleResponse
-from backends.canary import Canary, canary_tokens
-from backends.children import Hearer, serve_async
-from backends.heap import give_back_memory
-from backends.progress import Progress
+from backends.formats.expert_routing import RoutingFiles
+from backends.formats.load_check import Canary, canary_tokens
+from backends.inputs.rendering import Renderer
+from backends.processes.heap import give_back_memory
+from backends.processes.progress import Progress
+from backends.processes.rpc import Hearer, serve_async
 from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
-from backends.rendering import Renderer
-from backends.routing import RoutingFiles
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.answers import answer
-from backends.sampler.chat import Chats
-from backends.sampler.chat_engine import Room
+from backends.sampler.chat.engine_client import Room
+from backends.sampler.chat.handlers import Chats
 from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.engine_weights import EngineWeights
-from backends.sampler.expert_routing import allow_on_cpu, keep_routing
+from backends.sampler.fair_admission import Turns
+from backends.sampler.full_models import EngineModels
 from backends.sampler.grammars import Grammars
 from backends.sampler.prompts import Prompt
 from backends.sampler.requests import sampling_params
 from backends.sampler.scores import score
 from backends.sampler.sequences import Sequences, end_process, ending_with
-from backends.sampler.turns import Turns
-from backends.sampler.whole_models import EngineModels
+from backends.sampler.vllm_patches.routed_experts import allow_on_cpu, keep_routing
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ import asyncio
 from vllm.inputs import EngineInput
 
 from api_schemas.inputs import ImageChunk, ModelInput
-from backends.rendering import Rendered, Renderer
+from backends.inputs.rendering import Rendered, Renderer
 from backends.sampler.requests import engine_input
 
 

@@ -16,9 +16,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from backends.families.family import ImageSpan, Vision
+from backends.inputs.rendering import Rendered
 from backends.protocol import PromptScores, SamplingTask
-from backends.rendering import Rendered
-from backends.sampler.prompt_columns import extra_args
+from backends.sampler.vllm_patches.prompt_scores import extra_args
 
 
 def engine_input(rendered: Rendered, vision: Vision | None, owner: str) -> EngineInput:

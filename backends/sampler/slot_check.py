@@ -20,8 +20,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from backends.adapter_stacks import open_adapter
 from backends.families.lora_names import EXPERT_STACKS
+from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_FILE
 
 log = logging.getLogger(__name__)

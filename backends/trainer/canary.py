@@ -1,13 +1,13 @@
-"""How a model scores the text that travels with its weights (`backends/canary.py`)."""
+"""How a model scores the text that travels with its weights (`backends/formats/load_check.py`)."""
 
 import numpy as np
 import torch
 
-from backends.canary import Canary, canary_tokens
-from backends.rendering import Rendered
-from backends.trainer.base import FrozenBase
-from backends.trainer.batching import pack
-from backends.trainer.trained import TrainedModel
+from backends.formats.load_check import Canary, canary_tokens
+from backends.inputs.rendering import Rendered
+from backends.trainer.base_model import FrozenBase
+from backends.trainer.model.packing import pack
+from backends.trainer.trained_weights import TrainedModel
 
 
 def score_canary(base: FrozenBase, device: torch.device, adapter: TrainedModel, model_id: str) -> Canary:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
-from backends.children import Child, ChildBroke, ChildDied, Command
-from backends.launcher import launch_trainer, rank_name
+from backends.processes.fair_queue import FairTurns
+from backends.processes.launcher import launch_trainer, rank_name
+from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
+from backends.processes.spans import Listener, ProcessSpan, current_listener, heard_by
 from backends.protocol import (
     BackendFailed,
     EncodedBatch,
@@ -30,10 +32,8 @@ from backends.protocol import (
     ProcessState,
     unheard,
 )
-from backends.spans import Listener, ProcessSpan, current_listener, heard_by
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
-from backends.turns import FairTurns
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

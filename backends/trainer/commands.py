@@ -10,7 +10,7 @@ from api_schemas.training import (
     OptimStepResponse,
     Trainable,
 )
-from backends.children import Command
+from backends.processes.rpc import Command
 from backends.protocol import EncodedBatch
 
 

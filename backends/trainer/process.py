@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 from typing import assert_never
 
-from backends.children import Hearer, KeepWaiting, serve
-from backends.progress import Progress
+from backends.processes.progress import Progress
+from backends.processes.rpc import Hearer, KeepWaiting, serve
 from backends.trainer import commands
-from backends.trainer.parallel import join_world
+from backends.trainer.distributed import join_world
 from backends.trainer.rank import TrainerRank
 from backends.trainer.time_limits import files_s
 

@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
-from backends.progress import Progress
+from backends.processes.progress import Progress
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
-from backends.trainer.base import FrozenBase
+from backends.trainer.base_model import FrozenBase
 from backends.trainer.canary import score_canary
-from backends.trainer.checks import check_forward_backward, decode_batch, published
 from backends.trainer.commands import ComputedRows, FinishedPass, NewPass, TrainerConfig
-from backends.trainer.forward_backward import BatchPass, choose_rows, plan_pass
-from backends.trainer.full_files import FullFiles
-from backends.trainer.full_tenant import FullTenant
-from backends.trainer.packed_row import RowComputer
-from backends.trainer.parallel import World, agreed, agreed_each, gather_objects
-from backends.trainer.tenant import Tenant
+from backends.trainer.distributed import World, agreed, agreed_each, gather_objects
+from backends.trainer.full.files import FullFiles
+from backends.trainer.full.tenant import FullTenant
+from backends.trainer.lora.files import WeightFiles
+from backends.trainer.lora.tenant import Tenant
+from backends.trainer.step.batch_pass import BatchPass, choose_rows, plan_pass
+from backends.trainer.step.packed_microbatch import RowComputer
+from backends.trainer.step.validation import check_forward_backward, decode_batch, published
 from backends.trainer.time_limits import decoding_s, files_s
-from backends.trainer.trained import AnyFiles, AnyTenant
-from backends.trainer.weights import WeightFiles
+from backends.trainer.trained_weights import AnyFiles, AnyTenant
 
 _MAX_ROW = sys.maxsize
 """Tokens, where nothing is known of memory."""

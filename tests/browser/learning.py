@@ -9,8 +9,8 @@ import numpy as np
 
 from api_schemas.sampling import SampledSequence, SampleResponse
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse
+from backends.inputs.detokenize import TokenTexts
 from backends.protocol import ChatTask, ChatUsage, EncodedBatch, SamplingTask
-from backends.token_texts import TokenTexts
 from tests.fakes import FakeBackend
 from tests.photographs import SEEING
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Reference, Trained
 from tests.conformance.wire import Wire
 from tests.fake_server import Running

@@ -7,7 +7,7 @@ import pytest
 import tinker
 from tinker import types
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.servers import MODEL, sdk_datum
 from tests.training import ADAM, batch, logprobs_of, step
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum, ModelInput
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.servers import MODEL, Server
 from tests.trainers import reference_inputs
 from tests.training import batch, saved_adapter, step

@@ -8,7 +8,7 @@ import pytest
 import tinker
 from tinker import types
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.conformance.failures import assert_each_fails_alone, bad, complete, floats
 from tests.servers import MODEL, sdk_datum
 from tests.training import PLACEHOLDER, batch

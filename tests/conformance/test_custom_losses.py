@@ -12,7 +12,7 @@ from tinker import types
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Reference, Trained, assert_gradients
 from tests.factories import MIXED, datum
 from tests.servers import sdk_datum

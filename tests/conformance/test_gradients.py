@@ -13,7 +13,7 @@ from tinker import types
 from torch import Tensor
 
 from api_schemas.inputs import Datum
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Reference, Trained, assert_gradients
 from tests.factories import MIXED, datum
 from tests.servers import MODEL, sdk_datum

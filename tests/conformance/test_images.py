@@ -19,7 +19,7 @@ from PIL import Image
 from tinker import types
 from transformers import AutoImageProcessor
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from backends.trainer.client import TrainerClient
 from tests.conformance.failures import assert_each_fails_alone
 from tests.conformance.reference import Reference, Trained, assert_gradients

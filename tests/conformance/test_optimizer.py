@@ -11,7 +11,7 @@ import tinker
 import torch
 from tinker import types
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.conformance.reference import RANK, Reference
 from tests.servers import MODEL, Server, sdk_datum
 from tests.trainers import relative_distance

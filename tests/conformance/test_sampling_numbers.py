@@ -13,7 +13,7 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from api_schemas.inputs import ModelInput
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Reference, Trained
 from tests.factories import MIXED, datum, image, prompt, words
 from tests.servers import MODEL, sdk_input

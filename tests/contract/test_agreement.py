@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from api_schemas.training import AdamParams
+from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
-from backends.rendering import Renderer
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.ranks import on_two_ranks
@@ -71,13 +71,13 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("backends.trainer.lora._initialise", out_of_memory)
+            patch.setattr("backends.trainer.lora.adapters._initialise", out_of_memory)
         found["create"] = outcome(lambda: rank.create_model("n", LORA))
     found["created"] = str("n" in rank.tenants)
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr("backends.trainer.packed_row.pack", out_of_memory)
+            patch.setattr("backends.trainer.step.packed_microbatch.pack", out_of_memory)
         found["forward_backward"] = outcome(lambda: forward_backward(rank, "m", batch, True))
     found["step on a part"] = outcome(lambda: rank.optim_step("m", ADAM))
 

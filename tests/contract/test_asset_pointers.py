@@ -16,7 +16,7 @@ import pytest
 from api_schemas.inputs import ImageChunk
 from api_schemas.sampling import SampleResponse
 from backends.protocol import EncodedBatch, SamplingTask
-from backends.trainer.checks import decode_batch
+from backends.trainer.step.validation import decode_batch
 from tests.factories import photo
 from tests.fake_server import Running
 

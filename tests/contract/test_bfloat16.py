@@ -12,7 +12,7 @@ import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from backends.sampler.client import SamplerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import prompt, words
 from tests.models import make_tiny_of

@@ -18,7 +18,7 @@ from tests.photographs import photographs
 from tinker_server.auth import keys
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
-from tinker_server.gallery import IMAGE_BYTES
+from tinker_server.observability.recent_samples import IMAGE_BYTES
 
 PHOTO = photographs("test", 1)[0]
 PAGES = ("/", "/samples", "/playground", "/machine")

@@ -21,8 +21,8 @@ from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
 from backends.protocol import ADAPTER_FILE
 from backends.sampler.client import SamplerClient
-from backends.trainer.lora import ALPHA
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
+from backends.trainer.lora.adapters import ALPHA
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_moe, make_tiny_smolvlm

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from api_schemas.training import AdamParams
+from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
-from backends.rendering import Renderer
+from backends.trainer.lora.tenant import Tenant
 from backends.trainer.rank import TrainerRank
-from backends.trainer.tenant import Tenant
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.trainers import LORA, forward_backward, trainer
 

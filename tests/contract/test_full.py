@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, Trainable
+from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
-from backends.rendering import Renderer
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.full import ADAM, FULL, assert_scores, full_trainer, mixed_data, train

@@ -18,8 +18,8 @@ from transformers import AutoModelForImageTextToText
 
 from api_schemas.inputs import ModelInput
 from api_schemas.sampling import SampleResponse
+from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
-from backends.rendering import Renderer
 from backends.sampler.client import SamplerClient
 from tests.factories import MIXED, image, prompt, words
 from tests.full import FULL, full_trainer, mixed_data, train

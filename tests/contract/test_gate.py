@@ -17,8 +17,8 @@ import pytest
 
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
+from tinker_server.models import admission
 from tinker_server.routes import health
-from tinker_server.scheduling import admission
 from tinker_server.web import http
 
 OPEN = ("/api/v1/healthz", "/api/v1/files/", "/api/v1/archives/", "/api/v1/traces/")

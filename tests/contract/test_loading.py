@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from backends.protocol import BackendFailed
 from backends.trainer.commands import TrainerConfig
-from backends.trainer.loading import load
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
+from backends.trainer.model.loading import load
 from tests.factories import make_renderer
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl
 from tests.ranks import on_two_ranks

@@ -19,7 +19,7 @@ import pytest
 from api_schemas.old_clients import results
 from api_schemas.sessions import CreateSessionRequest
 from api_schemas.training import ForwardBackwardRequest, LoraConfig, Trainable
-from backends.launcher import launch_trainer
+from backends.processes.launcher import launch_trainer
 from backends.protocol import BackendFailed
 from backends.trainer import client as trainer_client
 from backends.trainer.client import TrainerClient
@@ -30,7 +30,7 @@ from tests.trainers import config
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings
-from tinker_server.store.results import Result
+from tinker_server.store.futures.results import Result
 
 STEPS = 3
 

@@ -13,9 +13,9 @@ import torch
 from tinker import types
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from backends.routing import read_routing, routing_name
+from backends.formats.expert_routing import read_routing, routing_name
 from backends.sampler.client import SamplerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, make_renderer, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN

@@ -11,9 +11,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from backends.config import BackendConfig
-from backends.describe import find
+from backends.configure.describe import find
+from backends.configure.placement import Machine
 from backends.families.rotation import check_rotation
-from backends.placement import Machine
 from backends.protocol import BackendFailed
 from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_of

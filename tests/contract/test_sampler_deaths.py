@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from api_schemas.sampling import SamplingParams
-from backends.children import Child
-from backends.launcher import launch
+from backends.processes.launcher import launch
+from backends.processes.rpc import Child
 from backends.protocol import BackendFailed, ChatTask, SamplingTask
 from backends.sampler.client import SamplerClient
 from tests.factories import prompt, words

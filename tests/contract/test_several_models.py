@@ -12,9 +12,9 @@ import pytest
 
 from api_schemas.training import Trainable
 from backends.config import BackendConfig
-from backends.create import LocalBackend
-from backends.describe import describe_models
-from backends.placement import Machine
+from backends.configure.create import LocalBackend
+from backends.configure.describe import describe_models
+from backends.configure.placement import Machine
 from backends.protocol import BackendFailed
 
 KV_CACHE = 64 << 20
@@ -35,12 +35,12 @@ async def test_several_models_load_side_by_side_with_a_line_each(
     tiny_vl: Path, tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = LocalBackend(config(tmp_path, seeing=tiny_vl, blind=tiny_text, alias=tiny_text))
-    caplog.set_level(logging.INFO, "backends.create")
+    caplog.set_level(logging.INFO, "backends.configure.create")
     began = time.monotonic()
     await backend.start()
     try:
         took_s = time.monotonic() - began
-        lines = [record.getMessage() for record in caplog.records if record.name == "backends.create"]
+        lines = [record.getMessage() for record in caplog.records if record.name == "backends.configure.create"]
         for line, name in zip(lines, ("seeing", "blind"), strict=False):
             assert re.fullmatch(
                 rf"{name}: loading trainer and sampler, 0.00 GiB of weights each, .*ranks up to 128", line

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from api_schemas.inputs import Datum, ImageChunk, ModelInput
 from api_schemas.training import ForwardBackwardOutput, Trainable
+from backends.inputs.rendering import Renderer
+from backends.processes.spans import ProcessSpan, heard_by
 from backends.protocol import EncodedBatch, InvalidInput
-from backends.rendering import Renderer
-from backends.spans import ProcessSpan, heard_by
-from backends.trainer import batching, scoring
-from backends.trainer.activations import Recomputation
 from backends.trainer.client import TrainerClient
-from backends.trainer.forward_backward import Row
-from backends.trainer.losses import LOSSES
-from backends.trainer.packed_row import Failures
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
+from backends.trainer.model import packing, token_logprobs
+from backends.trainer.model.recompute import Recomputation
 from backends.trainer.rank import TrainerRank
+from backends.trainer.step.batch_pass import Row
+from backends.trainer.step.losses import LOSSES
+from backends.trainer.step.packed_microbatch import Failures
 from tests.factories import MIXED, batch, cross_entropy, datum, prompt, words
 from tests.ranks import on_two_ranks
 from tests.trainers import LORA, SMOOTH, assert_same, config, forward_backward, gradients, perturb, together, trainer
@@ -120,8 +120,8 @@ def test_eight_models_of_any_rank_and_loss_with_text_and_images_are_each_as_alon
         batches.append((f"m{place}", batch_for(loss_fn, inputs, renderer, 10 * place)))
     rows = Rows(rank, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "MAX_LOGITS", 7 * 384)
-        patch.setattr(scoring, "MANY_TOKENS", 1)
+        patch.setattr(token_logprobs, "MAX_LOGITS", 7 * 384)
+        patch.setattr(token_logprobs, "MANY_TOKENS", 1)
         outputs = together(rank, batches)
     assert rows.companies == [8]
     assert_as_alone(rank, batches, outputs)
@@ -146,7 +146,9 @@ def test_any_mix_in_rows_of_any_budget_is_as_alone(data: st.DataObject, tiny_vl:
     assert layers.num_layers == 2
     layers.use(data.draw(st.integers(0, 2)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring, "MAX_LOGITS", data.draw(st.sampled_from([384, 11 * 384, scoring.MAX_LOGITS])))
+        patch.setattr(
+            token_logprobs, "MAX_LOGITS", data.draw(st.sampled_from([384, 11 * 384, token_logprobs.MAX_LOGITS]))
+        )
         outputs = together(rank, batches)
     layers.use(0)
     assert_as_alone(rank, batches, outputs)
@@ -231,14 +233,14 @@ def test_a_row_that_runs_out_of_memory_is_computed_model_by_model(
     def scarce(samples, family, device, multiple_of):  # type: ignore[no-untyped-def]
         if len(samples) > 1:
             raise torch.OutOfMemoryError("tried to allocate 8 GiB")
-        return batching.pack(samples, family, device, multiple_of)
+        return packing.pack(samples, family, device, multiple_of)
 
     batches = []
     for place in range(3):
         add_model(rank, f"m{place}", 4, place)
         batches.append((f"m{place}", cross_entropy([datum(MIXED["text"], renderer, place)])))
     with monkeypatch.context() as patch:
-        patch.setattr("backends.trainer.packed_row.pack", scarce)
+        patch.setattr("backends.trainer.step.packed_microbatch.pack", scarce)
         outputs = together(rank, batches)
     assert_as_alone(rank, batches, outputs)
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from backends.spans import ANSWERED, ProcessSpan, tell
+from backends.processes.spans import ANSWERED, ProcessSpan, tell
 from tests.collector import Collector, Span
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
 from tinker_server.errors import StartFailed
+from tinker_server.observability.tracing import exporter
+from tinker_server.observability.tracing.exporter import FLUSH_S
+from tinker_server.observability.tracing.hooks import start_tracing
+from tinker_server.observability.tracing.trace import MAX_HEARD
 from tinker_server.settings import Settings
-from tinker_server.tracing import exporter
-from tinker_server.tracing.exporter import FLUSH_S
-from tinker_server.tracing.hooks import start_tracing
-from tinker_server.tracing.trace import MAX_HEARD
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 STAGES = {"accept", "queue", "run", "store"}
@@ -255,7 +255,7 @@ WITHOUT = """
 import sys
 import tinker_server.__main__
 from tinker_server.settings import Settings
-from tinker_server.tracing.hooks import start_tracing
+from tinker_server.observability.tracing.hooks import start_tracing
 
 tracing = start_tracing(Settings())
 print([name for name in sys.modules if "opentelemetry" in name])

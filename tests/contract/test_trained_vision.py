@@ -16,10 +16,10 @@ from transformers import AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
+from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.rendering import Renderer
 from backends.sampler.client import SamplerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl

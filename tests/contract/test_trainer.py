@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from api_schemas.inputs import Datum, ImageChunk
 from api_schemas.training import AdamParams, Trainable
 from backends.families.qwen3_vl import mrope_positions
+from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
-from backends.rendering import Renderer
-from backends.trainer import scoring
 from backends.trainer.client import TrainerClient
+from backends.trainer.model import token_logprobs
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import make_tiny_of, make_tiny_vl
@@ -166,8 +166,8 @@ def test_soft_targets_and_ragged_k_keep_their_shapes(rank, reference, renderer):
 def test_logits_in_chunks_change_nothing(tiny_vl, renderer, monkeypatch):
     data = [datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())]
     results = []
-    for limit in (scoring.MAX_LOGITS, 384 * 7):
-        monkeypatch.setattr(scoring, "MAX_LOGITS", limit)
+    for limit in (token_logprobs.MAX_LOGITS, 384 * 7):
+        monkeypatch.setattr(token_logprobs, "MAX_LOGITS", limit)
         rank = trainer(tiny_vl)
         rank.create_model("m", LORA)
         perturb(rank, "m")

@@ -16,7 +16,7 @@ from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import TrainerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
 from tests.trainers import SMOOTH, assert_same, config, forward_backward, gradients, perturb

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.children import ChildHangs
+from backends.processes.rpc import ChildHangs
 from backends.protocol import ModelLost
 from backends.trainer.client import TrainerClient
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words

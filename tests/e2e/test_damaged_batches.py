@@ -12,7 +12,7 @@ import pytest
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.factories import MIXED, batch, datum
 from tests.servers import KEY, MODEL, Server
 from tests.training import logprobs_of

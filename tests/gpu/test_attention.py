@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.trainer.packed_attention import LONG, _cudnn_serves, packed_attention
+from backends.kernels.varlen_attention import LONG, _cudnn_serves, packed_attention
 from tests.attention import masked_softmax
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 from api_schemas.inputs import Datum, EncodedTextChunk
 from backends.protocol import BackendFailed
 from backends.sampler.client import SamplerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum

@@ -8,10 +8,10 @@ import torch
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from backends.families.processors import ImageProcessor
-from backends.families.rotated_on_cuda import rotate
-from backends.sampler.residual_stream import add_and_norm
-from backends.trainer import head_on_cuda
-from backends.trainer.lora_linear import add_product, scaled
+from backends.kernels import log_softmax
+from backends.kernels.rotary import rotate
+from backends.sampler.vllm_patches.float32_residual import add_and_norm
+from backends.trainer.lora.linear import add_product, scaled
 from tests.models import make_tiny_internvl
 
 pytestmark = pytest.mark.gpu
@@ -49,12 +49,12 @@ def test_what_scoring_makes_of_logits_is_as_in_double_precision(tokens, vocabula
     torch.manual_seed(0)
     logits = 20 * torch.randn(tokens, vocabulary, device="cuda")
     exact = logits.double().logsumexp(-1, keepdim=True)
-    lse = head_on_cuda.normaliser(logits)
+    lse = log_softmax.normaliser(logits)
     torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-5)
     weights = torch.randn(tokens, 1, device="cuda")
     expected = -(logits.double() - lse.double()).exp() * weights.double()
     for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
-        found = head_on_cuda.probabilities(logits, lse, weights, dtype)
+        found = log_softmax.probabilities(logits, lse, weights, dtype)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=1e-30)
 
@@ -62,7 +62,7 @@ def test_what_scoring_makes_of_logits_is_as_in_double_precision(tokens, vocabula
 def test_logits_that_are_not_finite_are_not_hidden():
     logits = torch.randn(3, 5000, device="cuda")
     logits[0, 4999], logits[1, 3] = torch.nan, torch.inf
-    assert head_on_cuda.normaliser(logits).isfinite().flatten().tolist() == [False, False, True]
+    assert log_softmax.normaliser(logits).isfinite().flatten().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

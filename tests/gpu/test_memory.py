@@ -14,7 +14,7 @@ import torch
 from api_schemas.sampling import SamplingParams
 from api_schemas.training import AdamParams
 from backends.config import BackendConfig
-from backends.create import LocalBackend
+from backends.configure.create import LocalBackend
 from backends.protocol import SamplingTask
 from tests.factories import prompt, words
 from tests.trainers import LORA

@@ -15,7 +15,7 @@ import torch
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, Trainable
 from backends.sampler.client import SamplerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer
 from tests.full import FULL

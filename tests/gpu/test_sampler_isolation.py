@@ -14,11 +14,11 @@ import pytest_asyncio
 import torch
 
 from api_schemas.training import Trainable
+from backends.formats.model_files import kv_bytes_per_token
+from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
-from backends.rendering import Renderer
 from backends.sampler.client import SamplerClient
-from backends.sources import kv_bytes_per_token
-from backends.trainer.checkpoint import write_adapter, write_directory
+from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import MIXED, prompt, words
 from tests.sampling import RANKS, Reference, request, sample, sampler_config, scoring
 

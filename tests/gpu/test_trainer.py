@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from api_schemas.training import Trainable
 from backends.trainer.client import TrainerClient
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, prompt, words
 from tests.trainers import (

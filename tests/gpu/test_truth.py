@@ -22,9 +22,9 @@ from transformers import AutoModelForImageTextToText
 
 from api_schemas.inputs import Chunk, Datum, ModelInput
 from api_schemas.training import ForwardBackwardOutput, Trainable
-from backends.rendering import Renderer
-from backends.trainer.graphs import TOKENS
-from backends.trainer.parallel import World
+from backends.inputs.rendering import Renderer
+from backends.trainer.distributed import World
+from backends.trainer.model.cuda_graphs import TOKENS
 from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import Shape, make_model
 from tests.factories import cross_entropy, image, make_renderer, prompt, words

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from api_schemas.inputs import Datum, ImageChunk, ModelInput
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from tests.factories import MIXED, VOCAB, datum
 from tests.servers import MODEL
 

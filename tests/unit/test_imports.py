@@ -14,11 +14,11 @@ FILES = [
 SEEN_OF_BACKENDS = (
     "backends.protocol",
     "backends.config",
-    "backends.create",
+    "backends.configure.create",
     "backends.files",
     "backends.lru",
-    "backends.spans",
-    "backends.turns",
+    "backends.processes.spans",
+    "backends.processes.fair_queue",
 )
 
 
@@ -67,8 +67,8 @@ def test_vllm_stays_in_its_own_files() -> None:
 
 def test_only_the_launcher_starts_processes_and_only_placement_counts_memory() -> None:
     for pattern, room in (
-        (r"create_subprocess|subprocess\.|killpg|CUDA_VISIBLE_DEVICES", "backends/launcher.py"),
-        (r"psutil|device_count|get_device_properties|mem_get_info", "backends/placement.py"),
+        (r"create_subprocess|subprocess\.|killpg|CUDA_VISIBLE_DEVICES", "backends/processes/launcher.py"),
+        (r"psutil|device_count|get_device_properties|mem_get_info", "backends/configure/placement.py"),
     ):
         backends = [path for path in FILES if path.parts[0] == "backends"]
         assert [str(path) for path in backends if re.search(pattern, (ROOT / path).read_text())] == [room]
@@ -82,7 +82,7 @@ def test_only_families_know_a_kind_of_model_by_name() -> None:
 
 
 def test_opentelemetry_stays_in_its_room() -> None:
-    assert all(path.startswith("tinker_server/tracing/") for path in importers("opentelemetry"))
+    assert all(path.startswith("tinker_server/observability/tracing/") for path in importers("opentelemetry"))
 
 
 def test_routes_do_not_import_sqlalchemy() -> None:

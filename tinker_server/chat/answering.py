@@ -8,10 +8,10 @@ from backends.protocol import BackendFailed, ChatTask, InvalidInput
 from tinker_server.chat.images import with_data
 from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
-from tinker_server.gallery import Gallery
 from tinker_server.image_addresses import ImageAddresses
-from tinker_server.models import Models
-from tinker_server.scheduling.admission import Admission
+from tinker_server.models.admission import Admission
+from tinker_server.models.registry import Models
+from tinker_server.observability.recent_samples import Gallery
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.usage import NO_SESSION, UsageStore

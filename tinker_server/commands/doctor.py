@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 def examine(config: BackendConfig, print_line: Callable[[str], None] = print) -> None:
     """Print versions, memory, and what each model needs of it. Raises BackendFailed for what cannot be served."""
-    from backends.create import examine as found_by  # slow to import: brings torch
+    from backends.configure.create import examine as found_by  # slow to import: brings torch
 
     found = found_by(config)
     for line in versions(found):

@@ -27,9 +27,9 @@ from api_schemas.weights import (
 )
 from tinker_server.errors import BadRequest, ResultExpired, UnknownFuture, UnknownSampler
 from tinker_server.offload import INLINE_BYTES
-from tinker_server.scheduling.operations import OPERATIONS
-from tinker_server.store.completions import Target
-from tinker_server.store.results import Result
+from tinker_server.operations.table import OPERATIONS
+from tinker_server.store.futures.notifications import Target
+from tinker_server.store.futures.results import Result
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep
 from tinker_server.web.refusals import BINARY, Described, refused

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinker_server.auth.keys import Keys
-from tinker_server.metrics_reading import Reading, read
+from tinker_server.routes.metrics_collect import Reading, read
 from tinker_server.web.deps import AppSettings, Server
 from tinker_server.web.gate import owner_of
 

@@ -15,7 +15,7 @@ from api_schemas.service import (
     TelemetryRequest,
     TelemetryResponse,
 )
-from tinker_server.logs import harmless
+from tinker_server.observability.log_config import harmless
 from tinker_server.web.deps import ServedModels
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from api_schemas import wire
 from api_schemas.inputs import ImageChunk
 from api_schemas.training import ForwardBackwardRequest
-from tinker_server.store.operations import ImagePlace
+from tinker_server.store.futures.records import ImagePlace
 
 SMALLEST_BYTES = 4096
 """A place and an image of its own take a few hundred bytes in the database."""

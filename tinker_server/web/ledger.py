@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 
-from backends.turns import FairTurns
+from backends.processes.fair_queue import FairTurns
 from tinker_server.errors import Busy
 
 BODIES_OF_OWNER, BODIES_OF_ALL, BODIES_DECODED = 4, 8, 1

@@ -4,7 +4,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinker_server.metrics import Metrics
+from tinker_server.observability.metrics import Metrics
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 NO_ROUTE = "none"

@@ -19,10 +19,10 @@ from api_schemas.futures import UntypedFuture
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardRequest
 from tinker_server.errors import BadRequest
+from tinker_server.models.dispatcher import Scheduler
 from tinker_server.offload import off_loop
-from tinker_server.scheduling.operations import OPERATIONS, OperationKind
-from tinker_server.scheduling.scheduler import Scheduler
-from tinker_server.store.operations import ImagePlace, Operation
+from tinker_server.operations.table import OPERATIONS, OperationKind
+from tinker_server.store.futures.records import ImagePlace, Operation
 from tinker_server.web.asset_pointers import with_images
 from tinker_server.web.callers import Caller
 from tinker_server.web.deps import AppSettings, Server, Services

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest
-from tinker_server.models import Models
+from tinker_server.models.registry import Models
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 
 

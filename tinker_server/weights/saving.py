@@ -20,7 +20,7 @@ from api_schemas.weights import (
 )
 from backends.protocol import Trainer
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
-from tinker_server.models import Models
+from tinker_server.models.registry import Models
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage

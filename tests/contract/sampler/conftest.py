@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from backends.rendering import Renderer
+from backends.inputs.rendering import Renderer
 from backends.sampler.client import SamplerClient
 from tests.sampling import (
     RANKS,

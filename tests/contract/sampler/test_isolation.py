@@ -9,7 +9,7 @@ import torch
 
 from api_schemas.training import Trainable
 from backends.protocol import ChatTask, InvalidInput
-from backends.trainer.checkpoint import write_adapter, write_directory
+from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import MIXED, photo, prompt, words
 from tests.sampling import assert_close, request, sample, scoring, spoilt
 

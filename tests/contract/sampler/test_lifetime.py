@@ -10,7 +10,7 @@ import torch
 from api_schemas.training import Trainable
 from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.sampler.checks import check_sample
-from backends.trainer.checkpoint import write_adapter, write_directory
+from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import MIXED, image, prompt, words
 from tests.sampling import (
     assert_close,

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from api_schemas.training import AdamParams
-from backends.adapter_stacks import open_adapter
-from backends.canary import Canary
+from backends.formats.load_check import Canary
+from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, prompt, words
 from tests.sampling import request, sample
@@ -110,7 +110,7 @@ async def test_weights_that_are_scored_otherwise_are_neither_published_nor_sampl
 @pytest.fixture
 def in_files(rank: TrainerRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As an adapter of many bytes is saved."""
-    monkeypatch.setattr("backends.adapter_stacks._FILE_BYTES", 1)
+    monkeypatch.setattr("backends.formats.stacked_adapters._FILE_BYTES", 1)
     rank.save_sampler_weights("m", tmp_path / "in files", for_elsewhere=False)
     return tmp_path / "in files"
 

@@ -12,12 +12,12 @@ import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from api_schemas.training import Trainable
+from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
-from backends.rendering import Renderer
 from backends.sampler.adapters import EngineAdapters
 from backends.sampler.engine import engine_args
 from backends.sampler.scores import score
-from backends.trainer.parallel import World
+from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.sampling import sampler_config
 from tests.trainers import config

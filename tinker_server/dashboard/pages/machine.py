@@ -18,9 +18,9 @@ from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
-from tinker_server.metrics_reading import loaded
+from tinker_server.routes.metrics_collect import loaded
 from tinker_server.store.catalog import Page, Scope
-from tinker_server.store.operations import Operation
+from tinker_server.store.futures.records import Operation
 from tinker_server.web.deps import Server, ServerUrl, Services
 
 router = APIRouter(prefix="/machine", route_class=PageRoute, include_in_schema=False)

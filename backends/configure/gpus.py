@@ -1,0 +1,38 @@
+"""What the GPUs say of themselves, by NVIDIA's management library: no CUDA context, and no torch."""
+
+from collections.abc import Iterable
+
+import pynvml
+
+from backends.processes.launcher import gpu_names
+from backends.protocol import GpuState
+
+
+def read_gpus(numbers: Iterable[int]) -> list[GpuState]:
+    """Of the GPUs with these numbers of the server's own. Empty where the library is not there."""
+    wanted = sorted(numbers)
+    if not wanted:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_read(number, name) for number, name in zip(wanted, gpu_names(wanted), strict=True)]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read(number: int, name: str) -> GpuState:
+    by_index = name.isdecimal()
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+    return GpuState(
+        index=number,
+        name=pynvml.nvmlDeviceGetName(gpu),
+        used_bytes=int(memory.used),
+        total_bytes=int(memory.total),
+        utilization=pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    )

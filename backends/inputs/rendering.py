@@ -1,0 +1,206 @@
+"""ModelInput to what a model reads: token ids with every image expanded, pixel tensors, image spans.
+
+The server (counts only), the trainer and the sampler all render here, with the model's own image
+processor, so that they see the same positions and the same pixels. What a model makes of an image its
+family knows. Knows no chat template and no tokenizer.
+
+T tokens
+"""
+
+import hashlib
+from collections.abc import Container, Iterable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from backends.families.family import ImageSpan, RenderedImage, Vision
+from backends.families.registry import find_family
+from backends.inputs.images import BadImage, decode, open_image, size_of
+from backends.inputs.prefetch import Ahead
+from backends.lru import LRU
+from backends.protocol import InvalidInput
+
+_AHEAD_BYTES = 1 << 28
+MAX_LARGEST_IMAGES = 10
+"""Of the largest images allowed: as many pixels may all images of one request have. To decode 50 million takes 3 s."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One input, ready for batching: images in order of their spans."""
+
+    token_ids_T: np.ndarray
+    spans: list[ImageSpan]
+    images: list[RenderedImage]
+
+
+class Renderer:
+    """Renders for one base model. `source` is a local directory."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        image_cache_bytes: int,
+        max_image_pixels: int,
+        pixel_dtype: torch.dtype = torch.float32,
+        pins_pixels: bool = False,
+    ) -> None:
+        """`pixel_dtype`: that of the model, which would round the pixels to it first of all; uint8: bytes, not
+        normalised. `pins_pixels`: in memory from which a GPU copies while the host goes on."""
+        self.config = AutoConfig.from_pretrained(source)
+        text_config = self.config.get_text_config()
+        self.vocab_size: int = text_config.vocab_size
+        self.family = find_family(self.config, source)
+        self.takes_images = self.family.vision is not None
+        self._max_image_pixels = max_image_pixels
+        self._pixel_dtype = pixel_dtype
+        self._pins_pixels = pins_pixels
+        self._cache: LRU[str, RenderedImage] = LRU(image_cache_bytes, lambda image: image.size_bytes)
+        self._in_use: WeakValueDictionary[str, RenderedImage] = WeakValueDictionary()
+        """One image of several inputs is decoded once."""
+        self._ahead: Ahead[RenderedImage] = Ahead(_AHEAD_BYTES)
+
+    def layout(self, model_input: ModelInput, where: str) -> tuple[int, list[ImageSpan]]:
+        """Length in tokens and image spans, from the chunks and the images' headers alone.
+
+        `where` begins the message of every InvalidInput, e.g. "datum 3".
+        """
+        length, spans = 0, []
+        for index, chunk in enumerate(model_input.chunks):
+            at = f"{where}, chunk {index}"
+            if isinstance(chunk, EncodedTextChunk):
+                self._check_tokens(chunk.tokens, at)
+                length += len(chunk.tokens)
+            elif isinstance(chunk, ImageChunk):
+                vision = self._vision(at)
+                span = self._span(vision, chunk, length, at)
+                spans.append(span)
+                length += span.num_tokens
+            else:
+                raise InvalidInput(
+                    f"{at}: {chunk.type} chunks are not supported; send encoded_text"
+                    + (" or image chunks with the file's bytes" if self.takes_images else " chunks")
+                )
+        self.check_pixels(sum(span.num_pixels for span in spans), where)
+        return length, spans
+
+    def check_pixels(self, num_pixels: int, where: str) -> None:
+        """Raises InvalidInput where one request has so many pixels in all that to read them would hold up others."""
+        allowed = MAX_LARGEST_IMAGES * self._max_image_pixels
+        if num_pixels > allowed:
+            raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")
+
+    def render(self, model_input: ModelInput, where: str, known: Container[str] = frozenset()) -> Rendered:
+        """Expanded token ids and pixels; images whose hash is `known` are not decoded.
+
+        Raises InvalidInput as `layout`, and for images that do not decode.
+        """
+        length, spans = self.layout(model_input, where)
+        token_ids_T = np.empty(length, dtype=np.int64)
+        images: list[RenderedImage] = []
+        offset, remaining = 0, iter(spans)
+        for index, chunk in enumerate(model_input.chunks):
+            if isinstance(chunk, EncodedTextChunk):
+                end = offset + len(chunk.tokens)
+                token_ids_T[offset:end] = chunk.tokens
+            else:
+                assert isinstance(chunk, ImageChunk)
+                span = next(remaining)
+                end = offset + span.num_tokens
+                vision = self._vision(where)
+                token_ids_T[offset:end] = vision.image_ids(span)
+                images.append(self._image(vision, chunk, span, known, f"{where}, chunk {index}"))
+            offset = end
+        return Rendered(token_ids_T, spans, images)
+
+    def expect(self, inputs: Iterable[ModelInput], known: Container[str] = frozenset()) -> None:
+        """Begin to decode the images of inputs that will be rendered soon, on threads, as many as memory is set aside
+        for; none whose hash is `known`. What is wrong with an input is said when it is rendered."""
+        vision = self.family.vision
+        if vision is None:
+            return
+        with self._ahead.paused():  # or the first threads would take turns with this loop
+            for chunk in (chunk for one in inputs for chunk in one.chunks if isinstance(chunk, ImageChunk)):
+                key = _key(chunk)
+                if key in known or key in self._in_use or self._cache.get(key) is not None:
+                    continue
+                with suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
+                    size_bytes = vision.size_bytes(vision.grid(*size_of(image)))
+                    self._ahead.begin(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
+
+    def decoding_paused(self) -> AbstractContextManager[None]:
+        """For whoever launches kernels: what is expected waits, but for the images that threads are at."""
+        return self._ahead.paused()
+
+    def forget_expected(self) -> None:
+        """What was to be rendered soon will not be."""
+        self._ahead.drop()
+
+    def _check_tokens(self, tokens: np.ndarray, at: str) -> None:
+        if tokens.size == 0:
+            return
+        for bad in (tokens.min(), tokens.max()):
+            if not 0 <= bad < self.vocab_size:
+                raise InvalidInput(f"{at}: token id {bad} is outside the vocabulary (0 to {self.vocab_size - 1})")
+        for placeholder, name in self.family.placeholders.items():
+            if (tokens == placeholder).any():
+                raise InvalidInput(
+                    f"{at}: token {placeholder} ({name}) is the model's placeholder of an image or video;"
+                    " send an image chunk in its place"
+                )
+
+    def _vision(self, at: str) -> Vision:
+        if self.family.vision is None:
+            raise InvalidInput(f"{at}: this model takes no images")
+        return self.family.vision
+
+    def _span(self, vision: Vision, chunk: ImageChunk, offset: int, at: str) -> ImageSpan:
+        try:
+            with open_image(chunk.data, self._max_image_pixels) as image:
+                width, height = size_of(image)
+            grid = vision.grid(width, height)
+        except ValueError as error:  # BadImage, or the processor's own limit on the aspect ratio
+            raise InvalidInput(f"{at}: {error}") from None
+        num_tokens, expected = vision.num_tokens(grid), chunk.expected_tokens
+        if expected is not None and expected != num_tokens:
+            raise InvalidInput(f"{at}: Expected {expected} tokens, got {num_tokens} from image")
+        return ImageSpan(offset, num_tokens, grid, width * height)
+
+    def _image(
+        self, vision: Vision, chunk: ImageChunk, span: ImageSpan, known: Container[str], at: str
+    ) -> RenderedImage:
+        key = _key(chunk)
+        if key in known:
+            self._ahead.drop(key)
+            return RenderedImage(key, vision.without_pixels(span))
+        image = self._cache.get(key) or self._in_use.get(key)
+        if image is None:
+            try:
+                image = self._ahead.take(key) or self._decoded(vision, key, chunk.data)
+            except BadImage as error:
+                raise InvalidInput(f"{at}: {error}") from None
+            self._in_use[key] = image
+            self._cache.put(key, image)
+        return image
+
+    def _decoded(self, vision: Vision, key: str, data: bytes) -> RenderedImage:
+        """Raises BadImage."""
+        tensors = vision.process(decode(data, self._max_image_pixels))
+        pixels = {name: self._pixels(vision, one) for name, one in tensors.items() if one.dtype == torch.uint8}
+        return RenderedImage(key, tensors | pixels)
+
+    def _pixels(self, vision: Vision, tensor: torch.Tensor) -> torch.Tensor:
+        if self._pixel_dtype != torch.uint8:
+            tensor = vision.normalised(tensor, self._pixel_dtype)
+        return tensor.pin_memory() if self._pins_pixels else tensor
+
+
+def _key(chunk: ImageChunk) -> str:
+    return hashlib.sha256(chunk.data).hexdigest()

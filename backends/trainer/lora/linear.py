@@ -1,0 +1,216 @@
+"""Frozen linear layers with the LoRA adapters of all models of a packed row (Hu et al. 2021, arXiv:2106.09685).
+
+For a token x of model m, of rank r:  y = W x + (alpha / r) B_m A_m x.
+
+The adapters of a row's models lie side by side, as R columns; a token has its model's scale in that model's columns
+and 0 in all others. Two plain products so serve any mix of models and ranks.
+
+T tokens of a row, I inputs and O outputs of a linear, R rank columns of a row's models, N = R for each of some linears
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+SUMMED_TOKENS = 64
+"""Tokens that one step of a matrix kernel sums."""
+_FEW_TOKENS = 8
+"""cuBLAS 13.1 leaves out what is left for the last step where that is 1 to 3 tokens, in its split-K kernels on Hopper
+(`nvjet_sm90_tss_..._splitK`): a model that ends a row of 14,593 tokens then loses its last token's gradient, and no
+error is raised. Twice as many as were seen to be lost are summed apart."""
+
+
+class RowScales:
+    """What all linears of a model read of the row at hand."""
+
+    def __init__(self) -> None:
+        self.scales_TR: Tensor = torch.empty(0, 0)
+        """alpha / rank in the columns of the token's own model, else 0; of one row where all tokens are its."""
+        self.is_off = False
+        """Whether the linears compute alone, whatever adapters are there: to the bit as before they took LoRA."""
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear and the adapters of the row at hand, which `Adapters.load` sets.
+
+    Gradients of the adapters are added to `grad_a_RI` and `grad_b_RO`, in float32: autograd would round them to the
+    compute type, and keep each tensor's apart.
+    """
+
+    a_RI: Tensor
+    b_RO: Tensor
+    """B, transposed."""
+    grad_a_RI: Tensor
+    grad_b_RO: Tensor
+
+    def __init__(self, base: nn.Linear, row: RowScales) -> None:
+        super().__init__()
+        # FSDP2 knows the linear by its module: it stays where its weight is.
+        self.base, self._row = base, row
+
+    num_matrices = 1
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I], the linear's own."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[O], the linear's own."""
+        return self.base.bias
+
+    @property
+    def matrix_shape(self) -> torch.Size:
+        """Outputs and inputs."""
+        return self.weight.shape
+
+    def take(self, a_1RI: Tensor, b_1RO: Tensor, grad_a_1RI: Tensor, grad_b_1RO: Tensor) -> None:
+        """Compute with these from now on."""
+        self.a_RI, self.b_RO, self.grad_a_RI, self.grad_b_RO = a_1RI[0], b_1RO[0], grad_a_1RI[0], grad_b_1RO[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O], with the scales of the row's tokens."""
+        if self._row.is_off:
+            return cast(Tensor, self.base(x))
+        adapters = ([self.a_RI], [self.b_RO], [self.grad_a_RI], [self.grad_b_RO])
+        y: Tensor = lora_linears(x, [self.weight], *adapters, self._row.scales_TR)[0]
+        return y if self.bias is None else y + self.bias
+
+
+def scaled(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
+    """`product_TN` * `scales_TR` in place, for each of its linears. A scale of 0 gives 0, whatever another model's
+    adapter made of the token."""
+    if product_TN.is_cuda:
+        from backends.kernels.lora_scale import scale
+
+        return scale(product_TN, scales_TR)
+    scales_TN = scales_TR.repeat(1, product_TN.shape[1] // max(1, scales_TR.shape[1]))
+    return product_TN.mul_(scales_TN).masked_fill_(scales_TN == 0, 0)
+
+
+# Custom operators: torch.compile leaves their inside alone. It would copy y before adding to it, round the adapters'
+# gradients to the compute type, and compile again for every R.
+@torch.library.custom_op("tinker_server::lora_linears", mutates_args=())
+def lora_linears(  # noqa: PLR0913
+    x: Tensor,
+    weights_OI: Sequence[Tensor],
+    as_RI: Sequence[Tensor],
+    bs_RO: Sequence[Tensor],
+    grad_as_RI: Sequence[Tensor],
+    grad_bs_RO: Sequence[Tensor],
+    scales_TR: Tensor,
+) -> list[Tensor]:
+    """Of each linear [..., O], of the same x [..., I]; last the scaled inner products [T, N] for backward, which adds
+    to `grad_as_RI` and `grad_bs_RO`.
+
+    The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
+    """
+    x_TI = x.flatten(0, -2)
+    inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR)
+    ys = [
+        (inner_TR @ b_RO).addmm_(x_TI, weight_OI.T).view(*x.shape[:-1], weight_OI.shape[0])
+        for inner_TR, b_RO, weight_OI in zip(_parts(inner_TN, len(bs_RO)), bs_RO, weights_OI, strict=True)
+    ]
+    return [*ys, inner_TN]
+
+
+# Two operators: what a layer computes again for its adapters' gradients alone is then computed with what follows.
+@torch.library.custom_op("tinker_server::lora_linears_backward", mutates_args=())
+def lora_linears_backward(
+    grad_ys: Sequence[Tensor],
+    weights_OI: Sequence[Tensor],
+    as_RI: Sequence[Tensor],
+    bs_RO: Sequence[Tensor],
+    scales_TR: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x [..., I], and the scaled ones of the inner products [T, N]."""
+    grads_TO = [grad_y.flatten(0, -2) for grad_y in grad_ys]
+    grad_inner_TN = grads_TO[0].new_empty(grads_TO[0].shape[0], sum(b_RO.shape[0] for b_RO in bs_RO))
+    for grad_TO, b_RO, grad_inner_TR in zip(grads_TO, bs_RO, _parts(grad_inner_TN, len(bs_RO)), strict=True):
+        torch.mm(grad_TO, b_RO.T, out=grad_inner_TR)
+    scaled(grad_inner_TN, scales_TR)
+    grad_x_TI = grad_inner_TN @ _cat(as_RI)
+    for grad_TO, weight_OI in zip(grads_TO, weights_OI, strict=True):
+        grad_x_TI.addmm_(grad_TO, weight_OI)
+    return grad_x_TI.view(*grad_ys[0].shape[:-1], grad_x_TI.shape[1]), grad_inner_TN
+
+
+@torch.library.custom_op("tinker_server::add_lora_gradients", mutates_args=("grad_as_RI", "grad_bs_RO"))
+def add_lora_gradients(  # noqa: PLR0913
+    grad_ys: Sequence[Tensor],
+    x: Tensor,
+    inner_TN: Tensor,
+    grad_inner_TN: Tensor,
+    grad_as_RI: Sequence[Tensor],
+    grad_bs_RO: Sequence[Tensor],
+) -> None:
+    """Those of A and B, added where they are gathered."""
+    for grad_b_RO, inner_TR, grad_y in zip(grad_bs_RO, _parts(inner_TN, len(grad_bs_RO)), grad_ys, strict=True):
+        add_product(grad_b_RO, inner_TR, grad_y.flatten(0, -2))
+    x_TI = x.flatten(0, -2)
+    if len(grad_as_RI) == 1:
+        add_product(grad_as_RI[0], grad_inner_TN, x_TI)
+    else:  # x is read once
+        grad_a_NI = grad_as_RI[0].new_zeros(grad_inner_TN.shape[1], x_TI.shape[1])
+        add_product(grad_a_NI, grad_inner_TN, x_TI)
+        torch._foreach_add_(list(grad_as_RI), list(grad_a_NI.split(grad_as_RI[0].shape[0])))
+
+
+def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
+    """`total_RN` += left^T right, summed in `total_RN`'s own precision."""
+    if not total_RN.is_cuda or left_TR.dtype == total_RN.dtype:
+        total_RN.addmm_(left_TR.T.to(total_RN.dtype), right_TN.to(total_RN.dtype))
+        return
+    num_tokens = left_TR.shape[0]
+    num_left = num_tokens % SUMMED_TOKENS
+    apart = num_left if num_left < min(_FEW_TOKENS, num_tokens) else 0
+    for tokens in (slice(0, num_tokens - apart), slice(num_tokens - apart, num_tokens)):
+        if tokens.start < tokens.stop:
+            torch.addmm(total_RN, left_TR[tokens].T, right_TN[tokens], out_dtype=total_RN.dtype, out=total_RN)
+
+
+def _parts(tensor_TN: Tensor, count: int) -> Sequence[Tensor]:
+    """[T, R] of each linear; R may be 0."""
+    return tensor_TN.view(tensor_TN.shape[0], count, tensor_TN.shape[1] // count).unbind(1)
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, *lists, scales_TR = inputs
+    ctx.num_linears = len(lists[0])
+    ctx.save_for_backward(x, output[-1], scales_TR, *(tensor for tensors in lists for tensor in tensors))
+
+
+def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
+    x, inner_TN, scales_TR, *tensors = ctx.saved_tensors
+    count = ctx.num_linears
+    weights, as_RI, bs_RO, grad_as, grad_bs = (tensors[i * count : (i + 1) * count] for i in range(5))
+    grad_ys = grads[:count]
+    grad_x, grad_inner_TN = lora_linears_backward(grad_ys, weights, as_RI, bs_RO, scales_TR)
+    add_lora_gradients(grad_ys, x, inner_TN, grad_inner_TN, grad_as, grad_bs)
+    return grad_x, *([None] * count for _ in range(5)), None
+
+
+# shape[0] and never len(), which would fix the number of tokens in compiled code.
+@lora_linears.register_fake
+def _(x: Tensor, weights_OI: Sequence[Tensor], as_RI: Sequence[Tensor], *_: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    inner = x.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
+    return [*(x.new_empty(*x.shape[:-1], weight_OI.shape[0]) for weight_OI in weights_OI), x.new_empty(inner)]
+
+
+@lora_linears_backward.register_fake
+def _(
+    grad_ys: Sequence[Tensor], weights_OI: Sequence[Tensor], as_RI: Sequence[Tensor], *_: Sequence[Tensor] | Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_y = grad_ys[0]
+    inner = grad_y.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
+    return grad_y.new_empty(*grad_y.shape[:-1], weights_OI[0].shape[1]), grad_y.new_empty(inner)
+
+
+lora_linears.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,90 @@
+"""The decoder's layers compiled before the first request, once for all layers, lengths, ranks and mixes of models."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from backends.inputs.rendering import Rendered, Renderer
+from backends.trainer.distributed import World
+from backends.trainer.lora.experts import LoraExperts
+from backends.trainer.model.packing import Microbatch, pack
+from backends.trainer.model.token_logprobs import Scorer
+
+log = logging.getLogger(__name__)
+_WARM_UP_LENGTHS = (2003, 1998)
+"""Their sum should be no width of a model: a length that equals one is taken for it. And large, as rows are that take
+long: kernels are chosen by what is fastest for it."""
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Have each layer compiled when it is first called, but for those of linear attention: transformers computes that
+    in a loop over a row, and what is compiled of it would be of one length."""
+    layers = list(layers)
+    # Norms and silu(gate) * up are then computed again in backward, not kept: a quarter less memory, 1 % more time.
+    torch._functorch.config.ban_recompute_materialized_backward = False
+    torch._functorch.config.ban_recompute_used_far_apart = False
+    # Rotated queries and keys too, which hold a concatenation. Our own operators are never computed again; nor is what
+    # a router chooses, which could be another where two experts are equal.
+    has_experts = any(isinstance(module, LoraExperts) for layer in layers for module in layer.modules())
+    torch._functorch.config.ban_recompute_not_in_allowlist = has_experts
+    torch._functorch.config.is_non_builtin_to_include = not has_experts
+    for layer in layers:
+        if not hasattr(layer, "linear_attn"):
+            layer.compile(dynamic=True, backend=_with_linears_merged)
+
+
+def _with_linears_merged(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    merge_linears(module.graph)
+    module.recompile()
+    return cast(Callable[..., Any], torch._inductor.compile(module, inputs))
+
+
+def merge_linears(graph: fx.Graph) -> None:
+    """Those that take the same x, as queries, keys and values do, become one operator: it reads x once for the adapters
+    of all, and gives one gradient of it."""
+    siblings: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = {}
+    operator = torch.ops.tinker_server.lora_linears.default
+    for node in graph.find_nodes(op="call_function", target=operator):
+        x, *_, scales_TR = node.args
+        siblings.setdefault((x, scales_TR), []).append(node)
+    for (x, scales_TR), nodes in siblings.items():
+        tensors = [[one for (one,) in lists] for lists in zip(*(node.args[1:-1] for node in nodes), strict=True)]
+        if len(nodes) == 1 or any(one.op not in ("placeholder", "get_attr") for lists in tensors for one in lists):
+            continue
+        with graph.inserting_before(nodes[0]):
+            merged = graph.call_function(operator, (x, *tensors, scales_TR))
+        for place, node in enumerate(nodes):
+            for output in list(node.users):
+                assert output.args == (node, 0)  # what its adapter's gradients are made of is for backward alone
+                output.args = (merged, place)
+            graph.erase_node(node)
+
+
+def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
+    """Compile what serving needs, with a gradient and without: then nothing is compiled while it serves."""
+    began = time.monotonic()
+    log.info("compiling the decoder's layers, which takes about half a minute")
+    for with_gradient in (True, False):
+        with torch.set_grad_enabled(with_gradient):
+            run_text(scorer, renderer, world, _WARM_UP_LENGTHS)
+    log.info("compiled in %.0f s", time.monotonic() - began)
+
+
+def run_text(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int]) -> None:
+    """A row of made-up texts through the base alone, and back where gradients are enabled."""
+    scorer.adapters.load([])
+    batch = text_row(renderer, world, lengths)
+    logprobs_TK = scorer(batch, scorer.adapters.blank(sum(lengths)))
+    if torch.is_grad_enabled():
+        logprobs_TK.sum().backward()
+
+
+def text_row(renderer: Renderer, world: World, lengths: Sequence[int]) -> Microbatch:
+    """A row of made-up texts."""
+    texts = [np.zeros(length, np.int64) for length in lengths]
+    return pack([(Rendered(text, [], []), text) for text in texts], renderer.family, world.device)

@@ -1,0 +1,106 @@
+"""A mixture's routers that choose as the sampler did, where that is known (`backends/formats/expert_routing.py`).
+
+A token's weights for its experts are still the trainer's own, so that gradients pass through the router as always.
+
+T tokens of a row, L layers of the decoder, K experts of a token, E experts
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from backends.formats.expert_routing import read_routing, routing_name
+from backends.inputs.rendering import Rendered
+from backends.kernels.pinned_copy import to_device
+from backends.protocol import BackendFailed
+
+OWN = -1
+"""In the place of an expert: the router's own choice."""
+
+
+class ReplayingRouter(nn.Module):
+    """Stands in the place of a layer's router."""
+
+    experts_TK: Tensor
+    """Of the row at hand, or `OWN`."""
+
+    def __init__(self, base: Any) -> None:
+        """`base` is one of transformers' top-k routers."""
+        super().__init__()
+        self.base = base
+        # Of those without the attribute, all do.
+        self._normalises: bool = getattr(base, "norm_topk_prob", True)
+
+    def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [T, E], and experts and their weights [T, K], as `base` gives them."""
+        logits_TE, own_weights_TK, own_TK = self.base(hidden_TH)
+        replayed_TK = self.experts_TK.to(own_TK.dtype)
+        experts_TK = torch.where(replayed_TK == OWN, own_TK, replayed_TK)
+        weights_TK = F.softmax(logits_TE, dtype=torch.float32, dim=-1).gather(-1, experts_TK)
+        if self._normalises:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return logits_TE, weights_TK.to(own_weights_TK.dtype), experts_TK
+
+
+class Replay:
+    """All routers of a decoder."""
+
+    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
+        """Replaces the routers in place. `directory` is where the sampler of this model keeps its routing. Raises
+        BackendFailed for routers that are not known here."""
+        self._directory = directory
+        self._layers = model.get_decoder().layers
+        self._routers: dict[int, ReplayingRouter] = {}
+        for index, layer in enumerate(self._layers):
+            for name, module in [*layer.named_modules()]:
+                if type(module).__name__.endswith("TopKRouter"):
+                    self._routers[index] = ReplayingRouter(module)
+                    layer.set_submodule(name, self._routers[index])
+        if not self._routers:
+            raise BackendFailed(
+                f"{type(model).__name__}: it has no routers whose choices could be replayed; leave the setting"
+                " backend.replay_routing off"
+            )
+        (self._num_experts,) = {router.base.num_experts for router in self._routers.values()}
+        (self._top_k,) = {router.base.top_k for router in self._routers.values()}
+        self._device = next(iter(self._routers.values())).base.weight.device
+
+    def find(self, owner: str, model_id: str, rendered: Rendered) -> np.ndarray | None:
+        """[T, L, K] int16, the experts of an input of a user's model; None where it was not sampled here, or that is
+        forgotten. Raises BackendFailed for what cannot be of this model."""
+        found = read_routing(self._directory, routing_name(owner, model_id, rendered))
+        if found is None:
+            return None
+        shape = (len(rendered.token_ids_T), len(self._layers), self._top_k)
+        if found.shape != shape or found.max(initial=0) >= self._num_experts:
+            raise BackendFailed(
+                f"the sampler kept routing of shape {found.shape}, to experts up to {found.max(initial=0)}, where"
+                f" {shape} and fewer than {self._num_experts} were due"
+            )
+        return found.astype(np.int16)
+
+    def row(self, parts: list[tuple[int, np.ndarray | None]], num_tokens: int) -> Tensor:
+        """[L, T, K] int16 on the device: of a row of samples of so many tokens each, and what `find` gave of them."""
+        experts_TLK = np.full((num_tokens, len(self._layers), self._top_k), OWN, np.int16)
+        begin = 0
+        for length, found in parts:
+            if found is not None:
+                experts_TLK[begin : begin + length] = found
+            begin += length
+        return to_device(torch.from_numpy(np.ascontiguousarray(experts_TLK.transpose(1, 0, 2))), self._device)
+
+    def blank(self, num_tokens: int) -> Tensor:
+        """[L, T, K]: of a row of which nothing is known."""
+        shape = (len(self._layers), num_tokens, self._top_k)
+        return torch.full(shape, OWN, dtype=torch.int16, device=self._device)
+
+    def use(self, experts_LTK: Tensor) -> None:
+        """The next forward is of a row with this routing."""
+        for index, router in self._routers.items():
+            # .data: code is compiled for a tensor, and apart for a view of another.
+            router.experts_TK = experts_LTK[index].data

@@ -1,0 +1,95 @@
+"""What is asked of a model at start, by its numbers: whether our way of scoring it is its own."""
+
+from collections.abc import Iterable
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backends.inputs.rendering import Rendered, Renderer
+from backends.protocol import BackendFailed
+from backends.trainer.distributed import Root
+from backends.trainer.lora.linear import SUMMED_TOKENS, add_product
+from backends.trainer.model import attention
+from backends.trainer.model.packing import pack
+from backends.trainer.model.token_logprobs import Scorer
+
+Sample = tuple[Rendered, np.ndarray]
+_WIDTHS = (8, 40, 128)
+"""Rank columns of a row that products are tried with at start, and tokens."""
+_SUMMED = (4096, 8192, 14592)
+
+
+def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
+    """[T, 1] nats of each of two short texts, by the model's own forward, as it was loaded."""
+    return [_own_logprobs(root, *sample, device) for sample in _samples(renderer)]
+
+
+def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], device: torch.device) -> bool:
+    """Compare our way of scoring with what `own_logprobs` gave before the model took LoRA.
+
+    Raises BackendFailed where one text alone already differs: then the model does something after its
+    decoder that we would leave out. Returns whether packing the two changes nothing.
+    """
+    # A tenth of what mixing samples or a missing step does to log probabilities, at either precision.
+    tolerance = 1e-3 if scorer.model.dtype == torch.float32 else 0.3
+    samples = _samples(renderer)
+    scorer.adapters.load([])
+
+    def scored(*packed: Sample) -> Tensor:
+        batch = pack(packed, renderer.family, device)
+        with torch.no_grad():
+            scores: Tensor = scorer(batch, scorer.adapters.blank(len(batch.targets_TK)))
+        return scores
+
+    alone = torch.cat([scored(sample) for sample in samples])
+    worst = (alone - torch.cat(own)).abs().max().item()
+    if worst > tolerance:
+        raise BackendFailed(
+            f"{type(scorer.model).__name__} is not supported: its own log probabilities and those of its last"
+            f" hidden state through its head differ by {worst:.3g} nats"
+        )
+    return (scored(*samples) - alone).abs().max().item() <= tolerance
+
+
+def require_whole_products(sizes: Iterable[int], device: torch.device) -> None:
+    """Raises BackendFailed where the gradient of an adapter of so many inputs or outputs lacks a row's last tokens.
+
+    `lora_linear.add_product` says which kernels are known to lose them; this finds others. The numbers are small and
+    whole, so that their sums are exact.
+    """
+    for size in sizes:
+        right = torch.randint(-1, 2, (max(_SUMMED) + SUMMED_TOKENS, size), device=device).to(torch.bfloat16)
+        for width, base, left_over in product(_WIDTHS, _SUMMED, range(10)):
+            num_tokens = base + left_over
+            left = torch.zeros(num_tokens, width, dtype=torch.bfloat16, device=device)
+            left[-SUMMED_TOKENS:] = 1
+            total = torch.zeros(width, size, device=device)
+            add_product(total, left, right[:num_tokens])
+            if not torch.equal(total[0], right[num_tokens - SUMMED_TOKENS : num_tokens].sum(0, dtype=torch.float32)):
+                raise BackendFailed(
+                    f"a product of {num_tokens} tokens, {width} columns and {size} outputs lacks the last of them on"
+                    f" this GPU ({torch.version.cuda}): gradients would be wrong; another version of cuBLAS is needed"
+                )
+
+
+def _samples(renderer: Renderer) -> list[Sample]:
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, renderer.vocab_size, length) for length in (12, 9)]
+    # Random ids may hit a placeholder, which a text must not hold.
+    return [(Rendered(_without_placeholders(text, renderer), [], []), np.roll(text, -1)) for text in texts]
+
+
+def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
+    return np.where(np.isin(text, list(renderer.family.placeholders)), 0, text)
+
+
+def _own_logprobs(root: Root, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
+    input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
+    length = input_ids.shape[1]
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    extra = attention.bounds(bounds.to(device), bounds, length)
+    with torch.no_grad():
+        logits: Tensor = root(root.model, input_ids=input_ids, use_cache=False, **extra).logits[0].float()
+    return logits.log_softmax(-1).gather(-1, torch.from_numpy(targets)[:, None].to(device))

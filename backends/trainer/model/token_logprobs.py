@@ -1,0 +1,267 @@
+"""Log probabilities of targets, without ever holding [tokens, vocabulary] for a whole row.
+
+T tokens, H hidden width, V vocabulary, K targets of a token, R rank columns of the row's models
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from backends.trainer.distributed import Root
+from backends.trainer.lora.linear import (
+    LoraLinear,
+    add_lora_gradients,
+    add_product,
+    lora_linears_backward,
+    scaled,
+)
+from backends.trainer.model import attention
+from backends.trainer.model.packing import Microbatch
+from backends.trainer.model.router_replay import Replay
+from backends.trainer.model.vision import ImageEncoder
+from backends.trainer.trained_weights import TrainedWeights
+
+MAX_LOGITS = 5 * 2**25
+"""Logits held at once, in float32: 640 MiB."""
+_TILE = 256
+"""Tokens, of which whole ones make a product faster."""
+MANY_TOKENS = 1024
+"""Of a row, from which it is worth copying the head's weight; both rows that tell what rows take are of as many."""
+
+
+class Scorer(nn.Module):
+    """A model whose forward gives target log probabilities."""
+
+    def __init__(
+        self, root: Root, vision: ImageEncoder | None, adapters: TrainedWeights, replay: Replay | None = None
+    ) -> None:
+        super().__init__()
+        self._root = root
+        self._vision = vision
+        self.adapters = adapters
+        self.replay = replay
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The base that it scores with."""
+        return self._root.model
+
+    def forward(self, batch: Microbatch, scales_TR: Tensor, gradient: "TokenGradient | None" = None) -> Tensor:
+        """[T, K] float32, nats: of a packed row's targets, whose tokens have these scales of the loaded adapters.
+
+        With `gradient` backward is faster, and wants just this: what would come from it.
+        """
+        return cast(Tensor, self._root(self._scored, batch, scales_TR, gradient))
+
+    def _scored(self, batch: Microbatch, scales_TR: Tensor, gradient: "TokenGradient | None") -> Tensor:
+        self.adapters.use(scales_TR)
+        if self.replay is not None:
+            known = batch.experts_LTK
+            self.replay.use(self.replay.blank(len(batch.targets_TK)) if known is None else known)
+        with ExitStack() as forward:
+            image_inputs: dict[str, Tensor] = {}
+            if self._vision is not None:
+                image_inputs = forward.enter_context(self._vision.shown(batch, scales_TR.device))
+            extra = attention.bounds(batch.cu_seqlens, batch.bounds, batch.max_seqlen)
+            output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
+        head, hidden_TH = self.model.get_output_embeddings(), output.last_hidden_state[0]
+        if isinstance(head, LoraLinear):
+            return target_logprobs(hidden_TH, head, scales_TR, batch.targets_TK, gradient)
+        return trained_target_logprobs(hidden_TH, head.weight, head.bias, batch.targets_TK)
+
+
+class TokenGradient(Protocol):
+    """The gradient of a loss where that of a token depends on no other one's log probabilities."""
+
+    def __call__(self, logprobs_TK: Tensor, begin: int) -> Tensor:
+        """[T, K], by the log probabilities of the row's tokens from `begin` on."""
+
+
+def target_logprobs(
+    hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor, targets_TK: Tensor, gradient: TokenGradient | None = None
+) -> Tensor:
+    """[T, K] float32, nats. Backward adds the head's own gradients to where the head gathers them.
+
+    With `gradient` that is done in forward, while a chunk's logits are there.
+    """
+    if not torch.is_grad_enabled():
+        gradient = None
+    return cast(Tensor, _TargetLogprobs.apply(hidden_TH, head, scales_TR, targets_TK, gradient))  # type: ignore[no-untyped-call]
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """A chunk of tokens at a time; where the gradient is not known, backward computes a chunk's logits again."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913
+        ctx: Any,
+        hidden_TH: Tensor,
+        head: LoraLinear,
+        scales_TR: Tensor,
+        targets_TK: Tensor,
+        gradient: TokenGradient | None,
+    ) -> Tensor:
+        widened_VH = _widened(head, hidden_TH.shape[0])
+        logprobs, sums, gradients, parts, begin = [], [], [], [], 0
+        for hidden, scales, targets in _chunks(head.weight, hidden_TH, scales_TR, targets_TK):
+            logits, inner = _logits(hidden, head, widened_VH, scales)
+            lse = _normaliser(logits)
+            logprobs.append(logits.gather(-1, targets) - lse)
+            sums.append(lse)
+            if gradient is not None:
+                gradients.append(gradient(logprobs[-1], begin))
+                grad_logits = _logits_gradient(logits, lse, targets, gradients[-1], hidden.dtype)
+                parts.append(_add_gradients(grad_logits, hidden, inner, head, scales))
+            begin += hidden.shape[0]
+        ctx.head, ctx.is_known = head, gradient is not None
+        if ctx.is_known:
+            ctx.save_for_backward(torch.cat(gradients), torch.cat(parts))
+        else:
+            ctx.save_for_backward(hidden_TH, scales_TR, targets_TK, torch.cat(sums), widened_VH)
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if ctx.is_known:
+            known_TK, grad_TH = ctx.saved_tensors
+            # Another than was said gives no wrong numbers: what is not finite is refused.
+            is_known_T1 = torch.isclose(grad_TK, known_TK, rtol=1e-3, atol=0).all(-1, keepdim=True)
+            return torch.where(is_known_T1, grad_TH, torch.nan), None, None, None, None
+        *of_tokens, widened_VH = ctx.saved_tensors
+        parts = []
+        for hidden, scales, targets, lse, grad in _chunks(ctx.head.weight, *of_tokens, grad_TK):
+            logits, inner = _logits(hidden, ctx.head, widened_VH, scales)
+            grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
+            parts.append(_add_gradients(grad_logits, hidden, inner, ctx.head, scales))
+        return torch.cat(parts), None, None, None, None
+
+
+def _add_gradients(
+    grad_logits_TV: Tensor, hidden_TH: Tensor, inner_TR: Tensor, head: LoraLinear, scales_TR: Tensor
+) -> Tensor:
+    """The gradient of hidden [T, H]; those of the head's adapters are added where it gathers them."""
+    grad_TH: Tensor
+    grad_TH, grad_inner_TR = lora_linears_backward([grad_logits_TV], [head.weight], [head.a_RI], [head.b_RO], scales_TR)
+    add_lora_gradients([grad_logits_TV], hidden_TH, inner_TR, grad_inner_TR, [head.grad_a_RI], [head.grad_b_RO])
+    return grad_TH
+
+
+def _widened(head: LoraLinear, num_tokens: int) -> Tensor | None:
+    """[V, H + R], the weight and B, for rows of many tokens: adding one's product to the other's would write and read
+    all logits once more. For few that takes less than to copy the weight."""
+    if num_tokens < MANY_TOKENS:
+        return None
+    num_outputs, width = head.weight.shape
+    weight_VH = head.weight.new_empty(num_outputs, width + head.b_RO.shape[0])
+    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.b_RO.T  # torch.cat takes half as long again
+    return weight_VH
+
+
+def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scales_TR: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, V] in float32, and the scaled inner products [T, R]."""
+    inner_TR = scaled(hidden_TH @ head.a_RI.T, scales_TR)
+    if widened_VH is not None:
+        return _head_logits(torch.cat([hidden_TH, inner_TR], 1), widened_VH, head.bias), inner_TR
+    logits_TV = _head_logits(hidden_TH, head.weight, head.bias)
+    add_product(logits_TV, inner_TR.T, head.b_RO)
+    return logits_TV, inner_TR
+
+
+def trained_target_logprobs(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
+    """[T, K] float32, nats, by a head that is itself in training."""
+    return cast(Tensor, _TrainedHead.apply(hidden_TH, weight_VH, bias_V, targets_TK))  # type: ignore[no-untyped-call]
+
+
+class _TrainedHead(torch.autograd.Function):
+    """As `_TargetLogprobs`; the head's gradient is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
+        logprobs, sums = [], []
+        for hidden, targets in _chunks(weight_VH, hidden_TH, targets_TK):
+            logits = _head_logits(hidden, weight_VH, bias_V)
+            lse = _normaliser(logits)
+            logprobs.append(logits.gather(-1, targets) - lse)
+            sums.append(lse)
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_TK, torch.cat(sums))
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        hidden_TH, weight_VH, bias_V, targets_TK, lse_T1 = ctx.saved_tensors
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight_VH, dtype=wide)
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        parts = []
+        for hidden, targets, lse, grad in _chunks(weight_VH, hidden_TH, targets_TK, lse_T1, grad_TK):
+            logits = _head_logits(hidden, weight_VH, bias_V)
+            grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=wide)
+            add_product(grad_weight, grad_logits, hidden)
+            parts.append(grad_logits @ weight_VH)
+        bias = None if grad_bias is None else grad_bias.to(weight_VH.dtype)
+        return torch.cat(parts), grad_weight.to(weight_VH.dtype), bias, None
+
+
+def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    size = max(1, MAX_LOGITS // weight_VH.shape[0])
+    size -= size % _TILE if size > _TILE else 0
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def _head_logits(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    """[T, V] in float32.
+
+    Logits are never rounded to the base's precision: on large ones that alone costs 0.025 nats.
+    """
+    if hidden_TH.is_cuda and hidden_TH.dtype != torch.float32:
+        logits_TV = torch.mm(hidden_TH, weight_VH.T, out_dtype=torch.float32)
+    else:
+        wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+        logits_TV = hidden_TH.to(wide) @ weight_VH.T.to(wide)
+    return logits_TV if bias_V is None else logits_TV.add_(bias_V)
+
+
+def _normaliser(logits_TV: Tensor) -> Tensor:
+    """[T, 1] log-sum-exp, nats."""
+    if logits_TV.is_cuda:
+        from backends.kernels.log_softmax import normaliser
+
+        return normaliser(logits_TV)
+    return logits_TV.logsumexp(-1, keepdim=True)
+
+
+def _logits_gradient(
+    logits_TV: Tensor, lse_T1: Tensor, targets_TK: Tensor, grad_TK: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[T, V] in `dtype`, rounded once: the gradient of the logits for one of the log probabilities."""
+    weight_T1 = grad_TK.sum(-1, keepdim=True)
+    gradient_TV = _probabilities(logits_TV, lse_T1, weight_T1, dtype)
+    if targets_TK.shape[1] > 1:
+        targets_TK, grad_TK = _summed_by_target(targets_TK, grad_TK)
+    of_targets_TK = grad_TK - (logits_TV.gather(-1, targets_TK) - lse_T1).exp() * weight_T1
+    return gradient_TV.scatter_(-1, targets_TK, of_targets_TK.to(dtype))
+
+
+def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, V] in `dtype`: each token's probabilities times minus its weight."""
+    if logits_TV.is_cuda:
+        from backends.kernels.log_softmax import probabilities
+
+        return probabilities(logits_TV, lse_T1, weight_T1, dtype)
+    return (-(logits_TV - lse_T1).exp() * weight_T1).to(dtype)
+
+
+def _summed_by_target(targets_TK: Tensor, grad_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets in order, and with each the sum of the gradients of all that are the same."""
+    targets_TK, order_TK = targets_TK.sort(-1)
+    # Which of a token's different targets each is.
+    place_TK = F.pad((targets_TK.diff(dim=-1) != 0).cumsum(-1), (1, 0))
+    sums_TK = torch.zeros_like(grad_TK).scatter_add_(-1, place_TK, grad_TK.gather(-1, order_TK))
+    return targets_TK, sums_TK.gather(-1, place_TK)

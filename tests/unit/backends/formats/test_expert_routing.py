@@ -1,0 +1,285 @@
+"""Routing in files, and routers that choose by it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from vllm.outputs import CompletionOutput
+
+from api_schemas.inputs import Datum
+from backends.config import BackendConfig
+from backends.configure.describe import describe_models
+from backends.configure.placement import Machine
+from backends.formats.expert_routing import RoutingFiles, read_routing, routing_name
+from backends.inputs.rendering import Renderer
+from backends.protocol import BackendFailed
+from backends.sampler.vllm_patches.routed_experts import keep_routing
+from backends.trainer.distributed import World
+from backends.trainer.rank import TrainerRank
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
+from tests.models import FAMILIES, make_tiny_moe
+from tests.ranks import Stepped, check_two_are_as_one, two_steps
+from tests.trainers import (
+    LORA,
+    OWNER,
+    assert_same,
+    config,
+    forward_backward,
+    gradients,
+    logprobs,
+    perturb,
+    reference_logprobs,
+    together,
+    trainer,
+)
+
+TEXTS = [prompt(words(length, length)) for length in (5, 11, 23)]
+TINY_VL = Path(__file__).parents[4] / "tinker_server/tiny_vl"
+KINDS = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen2 MoE", "Mixtral")
+
+
+def make(kind: str, directory: Path) -> Path:
+    """With experts so large that it matters which of them a token is sent to."""
+    FAMILIES[kind](directory)
+    for path in directory.glob("*.safetensors"):
+        tensors = {name: one * (8 if ".experts." in name else 1) for name, one in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
+def replaying(source: Path, directory: Path, **settings: object) -> TrainerRank:
+    """With a trained adapter."""
+    rank = TrainerRank(replace(config(source), routing_dir=directory, **settings), World(0, 1, torch.device("cpu")))
+    rank.create_model("m", LORA)
+    perturb(rank, "m")
+    return rank
+
+
+def data_of(renderer: Renderer) -> list[Datum]:
+    inputs = MIXED.values() if renderer.takes_images else TEXTS
+    return [datum(one, renderer, seed) for seed, one in enumerate(inputs)]
+
+
+def experts_of(renderer: Renderer, length: int, seed: int = 0) -> np.ndarray:
+    """[T, L, K], any experts, none twice."""
+    sizes = renderer.config.get_text_config()
+    rows = length * sizes.num_hidden_layers
+    every = np.tile(np.arange(sizes.num_experts_per_tok + 2), (rows, 1))
+    chosen = np.random.default_rng(seed).permuted(every, axis=1)[:, : sizes.num_experts_per_tok]
+    return chosen.reshape(length, sizes.num_hidden_layers, -1).astype(np.uint8)
+
+
+def keep(files: RoutingFiles, renderer: Renderer, item: Datum, seed: int, owner: str = OWNER) -> np.ndarray:
+    rendered = renderer.render(item.model_input, "datum")
+    experts_TLK = experts_of(renderer, len(rendered.token_ids_T), seed)
+    files.write(routing_name(owner, "m", rendered), experts_TLK)
+    return experts_TLK
+
+
+def test_what_was_written_first_goes_first_and_an_earlier_process_s_files_count(tmp_path: Path) -> None:
+    experts_TLK = np.zeros((100, 2, 5), np.uint8)
+    files = RoutingFiles(tmp_path, max_bytes=3500)
+    for name in ("a", "b", "c"):
+        files.write(name, experts_TLK)
+    files.write("a", experts_TLK + 1)  # now the newest
+    RoutingFiles(tmp_path, max_bytes=3500).write("d", experts_TLK)
+    assert read_routing(tmp_path, "b") is None
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "c", "d"}
+    np.testing.assert_array_equal(read_routing(tmp_path, "a"), experts_TLK + 1)
+
+
+def test_a_name_is_of_one_user_one_model_its_tokens_and_its_images() -> None:
+    renderer = make_renderer(TINY_VL)
+    rendered = {name: renderer.render(one, name) for name, one in MIXED.items()}
+    text = rendered["text"]
+    names = [routing_name("u", "m", one) for one in rendered.values()]
+    names += [routing_name("u", "n", text), routing_name("v", "m", text), routing_name("um", "", text)]
+    other = replace(rendered["one image"], images=rendered["image last"].images)
+    names += [routing_name("u", "m", text, [7]), routing_name("u", "m", text, [8]), routing_name("u", "m", other)]
+    assert len(set(names)) == len(names)
+    longer = replace(text, token_ids_T=np.append(text.token_ids_T, 7))
+    assert routing_name("u", "m", text, [7]) == routing_name("u", "m", longer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_nothing_is_kept_routers_choose_as_ever(kind: str, tmp_path: Path) -> None:
+    source = make(kind, tmp_path / "model")
+    rank, plain = replaying(source, tmp_path / "routing"), trainer(source)
+    plain.create_model("m", LORA)
+    perturb(plain, "m")
+    batch = cross_entropy(data_of(make_renderer(source)))
+    found, expected = (forward_backward(one, "m", batch, True) for one in (rank, plain))
+    assert found.metrics["replayed_tokens:sum"] == 0
+    assert "replayed_tokens:sum" not in expected.metrics
+    for got, wanted in zip(found.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(got["logprobs"], wanted["logprobs"], atol=1e-6)
+    assert_same(gradients(rank, "m"), gradients(plain, "m"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_is_replayed_as_transformers_computes_by_these_experts(kind: str, tmp_path: Path) -> None:
+    source = make(kind, tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    data = data_of(renderer)
+    kept = {index: keep(files, renderer, data[index], index) for index in (1, 2)}
+    keep(files, renderer, data[0], 0, owner="somebody else")
+    rank = replaying(source, tmp_path / "routing")
+    rank.create_model("m", LORA)  # which adds nothing
+    output = forward_backward(rank, "m", cross_entropy(data), False)
+    assert output.metrics["replayed_tokens:sum"] == sum(map(len, kept.values()))
+    kind_of_model = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
+    model = kind_of_model.from_pretrained(source).eval()
+    for index, (item, row) in enumerate(zip(data, output.loss_fn_outputs, strict=True)):
+        with torch.no_grad():
+            own = reference_logprobs(renderer, item, model)[:, 0].numpy()
+        wanted = own
+        if index in kept:
+            with torch.no_grad(), forced(model, kept[index]):
+                wanted = reference_logprobs(renderer, item, model)[:, 0].numpy()
+            assert np.abs(wanted - own).max() > 1e-2
+        np.testing.assert_allclose(row["logprobs"], wanted, atol=1e-4)
+
+
+@contextmanager
+def forced(model, experts_TLK: np.ndarray) -> Iterator[None]:
+    """Inside, transformers' routers choose these experts [T, L, K]."""
+
+    def choose(experts_TK, router, inputs, output):
+        probabilities_TE = (inputs[0].flatten(0, -2) @ router.weight.T).softmax(-1)
+        weights_TK = torch.stack([row[chosen] for row, chosen in zip(probabilities_TE, experts_TK, strict=True)])
+        if getattr(router, "norm_topk_prob", True):
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return output[0], weights_TK, experts_TK
+
+    hooks = [
+        module.register_forward_hook(partial(choose, torch.from_numpy(experts_TLK[:, index].astype(np.int64))))
+        for index, layer in enumerate(model.get_decoder().layers)
+        for module in layer.modules()
+        if type(module).__name__.endswith("TopKRouter")
+    ]
+    assert hooks
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def test_gradients_pass_by_the_replayed_experts(tmp_path: Path) -> None:
+    """The derivative of the loss along the adapter's gradient is what autograd says."""
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    data = data_of(renderer)
+    for index, item in enumerate(data):
+        keep(files, renderer, item, index)
+    rank = replaying(source, tmp_path / "routing")
+
+    def loss() -> float:
+        return forward_backward(rank, "m", cross_entropy(data), False).metrics["loss:sum"]
+
+    forward_backward(rank, "m", cross_entropy(data), True)
+    found = gradients(rank, "m")
+    norm = torch.sqrt(sum((one.double() ** 2).sum() for one in found.values())).item()
+    step, values = 1e-3, []
+    tensors = rank.tenants["m"].adapter.tensors
+    for sign in (1, -2):
+        for name, tensor in tensors.items():
+            tensor.add_(found[name], alpha=sign * step / norm)
+        values.append(loss())
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(norm, rel=1e-2)
+
+
+def test_models_in_one_row_have_each_its_own_routing(tmp_path: Path) -> None:
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    data = data_of(renderer)
+    keep(files, renderer, data[1], 1)
+    rank = replaying(source, tmp_path / "routing", shares_rows=True)
+    rank.create_model("n", LORA)
+    batch = cross_entropy(data)
+    alone = [forward_backward(rank, name, batch, False) for name in ("m", "n")]
+    for got, wanted in zip(together(rank, [("m", batch), ("n", batch)], False), alone, strict=True):
+        assert got.metrics["replayed_tokens:sum"] == wanted.metrics["replayed_tokens:sum"]
+        for row, expected in zip(got.loss_fn_outputs, wanted.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(row["logprobs"], expected["logprobs"], atol=1e-5)
+    assert [one.metrics["replayed_tokens:sum"] for one in alone] == [len(data[1].loss_fn_inputs["target_tokens"]), 0]
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"no array", np.lib.format.magic(1, 0) + b"x"])
+def test_what_is_no_longer_whole_is_as_if_it_were_not_there(spoilt: bytes, tmp_path: Path, caplog) -> None:
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    item = datum(TEXTS[0], renderer)
+    keep(files, renderer, item, 0)
+    (file,) = (tmp_path / "routing").iterdir()
+    file.write_bytes(spoilt)
+    rank = replaying(source, tmp_path / "routing")
+    assert forward_backward(rank, "m", cross_entropy([item]), False).metrics["replayed_tokens:sum"] == 0
+    assert "cannot be read" in caplog.text
+
+
+def test_a_sample_does_not_fail_where_its_routing_cannot_be_kept(tmp_path: Path, caplog) -> None:
+    renderer, files = make_renderer(TINY_VL), RoutingFiles(tmp_path / "routing")
+    shutil.rmtree(tmp_path / "routing")
+    rendered = renderer.render(TEXTS[0], "prompt")
+    experts_TLK = np.zeros((len(rendered.token_ids_T) + 2, 2, 3), np.uint8)
+    output = CompletionOutput(0, "", [5, 6, 7], None, None, experts_TLK)
+    keep_routing(files, OWNER, "m", rendered, [output])
+    assert "is not kept" in caplog.text
+    with pytest.raises(BackendFailed, match="the engine told the experts of 6 tokens where 7 were due"):
+        keep_routing(files, OWNER, "m", rendered, [replace(output, routed_experts=experts_TLK[:6])])
+
+
+def replaying_rank(world: World, source: Path, directory: Path) -> Stepped:
+    rank = TrainerRank(replace(config(source, 30), routing_dir=directory), world)
+    rank.create_model("m", LORA)
+    return two_steps(rank, "m", cross_entropy(data_of(make_renderer(source))))
+
+
+@pytest.mark.slow
+def test_two_ranks_are_as_one(tmp_path: Path) -> None:
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    for index, item in enumerate(data_of(renderer)[1:]):
+        keep(files, renderer, item, index)
+    check_two_are_as_one(replaying_rank, source, tmp_path / "routing")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words_of_it"),
+    [
+        (lambda experts: experts[1:], "were due"),
+        (lambda experts: experts[:, :1], "were due"),
+        (lambda experts: experts + 100, "to experts up to 1"),
+    ],
+)
+def test_routing_of_another_model_is_refused_by_name(
+    spoil: Callable[[np.ndarray], np.ndarray], words_of_it: str, tmp_path: Path
+) -> None:
+    source = make("Qwen3 MoE", tmp_path / "model")
+    renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
+    item = datum(TEXTS[0], renderer)
+    rendered = renderer.render(item.model_input, "datum")
+    files.write(routing_name(OWNER, "m", rendered), spoil(experts_of(renderer, len(rendered.token_ids_T))))
+    rank = replaying(source, tmp_path / "routing")
+    with pytest.raises(BackendFailed, match=words_of_it):
+        logprobs(rank, [item])
+    logprobs(rank, [datum(TEXTS[1], renderer)])
+
+
+def test_replay_is_refused_where_no_model_has_experts_and_left_out_of_those_that_have_none(tmp_path: Path) -> None:
+    dense, mixture = FAMILIES["Llama"](tmp_path / "dense"), make_tiny_moe(tmp_path / "mixture")
+    given = BackendConfig(models={"dense": str(dense)}, replay_routing=True, device="cpu", scratch_dir=tmp_path / "s")
+    with pytest.raises(BackendFailed, match="none of the models is a mixture of experts"):
+        describe_models(given, Machine(8 << 30))
+    both = given.model_copy(update={"models": {"dense": str(dense), "mixture": str(mixture)}})
+    described = describe_models(both, Machine(8 << 30))
+    assert described["dense"].trainer._config.routing_dir is described["dense"].sampler._config.routing_dir is None
+    assert described["mixture"].trainer._config.routing_dir == described["mixture"].sampler._config.routing_dir
+    assert described["mixture"].trainer._config.routing_dir is not None

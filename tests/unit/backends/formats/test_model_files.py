@@ -1,0 +1,58 @@
+"""What a base model's files say of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from backends.formats.model_files import count_parameters, fingerprint
+from backends.protocol import BackendFailed
+from tests.models import make_tiny_text
+
+
+@pytest.fixture
+def copy(tiny_text: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_text, tmp_path / "copy"))
+
+
+def test_a_copy_has_the_same_fingerprint_whatever_wrote_its_config(tiny_text: Path, copy: Path) -> None:
+    (copy / "README.md").write_text("A model.")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "9.9", "_name_or_path": "there"}))
+    assert fingerprint(copy) == fingerprint(tiny_text)
+    assert len(fingerprint(copy)) == 64
+
+
+def test_the_same_tensors_in_more_files_have_the_same_fingerprint(tiny_text: Path, copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for number, half in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in half}, copy / f"model-{number}.safetensors")
+    assert fingerprint(copy) == fingerprint(tiny_text)
+    assert count_parameters(copy) == count_parameters(tiny_text)
+
+
+def test_other_weights_of_the_same_shapes_have_another_fingerprint(tiny_text: Path, tmp_path: Path) -> None:
+    assert fingerprint(make_tiny_text(tmp_path / "other", seed=1)) != fingerprint(tiny_text)
+
+
+def test_one_changed_tensor_changes_the_fingerprint(tiny_text: Path, copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    for name in ("model.norm.weight", "model.layers.1.mlp.down_proj.weight"):
+        changed = {**tensors, name: tensors[name] * 1.001}
+        save_file(changed, copy / "model.safetensors")
+        assert fingerprint(copy) != fingerprint(tiny_text)
+
+
+def test_another_config_changes_the_fingerprint(tiny_text: Path, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    assert fingerprint(copy) != fingerprint(tiny_text)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackendFailed, match="no safetensors weights"):
+        count_parameters(tmp_path)

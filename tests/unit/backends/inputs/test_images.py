@@ -1,0 +1,200 @@
+"""Files that tenants send as images: read, or refused with the reason, and within bounds."""
+
+import io
+import random
+import struct
+import time
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps, PngImagePlugin
+
+from api_schemas.inputs import ImageChunk
+from backends.inputs.images import BadImage, decode, open_image, size_of
+from backends.inputs.rendering import Renderer
+from backends.protocol import InvalidInput
+from backends.trainer.step.validation import check_forward_backward, decode_batch
+from tests.factories import cross_entropy, datum, image, photo, prompt, text
+
+MANY = 10**8
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def saved(picture: Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def late_colour_profile() -> bytes:
+    """A PNG with an empty colour profile behind its pixels, which Pillow reads only while it decodes."""
+    whole = photo(64, 64)
+    return whole[:-12] + png_chunk(b"iCCP", b"") + whole[-12:]
+
+
+def test_a_png_that_fails_inside_pillow_is_refused_with_its_place(renderer: Renderer) -> None:
+    chunk = ImageChunk(data=late_colour_profile(), format="png")
+    with pytest.raises(InvalidInput, match="datum 3, chunk 1: the image does not decode: "):
+        renderer.render(prompt(text(1), chunk), "datum 3")
+
+
+@pytest.mark.parametrize("error", [IndexError("one"), RuntimeError(), MemoryError(), ZeroDivisionError("by 0")])
+def test_whatever_a_parser_raises_is_the_files_fault(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load_end", fail)
+    with pytest.raises(BadImage, match=r"does not decode: .+"):
+        decode(photo(64, 64), MANY)
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "_open", fail)
+    with pytest.raises(BadImage, match="no readable PNG or JPEG"):
+        open_image(photo(64, 64), MANY)
+
+
+def mutations(data: bytes, generator: random.Random) -> bytes:
+    """A few bytes changed, cut out, repeated or swapped; of a PNG, checksums are set right half of the time."""
+    changed = bytearray(data)
+    for _ in range(generator.randint(1, 6)):
+        at = generator.randrange(len(changed))
+        end = min(len(changed), at + generator.randint(1, 20))
+        match generator.randrange(4):
+            case 0:
+                changed[at] = generator.choice([0, 1, 127, 128, 255, generator.randrange(256)])
+            case 1:
+                del changed[at:end]
+            case 2:
+                changed[at:at] = changed[at:end]
+            case 3:
+                changed[at:end] = generator.randbytes(end - at)
+        if len(changed) < 20:
+            return bytes(changed)
+    if data.startswith(b"\x89PNG") and generator.random() < 0.5:
+        return with_right_checksums(bytes(changed))
+    return bytes(changed)
+
+
+def with_right_checksums(data: bytes) -> bytes:
+    parts, at = [data[:8]], 8
+    while at + 12 <= len(data):
+        length = int.from_bytes(data[at : at + 4])
+        parts.append(png_chunk(data[at + 4 : at + 8], data[at + 8 : at + 8 + length]))
+        at += 12 + length
+    return b"".join(parts)
+
+
+SEEDS = {
+    "png": photo(48, 40, 1),
+    "palette": photo(48, 40, 2, mode="P"),
+    "alpha": photo(48, 40, 3, mode="LA"),
+    "interlaced profile": saved(Image.new("RGB", (40, 40), (9, 8, 7)), "PNG", icc_profile=b"profile", dpi=(70, 70)),
+    "jpeg": photo(48, 40, 4, format="jpeg"),
+    "cmyk": photo(48, 40, 5, mode="CMYK", format="jpeg"),
+    "progressive": saved(Image.new("RGB", (40, 40), (9, 8, 7)), "JPEG", progressive=True, exif=b"Exif\0\0MM"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SEEDS)
+def test_damaged_files_are_read_or_refused_and_nothing_else(renderer: Renderer, name: str) -> None:
+    generator = random.Random(name)
+    refused = 0
+    for _ in range(300):
+        chunk = ImageChunk(data=mutations(SEEDS[name], generator), format="png")
+        try:
+            renderer.render(prompt(chunk), "datum 0")
+        except InvalidInput as error:
+            assert str(error).startswith("datum 0, chunk 0: ")
+            refused += 1
+    assert refused > 30
+
+
+@pytest.mark.flaky(reruns=2)
+def test_scans_of_a_progressive_jpeg_are_bounded_by_its_pixels() -> None:
+    ordinary = saved(Image.new("RGB", (2000, 2000), (10, 20, 30)), "JPEG", progressive=True)
+    decode(ordinary, 4_000_000)
+    last = ordinary[ordinary.rfind(b"\xff\xc4", 0, ordinary.rfind(b"\xff\xda")) : -2]  # a scan and its tables
+    flood = ordinary[:-2] + last * 4000 + ordinary[-2:]
+    assert len(flood) < 300_000
+    began = time.monotonic()
+    with pytest.raises(BadImage, match="the JPEG has 4010 scans; of its size, 100 are allowed"):
+        decode(flood, 4_000_000)
+    assert time.monotonic() - began < 0.5
+    small = saved(Image.new("RGB", (64, 64)), "JPEG", progressive=True)
+    decode(small[:-2] + last * 10 + small[-2:], 4_000_000)
+
+
+def many_chunks() -> bytes:
+    whole = photo(64, 64)
+    return whole[:33] + png_chunk(b"abCd", b"") * 400_000 + whole[33:]
+
+
+def many_segments() -> bytes:
+    whole = photo(64, 64, format="jpeg")
+    return whole[:2] + b"\xff\xe5\x00\x02" * 1_200_000 + whole[2:]
+
+
+def many_fill_bytes() -> bytes:
+    whole = photo(64, 64, format="jpeg")
+    return whole[:2] + b"\xff" * 5_000_000 + whole[2:]
+
+
+@pytest.mark.flaky(reruns=2)
+@pytest.mark.parametrize("make", [many_chunks, many_segments, many_fill_bytes])
+def test_a_header_of_a_million_parts_is_refused_before_it_is_read(make) -> None:
+    data = make()
+    began = time.monotonic()
+    with pytest.raises(BadImage, match="more than 5000"):
+        open_image(data, MANY)
+    assert time.monotonic() - began < 0.5
+
+
+def test_ordinary_metadata_is_no_flood() -> None:
+    profile = np.random.default_rng(0).bytes(3_000_000)
+    assert decode(saved(Image.new("RGB", (64, 64)), "JPEG", icc_profile=profile), MANY).size == (64, 64)
+    assert decode(saved(Image.new("RGB", (64, 64)), "PNG", icc_profile=profile[:900_000]), MANY).size == (64, 64)
+
+
+def test_pixels_of_all_images_of_one_input_are_bounded(tiny_vl) -> None:
+    renderer = Renderer(str(tiny_vl), image_cache_bytes=0, max_image_pixels=10_000)
+    chunks = [image(100, 100, seed) for seed in range(11)]
+    renderer.layout(prompt(*chunks[:10]), "prompt")
+    with pytest.raises(InvalidInput, match=r"prompt: images of 110000 pixels in all; 100000 are allowed"):
+        renderer.layout(prompt(*chunks), "prompt")
+
+
+def test_pixels_of_all_datums_of_one_request_are_bounded(tiny_vl) -> None:
+    renderer = Renderer(str(tiny_vl), image_cache_bytes=0, max_image_pixels=10_000)
+    data = [datum(prompt(image(100, 100, seed), text(1)), renderer, seed) for seed in range(11)]
+    check_forward_backward(renderer, decode_batch(cross_entropy(data[:10])), 64)
+    with pytest.raises(InvalidInput, match="datums 0 to 10: images of 110000 pixels in all; 100000 are allowed"):
+        check_forward_backward(renderer, decode_batch(cross_entropy(data)), 64)
+
+
+@pytest.mark.parametrize("orientation", [*range(1, 9), 0, 99])
+@pytest.mark.parametrize("format", ["jpeg", "png"])
+def test_an_image_is_turned_as_its_exif_says_and_measured_so_by_its_header(orientation, format):
+    """As transformers' and vLLM's loaders turn it. Quarters of four colours stay apart in a JPEG."""
+    quarters = np.zeros((40, 96, 3), np.uint8)
+    quarters[:20, :48], quarters[:20, 48:], quarters[20:, :48] = (250, 0, 0), (0, 250, 0), (0, 0, 250)
+    stored, exif, buffer = Image.fromarray(quarters), Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    stored.save(buffer, format, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(buffer.getvalue()))).convert("RGB")
+    found = decode(buffer.getvalue(), 10**6)
+    assert found.size == expected.size == ((40, 96) if orientation in (5, 6, 7, 8) else (96, 40))
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    with open_image(buffer.getvalue(), 10**6) as opened:
+        assert size_of(opened) == found.size
+
+
+@pytest.mark.parametrize("exif", [b"", b"Exif\0\0"])
+def test_an_empty_note_of_a_camera_changes_nothing(exif):
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 20), "red").save(buffer, "jpeg", exif=exif)
+    assert decode(buffer.getvalue(), 10**6).size == (30, 20)
+    with open_image(buffer.getvalue(), 10**6) as opened:
+        assert size_of(opened) == (30, 20)

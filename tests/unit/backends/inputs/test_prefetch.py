@@ -1,0 +1,110 @@
+"""Images are decoded on threads before they are rendered, and it shows in nothing but the time."""
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from backends.inputs.prefetch import Ahead
+from backends.inputs.rendering import Rendered, Renderer
+from backends.protocol import InvalidInput
+from tests.factories import image, make_renderer, prompt, words
+
+
+@pytest.fixture
+def renderer(tiny_vl) -> Renderer:
+    """One that keeps no pixels, as the trainer's."""
+    return Renderer(str(tiny_vl), image_cache_bytes=0, max_image_pixels=10**7)
+
+
+@pytest.fixture
+def decoded(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The thread of each decoding."""
+    threads, process = [], renderer.family.vision.process
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return process(*arguments)
+
+    monkeypatch.setattr(renderer.family.vision, "process", noted)
+    return threads
+
+
+INPUTS = [prompt(words(3, i), image(96, 64, i), words(2, i), image(64, 64, i % 2), words(4, i)) for i in range(6)]
+
+
+def assert_same(one: Rendered, other: Rendered) -> None:
+    assert (one.token_ids_T == other.token_ids_T).all() and one.spans == other.spans
+    for got, expected in zip(one.images, other.images, strict=True):
+        assert got.hash == expected.hash and got.tensors.keys() == expected.tensors.keys()
+        assert all(torch.equal(got.tensors[name], tensor) for name, tensor in expected.tensors.items())
+
+
+def test_expected_inputs_are_rendered_as_others_and_every_image_is_decoded_once(renderer, decoded, tiny_vl):
+    expected = [make_renderer(tiny_vl).render(one, "datum") for one in INPUTS]
+    num_threads = torch.get_num_threads()
+    renderer.expect(INPUTS)
+    rendered = [renderer.render(one, "datum") for one in INPUTS]
+    for one, other in zip(rendered, expected, strict=True):
+        assert_same(one, other)
+    assert len(decoded) == 8 and all(name.startswith("ahead") for name in decoded)
+    assert torch.get_num_threads() == num_threads
+
+
+def test_known_images_are_neither_decoded_nor_left_over(renderer, decoded):
+    hashes = {one.hash for one in renderer.render(INPUTS[0], "datum").images}
+    renderer.expect(INPUTS[:1], hashes)
+    renderer.expect(INPUTS[1:2])
+    for one in INPUTS[:2]:
+        known = hashes | {one.hash for one in renderer.render(INPUTS[1], "datum").images}
+        assert not any("pixel_values" in one.tensors for one in renderer.render(one, "datum", known).images)
+    assert not renderer._ahead._results
+
+
+def test_a_broken_image_is_refused_when_it_is_rendered_by_the_name_of_its_place(renderer):
+    broken = image(96, 64)
+    cut = broken.model_copy(update={"data": broken.data[: len(broken.data) // 2]})
+    torn = broken.model_copy(update={"data": b"\x89PNG\r\n\x1a\nnothing"})
+    for bad in (cut, torn):
+        renderer.expect([prompt(words(3)), prompt(words(3), bad)])
+        with pytest.raises(InvalidInput, match="datum 1, chunk 1: "):
+            renderer.render(prompt(words(3), bad), "datum 1")
+
+
+def test_work_ahead_is_bounded_and_what_is_dropped_makes_room():
+    ahead: Ahead[int] = Ahead(100)
+    began: list[int] = []
+
+    def note(number: int) -> int:
+        began.append(number)
+        return number
+
+    for number in range(5):
+        ahead.begin(str(number), 40, partial(note, number))
+    assert [ahead.take(str(number)) for number in range(5)] == [0, 1, None, None, None]
+    assert sorted(began) == [0, 1]
+    ahead.begin("a", 100, lambda: 1)
+    ahead.drop()
+    ahead.begin("b", 100, lambda: 2)
+    assert (ahead.take("a"), ahead.take("b")) == (None, 2)
+
+
+def test_work_ahead_runs_beside_who_began_it():
+    ahead: Ahead[float] = Ahead(100)
+    released = threading.Event()
+    ahead.begin("a", 1, lambda: released.wait(20) and time.monotonic())
+    began = time.monotonic()
+    released.set()
+    assert ahead.take("a") >= began
+
+
+def test_nothing_starts_while_paused_and_all_of_it_afterwards():
+    ahead: Ahead[None] = Ahead(100)
+    started = threading.Event()
+    with ahead.paused():
+        ahead.begin("a", 1, started.set)
+        assert not started.wait(0.2)
+    assert ahead.take("a") is None and started.is_set()

@@ -1,0 +1,146 @@
+"""Rendering: one understanding of chunks for server, trainer and sampler."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
+
+from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
+from backends.inputs.rendering import Renderer
+from backends.protocol import InvalidInput
+from tests.factories import image, make_renderer, photo, prompt, text, words
+
+
+def file_of(picture: Image.Image, format: str) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, format)
+    return buffer.getvalue()
+
+
+def test_ids_and_pixels_are_those_of_the_models_own_processor(renderer, tiny_vl):
+    processor = AutoProcessor.from_pretrained(tiny_vl)
+    pictures = [photo(96, 64, 1), photo(50, 130, 2)]
+    written = "<|vision_start|><|image_pad|><|vision_end|>hello<|vision_start|><|image_pad|><|vision_end|>"
+    expected = processor(text=[written], images=[Image.open(io.BytesIO(one)) for one in pictures], return_tensors="pt")
+    before, between, after = (
+        processor.tokenizer(part, add_special_tokens=False)["input_ids"] for part in written.split("<|image_pad|>")
+    )
+    rendered = renderer.render(
+        prompt(
+            text(*before),
+            ImageChunk(data=pictures[0], format="png"),
+            text(*between),
+            ImageChunk(data=pictures[1], format="png"),
+            text(*after),
+        ),
+        "prompt",
+    )
+    assert rendered.token_ids_T.tolist() == expected["input_ids"][0].tolist()
+    pixels = torch.cat([one.tensors["pixel_values"] for one in rendered.images])
+    assert torch.equal(pixels, expected["pixel_values"])
+    grids = torch.cat([one.tensors["image_grid_thw"] for one in rendered.images])
+    assert torch.equal(grids, expected["image_grid_thw"])
+
+
+@pytest.mark.parametrize("size", [(32, 32), (300, 200), (480, 360), (17, 900), (1000, 30), (33, 31)])
+def test_counts_from_the_header_are_the_counts_from_the_pixels(renderer, size):
+    model_input = prompt(image(*size))
+    length, (span,) = renderer.layout(model_input, "prompt")
+    rendered = renderer.render(model_input, "prompt")
+    _, grid_h, grid_w = rendered.images[0].tensors["image_grid_thw"][0].tolist()
+    assert length == span.num_tokens == grid_h * grid_w // 4 == len(rendered.token_ids_T)
+    assert span.grid == (grid_h // 2, grid_w // 2)
+    vision, rgb = renderer.family.vision, Image.open(io.BytesIO(photo(*size)))
+    assert vision.size_bytes(span.grid) == vision.process(rgb)["pixel_values"].nbytes
+
+
+MODES = [("L", "png"), ("L", "jpeg"), ("CMYK", "jpeg"), ("P", "png"), ("RGBA", "png"), ("LA", "png"), ("1", "png")]
+
+
+@pytest.mark.parametrize(("mode", "format"), MODES)
+def test_every_mode_becomes_rgb(renderer, mode, format):
+    data = photo(64, 64, 1, mode=mode, format=format)
+    rendered = renderer.render(prompt(ImageChunk(data=data, format=format)), "prompt")
+    with Image.open(io.BytesIO(data)) as picture:
+        as_rgb = file_of(picture.convert("RGB"), "png")
+    expected = renderer.render(prompt(ImageChunk(data=as_rgb, format="png")), "prompt")
+    assert torch.equal(rendered.images[0].tensors["pixel_values"], expected.images[0].tensors["pixel_values"])
+
+
+def test_a_jpeg_called_png_is_an_image_all_the_same(renderer):
+    renderer.render(prompt(ImageChunk(data=photo(64, 64, format="jpeg"), format="png")), "prompt")
+
+
+def test_sixteen_bit_grayscale_is_refused_and_not_clipped(renderer):
+    deep = file_of(Image.fromarray(np.full((40, 40), 40000, np.uint16)), "png")
+    with pytest.raises(InvalidInput, match="more than 8 bits"):
+        renderer.layout(prompt(ImageChunk(data=deep, format="png")), "prompt")
+
+
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(tiny_vl):
+    renderer = Renderer(str(tiny_vl), image_cache_bytes=0, max_image_pixels=10_000)
+    with pytest.raises(InvalidInput, match=r"prompt, chunk 1: the image has 200x100 pixels; 10000 are allowed"):
+        renderer.layout(prompt(text(1), image(200, 100)), "prompt")
+
+
+def test_a_wrong_expected_tokens_names_both_counts(renderer):
+    chunk = ImageChunk(data=photo(96, 64), format="png", expected_tokens=63)
+    with pytest.raises(InvalidInput, match="datum 4, chunk 0: Expected 63 tokens, got 6 from image"):
+        renderer.layout(prompt(chunk), "datum 4")
+
+
+def test_an_extreme_aspect_ratio_is_refused(renderer):
+    with pytest.raises(InvalidInput, match="aspect ratio"):
+        renderer.layout(prompt(image(4000, 10)), "prompt")
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"GIF89a" + bytes(40), photo(64, 64)[:20]])
+def test_bytes_that_are_no_png_or_jpeg_are_refused(renderer, data):
+    with pytest.raises(InvalidInput, match=r"chunk 0: the .* bytes are no readable PNG or JPEG"):
+        renderer.layout(prompt(ImageChunk(data=data, format="png")), "prompt")
+
+
+@pytest.mark.parametrize("token", [-1, 384, 2**31 - 1])
+def test_ids_outside_the_vocabulary_are_refused(renderer, token):
+    with pytest.raises(InvalidInput, match=f"token id {token} is outside the vocabulary"):
+        renderer.layout(prompt(text(1, token)), "prompt")
+
+
+@pytest.mark.parametrize("name", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_placeholder_without_an_image_is_refused_by_name(renderer, tiny_vl, name):
+    token = AutoTokenizer.from_pretrained(tiny_vl).convert_tokens_to_ids(name)
+    message = rf"datum 1, chunk 1: token {token} \({re.escape(name)}\) is .* placeholder .*; send an image chunk"
+    with pytest.raises(InvalidInput, match=message):
+        renderer.layout(prompt(words(2), text(1, token)), "datum 1")
+
+
+def test_the_tokens_around_an_image_are_text(renderer, tiny_vl):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_vl)
+    around = [tokenizer.convert_tokens_to_ids(name) for name in ("<|vision_start|>", "<|vision_end|>")]
+    length, (span,) = renderer.layout(prompt(text(around[0]), image(64, 64), text(around[1])), "datum")
+    assert (length, span.offset) == (span.num_tokens + 2, 1)
+
+
+def test_images_for_a_text_model_are_refused_with_their_place(tiny_text):
+    with pytest.raises(InvalidInput, match="datum 2, chunk 1: this model takes no images"):
+        make_renderer(tiny_text).layout(prompt(words(3), image(64, 64)), "datum 2")
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [ImageAssetPointerChunk(format="png", location="file:///etc/passwd"), DmelChunk(dmel=b"abc")],
+    ids=["pointer", "audio"],
+)
+def test_other_chunks_are_refused_by_name(renderer, chunk):
+    with pytest.raises(InvalidInput, match=f"{chunk.type} chunks are not supported"):
+        renderer.layout(prompt(chunk), "prompt")
+
+
+def test_the_same_image_is_processed_once(renderer):
+    model_input = prompt(image(60, 60, 9), words(2), image(60, 60, 9))
+    first, second = renderer.render(model_input, "prompt").images
+    assert first is second

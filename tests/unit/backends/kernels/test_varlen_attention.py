@@ -1,0 +1,179 @@
+"""How samples are shared out between the two kernels of a packed row, on kernels of plain operations in float64."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.kernels import varlen_attention as packed
+from backends.kernels.varlen_attention import Span, filled_length, packed_attention
+from tests.attention import one_by_one
+
+HEADS, KEY_HEADS, SIZE = 4, 2, 8
+SCALE = 0.3
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """[..., H, T, D] and [..., H, T, 1]: causal attention as it is defined."""
+    key, value = (tensor.repeat_interleave(HEADS // KEY_HEADS, -3) for tensor in (key, value))
+    scores = scale * query @ key.transpose(-1, -2)
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
+
+
+def plain_backward(saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
+    """By the saved log-sum-exp, as kernels do (arXiv 2205.14135, algorithm 4)."""
+    grad, query, key, value, out, lse = saved
+    keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, -3) for tensor in (key, value))
+    weights = (scale * query @ keys.transpose(-1, -2) - lse).exp().tril()
+    grad_scores = weights * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+    grouped = [
+        tensor.unflatten(-3, (KEY_HEADS, -1)).sum(-3)
+        for tensor in (grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad)
+    ]
+    return grad_scores @ keys, *grouped
+
+
+class Plain:
+    """In FlashAttention's place."""
+
+    def __init__(self) -> None:
+        self.spans: list[list[int]] = []
+
+    def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
+        bounds = span.cu_seqlens.tolist()
+        self.spans.append([end - begin for begin, end in pairwise(bounds)])
+        assert max(self.spans[-1]) <= span.longest
+        found = []
+        for begin, end in pairwise(bounds):
+            query, key, value = (tensor[begin:end].transpose(0, 1) for tensor in qkv)
+            found.append(plain(query, key, value, scale))
+        return torch.cat([out.transpose(0, 1) for out, _ in found]), torch.cat([lse[..., 0] for _, lse in found], 1)
+
+    def backward(self, grad_THD: Tensor, saved: list[Tensor], span: Span, scale: float) -> tuple[Tensor, ...]:
+        *tensors, lse = saved
+        bounds = span.cu_seqlens.tolist()
+        found = []
+        for begin, end in pairwise(bounds):
+            rows = [tensor[begin:end].transpose(0, 1) for tensor in (grad_THD, *tensors)]
+            gradients = plain_backward([*rows, lse[:, begin:end, None]], scale)
+            found.append([gradient.transpose(0, 1) for gradient in gradients])
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plain]:
+    kernel = Plain()
+    monkeypatch.setattr(packed, "LONG", 16)
+    monkeypatch.setattr(packed, "_flash", kernel)
+    monkeypatch.setattr(packed, "_cudnn_forward", plain)
+    monkeypatch.setattr(packed, "_cudnn_backward", plain_backward)
+    packed._cudnn_serves.cache_clear()
+    yield kernel
+    packed._cudnn_serves.cache_clear()
+
+
+def row(lengths: list[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [
+        torch.randn(sum(lengths), heads, SIZE, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+
+
+def attend(qkv: list[Tensor], lengths: list[int]) -> Tensor:
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    out, _ = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "together"),
+    [
+        ([3, 15, 2], [[3, 15, 2]]),
+        ([16], []),
+        ([47], []),
+        ([5, 17, 33, 4, 9, 100], [[5], [4, 9]]),
+        ([64, 3, 1], [[3, 1]]),
+    ],
+)
+def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, lengths, together):
+    qkv = row(lengths)
+    attend(qkv, lengths)  # at the first use the kernels are compared
+    flash.spans.clear()
+    out, expected = attend(qkv, lengths), one_by_one(qkv, lengths, SCALE)
+    assert flash.spans == together
+    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    got, wanted = (torch.autograd.grad((one * weights).sum(), qkv) for one in (out, expected))
+    assert (out - expected).abs().max() < 1e-12
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()  # the log-sum-exp is float32
+
+
+def test_tokens_that_lie_side_by_side_are_taken_as_they_lie(flash):
+    qkv = [tensor.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for tensor in row([40, 5])]
+    assert qkv[0].stride(0) < qkv[0].stride(1)
+    out, expected = attend(qkv, [40, 5]), one_by_one(qkv, [40, 5], SCALE)
+    got, wanted = (torch.autograd.grad(one.square().sum(), qkv) for one in (out, expected))
+    for one, other in zip([out, *got], [expected, *wanted], strict=True):
+        assert (one - other).norm() < 1e-6 * other.norm()
+    assert packed._cudnn_serves.cache_info().currsize == 1
+
+
+def test_high_scores_leave_no_trace_in_what_fills_a_sample_up(flash):
+    qkv = row([41])
+    with torch.no_grad():
+        for tensor in qkv:
+            tensor.mul_(40)  # exp(score) alone would be infinite
+    out, expected = attend(qkv, [41]), one_by_one(qkv, [41], SCALE)
+    got, wanted = (torch.autograd.grad(one.sum(), qkv) for one in (out, expected))
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.isfinite(one).all()
+        assert (one - other).norm() < 1e-3 * max(tensor.norm() for tensor in wanted)
+
+
+def test_a_kernel_that_differs_or_breaks_is_not_used_and_the_log_says_so(flash, monkeypatch, caplog):
+    def off(*tensors: Tensor | float) -> tuple[Tensor, Tensor]:
+        out, lse = plain(*tensors)
+        return out * 1.05, lse
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel for this")
+
+    for kernel, said in ((off, "0.05 of FlashAttention's numbers"), (broken, "no kernel for this")):
+        monkeypatch.setattr(packed, "_cudnn_forward", kernel)
+        packed._cudnn_serves.cache_clear()
+        caplog.clear()
+        flash.spans.clear()
+        qkv = row([20, 30])
+        assert (attend(qkv, [20, 30]) - one_by_one(qkv, [20, 30], SCALE)).abs().max() < 1e-12
+        assert [20, 30] in flash.spans
+        assert said in caplog.text
+
+
+def test_a_row_whose_lengths_the_device_alone_knows_has_no_long_sample(flash):
+    """However long the longest may be: a graph's is as long as its row."""
+    for lengths, longest in (([5, 7], 7), ([5, 7], 12), ([15, 5, 12], 32)):
+        qkv = row(lengths)
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        unknown = torch.zeros(2, dtype=torch.int32)
+        out, _ = packed_attention(*qkv, cu_seqlens, unknown, longest, SCALE)
+        expected = one_by_one(qkv, lengths, SCALE)
+        assert (out - expected).abs().max() < 1e-12
+        got, wanted = (torch.autograd.grad(one.square().sum(), qkv) for one in (out, expected))
+        assert all((one - other).abs().max() < 1e-12 for one, other in zip(got, wanted, strict=True))
+
+
+def test_samples_are_filled_up_by_an_eighth_at_most_and_to_few_lengths():
+    lengths = [*range(1, 70_000, 7)]
+    filled = [filled_length(length) for length in lengths]
+    assert all(length <= size < 1.125 * length + 1 for length, size in zip(lengths, filled, strict=True))
+    assert len({size for size in filled if 4096 <= size <= 65536}) == 4 * 8 + 1
+
+
+def test_the_operator_is_one_that_can_be_compiled(flash):
+    qkv = row([20, 3])
+    cu_seqlens = torch.tensor([0, 20, 23], dtype=torch.int32)
+    torch.library.opcheck(packed_attention, (*qkv, cu_seqlens, cu_seqlens, 20, SCALE))

@@ -1,0 +1,142 @@
+"""Child processes end with the server, whatever it died of, and everything that they started ends with them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from backends.processes.launcher import launch, launch_trainer
+from backends.processes.rpc import ChildDied
+from backends.protocol import InvalidInput
+from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
+
+SERVER = """
+import asyncio
+from backends.processes.launcher import launch, launch_trainer
+from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap
+
+async def main():
+    child = await launch("busy", "tests.busy_child", {})
+    print(await child.call(Grandchild()), flush=True)
+    await child.call(Nap(60))
+
+asyncio.run(main())
+"""
+
+
+def survivors(pids: list[int]) -> list[int]:
+    """Those that still run."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def test_a_killed_server_takes_busy_children_and_their_children_with_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        pids = [int(pid) for pid in server.stdout.readline().split()]
+        assert len(survivors(pids)) == 2
+        time.sleep(0.2)  # the child is in its nap, holding the interpreter's lock
+        server.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        while survivors(pids) and time.monotonic() - killed_at < 2:
+            time.sleep(0.02)
+        assert survivors(pids) == []
+
+
+async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "socket").touch()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    child = await launch("busy", "tests.busy_child", {}, folder=str(own))
+    pids = [int(pid) for pid in (await child.call(Grandchild())).split()]
+    leader = psutil.Process(pids[0])
+    group = [pid for pid in psutil.pids() if _group(pid) == leader.pid]
+    assert len(group) == 3  # the child, its own, and the guard
+    await child.stop()
+    await asyncio.sleep(0.1)
+    assert survivors(group) == []
+    assert not own.exists()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # the event loop's watcher of children
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_killed_child_is_noticed_at_once(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def kill() -> None:
+        child = await launch("busy", "tests.busy_child", {})
+        try:
+            napping = asyncio.create_task(child.call(Nap(60)))
+            await asyncio.sleep(0.5)
+            os.kill(child.process.pid, signal.SIGKILL)
+            with pytest.raises(ChildDied):
+                await asyncio.wait_for(napping, 5)
+            assert child.died.is_set()
+        finally:
+            await child.stop(grace_s=1)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(kill())
+
+
+async def test_an_answer_that_cannot_be_read_ends_the_child_and_fails_its_calls() -> None:
+    child = await launch("busy", "tests.busy_child", {})
+    try:
+        with pytest.raises(ChildDied):
+            await asyncio.wait_for(child.call(NotToBeRead()), 20)
+        assert child.died.is_set()
+        with pytest.raises(ChildDied):
+            await child.call(Nap(0))
+    finally:
+        await child.stop(grace_s=1)
+
+
+async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
+    child = await launch("busy", "tests.busy_child", {})
+    try:
+        with pytest.raises(InvalidInput, match=f"the answer has .* bytes; at most {LONGEST_ANSWER} can be given"):
+            await child.call(Zeros(LONGEST_ANSWER))
+        assert await child.call(Zeros(10)) == bytes(10)
+    finally:
+        await child.stop(grace_s=1)
+
+
+async def environment(pid: int) -> dict[str, str]:
+    """Of a process that was just started: while it becomes another program, it has none to show."""
+    async with asyncio.timeout(20):
+        while not (found := psutil.Process(pid).environ()):  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7")
+    ranks = await launch_trainer("tiny", num_ranks=2, device="cuda", gpus=(1, 2))
+    try:
+        found = [await environment(rank.process.pid) for rank in ranks]
+    finally:
+        await asyncio.gather(*(rank.stop(grace_s=0.1) for rank in ranks))
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in found} == {"GPU-aa,7"}
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in found] == [("0", "0", "2"), ("1", "1", "2")]
+    assert len({one["MASTER_PORT"] for one in found}) == 1
+    assert found[0]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

@@ -1,0 +1,42 @@
+"""What a child process did for a call is told to whoever listens where the call was made."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from backends.processes.launcher import launch
+from backends.processes.rpc import ChildDied
+from backends.processes.spans import ProcessSpan, heard_by
+from backends.protocol import InvalidInput
+from tests.busy_child import LONGEST_ANSWER, Nap, Zeros
+
+
+async def test_calls_are_told_with_the_times_of_their_process_and_what_became_of_them() -> None:
+    child = await launch("trainer tiny rank 0", "tests.busy_child", {})
+    heard: list[ProcessSpan] = []
+    began_ns = time.time_ns()
+    try:
+        async with asyncio.timeout(60):
+            await child.call(Zeros(1))  # to nobody
+            with heard_by(heard.append):
+                await asyncio.create_task(child.call(Nap(1)))
+                with pytest.raises(InvalidInput, match="ask for less at once"):
+                    await child.call(Zeros(2 * LONGEST_ANSWER))
+                cut_short = asyncio.create_task(child.call(Nap(60)))
+                await asyncio.sleep(0)
+                os.kill(child.process.pid, signal.SIGKILL)
+                with pytest.raises(ChildDied):
+                    await cut_short
+    finally:
+        await child.stop(grace_s=1)
+    assert [(one.process, one.command, one.outcome) for one in heard] == [
+        ("trainer tiny rank 0", "Nap", "value"),
+        ("trainer tiny rank 0", "Zeros", "invalid"),
+        ("trainer tiny rank 0", "Nap", "unanswered"),
+    ]
+    assert heard[0].ended_ns - heard[0].began_ns >= 0.9e9
+    times_ns = [time for one in heard for time in (one.began_ns, one.ended_ns)]
+    assert times_ns == sorted(times_ns) and times_ns[0] >= began_ns and times_ns[-1] <= time.time_ns()

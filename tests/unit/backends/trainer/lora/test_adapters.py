@@ -1,0 +1,142 @@
+"""Our LoRA layers against PEFT's, model by model: in one packed row all get what they get alone."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft.tuners.lora import LoraModel
+from transformers import AutoModelForCausalLM
+
+from api_schemas.training import Trainable
+from backends.families.lora_names import decoder_modules
+from backends.trainer.lora.adapters import ALPHA, Adapters
+from backends.trainer.model import token_logprobs
+
+CONFIGS = [
+    Trainable(rank=8, seed=1),
+    Trainable(rank=3, seed=2, train_unembed=False),
+    Trainable(rank=1, seed=3, train_attn=False),
+]
+
+
+@pytest.fixture
+def model(tiny_text):
+    return AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).requires_grad_(False).eval()
+
+
+def perturbed(adapter, seed):
+    """B is not zero here: a fresh adapter adds nothing, and its A has no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    for stack in adapter.stacks:
+        stack.b_LrO.data.normal_(0, 0.1, generator=generator)
+    return adapter
+
+
+def peft_of(model, config, adapter):
+    """PEFT's model with the same adapter, and its parameters by name."""
+    names = [n for flag, modules in decoder_modules(model).items() if getattr(config, flag) for n in modules]
+    peft = copy.deepcopy(model)
+    LoraModel(peft, PeftLoraConfig(r=config.rank, lora_alpha=ALPHA, target_modules=names), "one")
+    parameters = {}
+    for name, parameter in peft.named_parameters():
+        if ".one." in name:
+            own = f"base_model.model.{name.replace('.one.', '.')}"
+            parameter.data = adapter.tensors[own].to(torch.float64).clone().contiguous()
+            parameters[own] = parameter
+    return peft, parameters
+
+
+def test_models_of_one_row_get_what_peft_gives_each_alone(model):
+    before = copy.deepcopy(model)
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    made = [perturbed(adapters.create(config), seed) for seed, config in enumerate(CONFIGS)]
+    tokens = [
+        torch.randint(10, 300, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 5, 7)
+    ]
+    scales = adapters.load(made)
+    owners = torch.arange(3).repeat_interleave(torch.tensor([9, 5, 7]))
+    adapters.use(scales[owners])
+    positions = torch.cat([torch.arange(len(ids)) for ids in tokens])[None]
+    logits = model(input_ids=torch.cat(tokens)[None], position_ids=positions, use_cache=False).logits[0]
+    logits.log_softmax(-1)[:, 7].sum().backward()
+    adapters.collect(made)
+    for config, adapter, ids, ours in zip(CONFIGS, made, tokens, logits.split([9, 5, 7]), strict=True):
+        peft, parameters = peft_of(before, config, adapter)
+        theirs = peft(input_ids=ids[None], use_cache=False).logits[0]
+        theirs.log_softmax(-1)[:, 7].sum().backward()
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+        assert adapter.gradients.keys() == parameters.keys()
+        for name, gradient in adapter.gradients.items():
+            torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-9, atol=1e-12)
+
+
+def test_an_adapter_that_overflows_leaves_the_other_models_of_its_row_alone(model):
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    # On the head alone: this attention computes all pairs of tokens, which the trainer's does not.
+    head = Trainable(rank=3, seed=2, train_attn=False, train_mlp=False)
+    good, bad = (perturbed(adapters.create(config), 0) for config in (CONFIGS[0], head))
+    ids = torch.arange(10, 30)
+    positions = torch.cat([torch.arange(10)] * 2)[None]
+
+    def logits_of_first(*models):
+        scales = adapters.load(models)
+        adapters.use(scales[torch.arange(2).clamp(max=len(models) - 1).repeat_interleave(10)])
+        return model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0, :10].detach()
+
+    with_equal = logits_of_first(good, bad)
+    for stack in bad.stacks:
+        stack.a_LrI.data.fill_(1e300)
+        stack.b_LrO.data.fill_(1e300)
+    torch.testing.assert_close(logits_of_first(good, bad), with_equal, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(("limit", "length"), [(7 * 384, 20), (2**26, 20), (11 * 384, 50)])
+def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, limit, length, is_known, monkeypatch):
+    monkeypatch.setattr(token_logprobs, "MAX_LOGITS", limit)
+    monkeypatch.setattr(token_logprobs, "MANY_TOKENS", 50)
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    made = perturbed(adapters.create(CONFIGS[0]), 0)
+    scales_TR = adapters.load([made]).expand(length, -1)
+    head = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    hidden_TH = torch.randn(length, head.weight.shape[1], generator=generator, dtype=torch.float64, requires_grad=True)
+    targets_TK = torch.randint(0, head.weight.shape[0], (length, 3), generator=generator)
+    targets_TK[1, 2], targets_TK[2] = targets_TK[1, 0], targets_TK[2, 1]
+    weights_TK = torch.randn(length, 3, generator=generator, dtype=torch.float64)
+
+    def gradient(logprobs_TK, begin):
+        return weights_TK[begin : begin + len(logprobs_TK)]
+
+    ours_TK = token_logprobs.target_logprobs(hidden_TH, head, scales_TR, targets_TK, gradient if is_known else None)
+    (ours_TK * weights_TK).sum().backward()
+    adapters.collect([made])
+    gradient_TH, hidden_TH.grad = hidden_TH.grad, None
+
+    stack = next(stack for stack in made.stacks if stack.group.flag == "train_unembed")
+    a_rI, b_rO = (half.data[0].clone().requires_grad_() for half in (stack.a_LrI, stack.b_LrO))
+    logits_TV = hidden_TH @ head.weight.T + ALPHA / 8 * (hidden_TH @ a_rI.T) @ b_rO
+    theirs_TK = logits_TV.log_softmax(-1).gather(-1, targets_TK)
+    (theirs_TK * weights_TK).sum().backward()
+    for ours, theirs in (
+        (ours_TK, theirs_TK),
+        (gradient_TH, hidden_TH.grad),
+        (stack.a_LrI.grad[0], a_rI.grad),
+        (stack.b_LrO.grad[0], b_rO.grad),
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_another_gradient_than_was_said_is_not_a_number(model):
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    made = perturbed(adapters.create(CONFIGS[0]), 0)
+    scales_TR = adapters.load([made]).expand(3, -1)
+    head = model.get_output_embeddings()
+    hidden_TH = torch.ones(3, head.weight.shape[1], dtype=torch.float64, requires_grad=True)
+    targets_T1 = torch.arange(3)[:, None]
+    logprobs_T1 = token_logprobs.target_logprobs(
+        hidden_TH, head, scales_TR, targets_T1, lambda one, begin: -torch.ones_like(one)
+    )
+    logprobs_T1.backward(torch.tensor([[-1.0], [-1.1], [-1.0]]).double())
+    assert hidden_TH.grad.isfinite().all(-1).tolist() == [True, False, True]

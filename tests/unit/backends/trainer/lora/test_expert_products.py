@@ -1,0 +1,46 @@
+"""Products of experts' rows by one kernel, and how many numbers adapters of experts hold."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from backends.families.coverage import check_coverage
+from backends.families.registry import find_family
+from backends.trainer.lora import experts
+from tests.models import FAMILIES
+from tests.trainers import LORA, trainer
+
+
+def left_unwritten(left_RS: Tensor, right_SN: Tensor, offs: Tensor) -> Tensor:
+    """As torch's grouped product, which leaves the memory of groups without rows as it is."""
+    found = torch.full((len(offs), left_RS.shape[0], right_SN.shape[1]), torch.nan)
+    begin = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > begin:
+            found[expert] = left_RS[:, begin:end] @ right_SN[begin:end]
+        begin = end
+    return found
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 5, 2], [0, 0, 0, 0], [1, 2, 3, 4]])
+def test_an_expert_without_tokens_has_no_gradient(counts, monkeypatch):
+    monkeypatch.setattr(experts, "_in_one_kernel", lambda x: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", left_unwritten)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(sum(counts), width, generator=generator) for width in (3, 5))
+    total, before = torch.ones(4, 3, 5), torch.ones(4, 3, 5)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    experts._add_grouped_product(total, left, right, ends)
+    for expert, (rows, others) in enumerate(zip(left.split(counts), right.split(counts), strict=True)):
+        torch.testing.assert_close(total[expert], before[expert] + rows.T @ others)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3 MoE", "Mixtral", "Qwen2 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE"])
+def test_as_many_numbers_of_an_adapter_are_planned_as_it_has(kind, tmp_path):
+    source = FAMILIES[kind](tmp_path / "model")
+    config = AutoConfig.from_pretrained(source)
+    planned = check_coverage(find_family(config, str(source)), config, str(source)).adapter
+    rank = trainer(source)
+    rank.create_model("m", LORA)
+    assert sum(one.numel() for one in rank.tenants["m"].adapter.parameters) == LORA.rank * planned

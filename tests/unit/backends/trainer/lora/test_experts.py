@@ -1,0 +1,124 @@
+"""LoRA on the experts of a mixture against autograd through merged weights, model by model of one packed row."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from api_schemas.training import Trainable
+from backends.families.text import Text
+from backends.formats.load_check import Canary
+from backends.formats.stacked_adapters import open_adapter
+from backends.protocol import ADAPTER_FILE
+from backends.trainer.checkpoint_files import write_stacks
+from backends.trainer.lora.adapters import ALPHA, Adapters
+from backends.trainer.lora.files import host_halves
+from tests.models import make_tiny_moe
+
+CONFIGS = [
+    Trainable(rank=8, seed=1),
+    Trainable(rank=3, seed=2, train_attn=False, train_unembed=False),
+    Trainable(rank=1, seed=3, train_mlp=False),
+]
+LENGTHS = [9, 5, 7]
+MODULES = Text("Qwen3MoeForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_moe(tmp_path_factory.mktemp("moe") / "model")
+
+
+@pytest.fixture
+def model(source: Path):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, experts_implementation="eager")
+    return model.requires_grad_(False).eval()
+
+
+def made(adapters, config, number):
+    """B is not zero here: a fresh adapter adds nothing, and its A has no gradient."""
+    adapter = adapters.create(config)
+    generator = torch.Generator().manual_seed(number)
+    for stack in adapter.stacks:
+        stack.b_LrO.data.normal_(0, 0.1, generator=generator)
+    return adapter
+
+
+def merged(model, adapter):
+    """The base's weights with the adapter's products added, and the halves that they came of."""
+    halves = {name: tensor.double().clone().contiguous().requires_grad_() for name, tensor in adapter.tensors.items()}
+    weights = dict(model.named_parameters())
+    changed: dict[str, torch.Tensor] = {}
+    for name in halves:
+        if not name.endswith(".lora_A.weight"):
+            continue
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        delta = ALPHA / adapter.config.rank * halves[name.replace("_A", "_B")] @ halves[name]
+        experts, is_expert, rest = module.partition(".experts.")
+        if not is_expert:
+            changed[f"{module}.weight"] = weights[f"{module}.weight"] + delta
+            continue
+        number, projection = rest.split(".")
+        stack_name = f"{experts}.experts.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
+        stack = changed.get(stack_name, weights[stack_name])
+        rows = {"down_proj": slice(None), "gate_proj": slice(0, 96), "up_proj": slice(96, 192)}[projection]
+        whole = torch.zeros_like(stack[0])
+        whole[rows] = delta
+        changed[stack_name] = stack + torch.zeros_like(stack).index_add(0, torch.tensor([int(number)]), whole[None])
+    return weights | changed, halves
+
+
+def test_models_of_one_row_get_what_each_gets_alone_from_merged_weights(model) -> None:
+    before = copy.deepcopy(model)
+    adapters = Adapters(model, MODULES.lora_modules(model), max_rank=8)
+    models = [made(adapters, config, number) for number, config in enumerate(CONFIGS)]
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(10, 300, (length,), generator=generator) for length in LENGTHS]
+    scales = adapters.load(models)
+    adapters.use(scales[torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))])
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    logits = model(input_ids=torch.cat(tokens)[None], position_ids=positions, use_cache=False).logits[0]
+    logits.log_softmax(-1)[:, 7].sum().backward()
+    adapters.collect(models)
+    for adapter, ids, ours in zip(models, tokens, logits.split(LENGTHS), strict=True):
+        weights, halves = merged(before, adapter)
+        theirs = functional_call(before, weights, kwargs={"input_ids": ids[None], "use_cache": False}).logits[0]
+        theirs.log_softmax(-1)[:, 7].sum().backward()
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert adapter.gradients.keys() == halves.keys()
+        for name, gradient in adapter.gradients.items():
+            wanted = halves[name].grad
+            torch.testing.assert_close(gradient, wanted, rtol=1e-8, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("file_bytes", [1, 1 << 24])
+def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp_path, monkeypatch, file_bytes) -> None:
+    monkeypatch.setattr("backends.formats.stacked_adapters._FILE_BYTES", file_bytes)
+    adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), CONFIGS[0], 0)
+    halves = host_halves(adapter, torch.float64)
+    stacks = [(places, *half) for places, half in zip(adapter.places, halves, strict=True)]
+    write_stacks(tmp_path, stacks, adapter.config, "base", Canary([1, 2], [-1.0]))
+    with open_adapter(str(tmp_path / ADAPTER_FILE), "pt") as file:
+        ours = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - as vLLM reads it
+    wanted = {name: tensor for name, tensor in adapter.tensors.items() if ".experts." not in name}
+    experts = "base_model.model.model.layers.1.mlp.experts"
+    for matrix, name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        for half in ("lora_A", "lora_B"):
+            of_each = [adapter.tensors[f"{experts}.{i}.{name}.{half}.weight"] for i in range(8)]
+            wanted[f"{experts}.{matrix}.{half}.weight"] = torch.stack(of_each)
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
+def test_every_expert_has_its_own_adapter_in_the_files_order_of_layers(model) -> None:
+    adapters = Adapters(model, MODULES.lora_modules(model), max_rank=8)
+    adapter = adapters.create(Trainable(rank=2, seed=1, train_attn=False, train_unembed=False))
+    experts = [name for name in adapter.tensors if ".experts." in name]
+    assert len(experts) == 8 * 3 * 2 and all("layers.1." in name for name in experts)
+    assert sum("layers.0.mlp." in name for name in adapter.tensors) == 3 * 2
+    first = adapter.tensors["base_model.model.model.layers.1.mlp.experts.0.gate_proj.lora_A.weight"]
+    other = adapter.tensors["base_model.model.model.layers.1.mlp.experts.1.gate_proj.lora_A.weight"]
+    assert first.shape == (2, 64) and not torch.equal(first, other)

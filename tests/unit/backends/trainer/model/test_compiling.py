@@ -1,0 +1,61 @@
+"""Which of a decoder's layers are compiled, and what is made of them."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from api_schemas.training import Trainable
+from backends.families.lora_names import decoder_modules
+from backends.trainer.lora.adapters import Adapters
+from backends.trainer.model.compiling import compile_layers, merge_linears
+from tests.factories import make_renderer
+from tests.models import make_tiny_qwen3_next
+
+
+def test_layers_of_linear_attention_are_not_compiled(tmp_path):
+    """Their code goes over a row in a loop: it would be compiled for every length."""
+    source = make_tiny_qwen3_next(tmp_path)
+    family = make_renderer(source).family
+    layers = family.model_class.from_pretrained(source).get_decoder().layers
+    compile_layers(layers)
+    assert [(hasattr(layer, "linear_attn"), layer._compiled_call_impl is not None) for layer in layers] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_linears_of_the_same_input_become_one_and_give_what_they_gave_apart(tiny_text):
+    model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).requires_grad_(False).eval()
+    adapters = Adapters(model, decoder_modules(model), max_rank=8)
+    made = [adapters.create(Trainable(rank=rank, seed=rank)) for rank in (3, 8)]
+    for adapter in made:
+        for stack in adapter.stacks:
+            stack.b_LrO.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    layers = model.get_decoder().layers
+    counts = []
+
+    def backend(module, inputs):
+        merge_linears(module.graph)
+        module.recompile()
+        operator = torch.ops.tinker_server.lora_linears.default
+        counts.append(len(module.graph.find_nodes(op="call_function", target=operator)))
+        return module
+
+    def logits_and_gradients():
+        adapters.use(adapters.load(made)[torch.arange(2).repeat_interleave(9)])
+        logits = model(input_ids=torch.arange(10, 28)[None], use_cache=False).logits[0]
+        logits.log_softmax(-1)[:, 7].sum().backward()
+        adapters.collect(made)
+        gradients = [parameter.grad for adapter in made for parameter in adapter.parameters]
+        for adapter in made:
+            for parameter in adapter.parameters:
+                parameter.grad = None
+        return [logits.detach(), *gradients]
+
+    apart = logits_and_gradients()
+    for layer in layers:
+        layer.compile(backend=backend)
+    merged = logits_and_gradients()
+    # Queries, keys and values; the attention's output; gate and up; down.
+    assert counts and set(counts) == {4}
+    assert all(one.abs().max() > 0 for one in apart)
+    torch.testing.assert_close(merged, apart, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,277 @@
+"""What a crash leaves, and what the next server makes of it. A crash is a copy of the disk of a running server."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.protocol import BackendFailed
+from tests.submitting import Client, server
+from tinker_server.errors import DatabaseUnavailable
+from tinker_server.store.checkpoints import parse_path
+from tinker_server.store.futures.rows import FutureRows
+from tinker_server.store.records import TrainingRun
+from tinker_server.store.runs import RunStore
+
+
+def crash(data_dir: Path) -> Path:
+    """What the disk holds now, as another directory."""
+    copy = data_dir.with_name("after the crash")
+    shutil.copytree(data_dir, copy)
+    return copy
+
+
+async def suspend(client: Client, model_id: str | None = None) -> None:
+    await client.services.snapshots.suspend(model_id or client.model_id)
+
+
+async def busy_trainer(client: Client) -> None:
+    """Another model holds the trainer from here on."""
+    await client.result(await client.create_model(9))
+    client.trainer.gates["hold"].clear()
+    await client.forward_backward(1, "hold", f"{client.session_id}:train:9")
+    await asyncio.sleep(0.05)
+
+
+def gradients(client: Client, model_id: str) -> Any:
+    return client.trainer.gradients[model_id]
+
+
+async def test_what_waits_for_a_suspended_model_is_done_after_a_crash(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await before.result(await before.forward_backward(1))
+        await suspend(before)
+        await busy_trainer(before)
+        waiting = await before.forward_backward(2)
+        left = crash(tmp_path / "data")
+        before.trainer.gates["hold"].set()
+    async with server(left) as after:
+        assert not (await after.result(waiting)).failed
+        assert len(gradients(after, before.model_id)) == 2
+        assert not (await after.result(await after.optim_step(3, before.model_id))).failed
+
+
+async def test_a_model_whose_creation_waits_is_created_after_a_crash_with_what_was_sent_to_it(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as before:
+        await busy_trainer(before)
+        waiting = [await before.create_model(), await before.forward_backward(1)]
+        left = crash(tmp_path / "data")
+        before.trainer.gates["hold"].set()
+    async with server(left) as after:
+        for request_id in waiting:
+            assert not (await after.result(request_id)).failed
+
+
+async def test_a_model_whose_creation_was_not_answered_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise DatabaseUnavailable("the database does not answer")
+
+    async with server(tmp_path / "data") as before:
+        with monkeypatch.context() as patch:
+            patch.setattr(FutureRows, "finish", refuse)
+            created = await before.create_model()
+            assert await before.services.futures.wait(created, before.owner, 0.05) is None, "answered before stored"
+            assert await before.services.runs.find(before.model_id) is not None
+            left = crash(tmp_path / "data")
+    async with server(left) as after:
+        assert not (await after.result(created)).failed
+        assert not (await after.result(await after.forward_backward(1, model_id=before.model_id))).failed
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+async def test_a_number_that_never_came_is_missing_from_the_gradient_of_a_suspended_model(
+    tmp_path: Path, crashed: bool
+) -> None:
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await before.result(await before.forward_backward(1))
+        await suspend(before)
+        left = crash(tmp_path / "data") if crashed else tmp_path / "data"
+    async with server(left) as after:
+        error = await after.error(await after.optim_step(3, before.model_id))
+        assert "refused, or never came" in error["error"] and error["category"] == "user"
+        await after.result(await after.forward_backward(4, model_id=before.model_id))
+        assert not (await after.result(await after.optim_step(5, before.model_id))).failed
+
+
+async def test_a_forward_backward_that_found_no_trainer_is_missing_from_the_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ended(*_: object) -> None:
+        raise BackendFailed("the process of rank 0 has ended")
+
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await before.result(await before.forward_backward(1))
+        await suspend(before)
+        with monkeypatch.context() as patch:
+            patch.setattr(before.trainer, "resume", ended)
+            await before.error(await before.forward_backward(2))
+        left = crash(tmp_path / "data")
+        error = await before.error(await before.optim_step(3))
+        assert "forward_backward 2 failed" in error["error"] and error["category"] == "user"
+    async with server(left) as after:
+        error = await after.error(await after.optim_step(3, before.model_id))
+        assert "forward_backward 2 failed" in error["error"] and error["category"] == "user"
+        await after.result(await after.forward_backward(4, model_id=before.model_id))
+        assert not (await after.result(await after.optim_step(5, before.model_id))).failed
+
+
+async def test_what_leaves_the_gradient_alone_may_fail_or_be_refused(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        await client.result(await client.forward_backward(1))
+        await client.error(await client.forward(2, "wrong"))
+        client.services.scheduler.refuse_number(client.model_id, 3, "save_weights")
+        assert not (await client.result(await client.optim_step(4))).failed
+
+
+async def test_idle_models_are_on_disk_when_the_server_has_stopped_and_what_waits_is_done_by_the_next(
+    tmp_path: Path, database_url: str
+) -> None:
+    async with server(tmp_path / "data", database_url) as before:
+        await before.result(await before.create_model())
+        await before.result(await before.create_model(1))
+        await before.result(await before.forward_backward(1))
+        await busy_trainer(before)
+        waiting = await before.forward_backward(2)
+    async with server(tmp_path / "data", database_url) as after:
+        assert not (await after.result(waiting)).failed
+        assert len(gradients(after, before.model_id)) == 2
+        assert not (await after.result(await after.optim_step(3, before.model_id))).failed
+        other = f"{before.session_id}:train:1"
+        assert not (await after.result(await after.forward_backward(1, model_id=other))).failed
+
+
+async def test_a_stop_takes_no_longer_than_it_may_though_an_operation_goes_on(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as before:
+        await busy_trainer(before)
+        started = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - started < 2
+
+
+async def test_creating_a_model_where_one_lives_leaves_it_alone(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        await client.result(await client.optim_step(1))
+        rows = client.services.futures._rows
+        await rows.expire(2**40, 2**40)  # the tombstone of its creation is gone
+        client.services.scheduler.forget(client.model_id)
+        error = await client.error(await client.create_model())
+        assert "is in use" in error["error"] and error["category"] == "user"
+        assert client.trainer.steps[client.model_id] == 1
+
+
+async def test_a_save_whose_answer_was_not_stored_is_not_written_twice_and_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise DatabaseUnavailable("the database does not answer")
+
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        with monkeypatch.context() as patch:
+            patch.setattr(FutureRows, "finish", refuse)
+            saved = [await before.save(1, "a"), await before.save_unnamed(2)]
+            assert await before.services.futures.wait(saved[1], before.owner, 0.5) is None
+            left = crash(tmp_path / "data")
+    async with server(left) as after:
+        for request_id in saved:
+            assert not (await after.result(request_id)).failed
+    assert len(list(left.glob("checkpoints/*/*/a~*"))) == 1
+    assert len(list(left.glob("checkpoints/*/*/2~*"))) == 1
+
+
+async def test_no_snapshot_counts_before_the_results_that_it_holds_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise DatabaseUnavailable("the database does not answer")
+
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await before.result(await before.forward_backward(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(FutureRows, "finish", refuse)
+            before.services.snapshots._logs[before.model_id].must_end = True
+            submitted = [await before.forward_backward(2), await before.forward_backward(3)]
+            await asyncio.sleep(0.5)
+            assert list((tmp_path / "data").glob("checkpoints/*/snapshots/*~*")), "no snapshot was taken"
+            left = crash(tmp_path / "data")
+    async with server(left) as after:
+        for request_id in submitted:
+            assert not (await after.result(request_id)).failed
+        assert len(gradients(after, before.model_id)) == 3
+        assert not (await after.result(await after.optim_step(4, before.model_id))).failed
+
+
+async def test_weights_that_were_loaded_outlive_their_checkpoint(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await before.result(await before.optim_step(1))
+        path = json.loads((await before.result(await before.save(2, "a"))).body)["path"]
+        await before.result(await before.load_as(1, path, optimizer=True))
+        directory = await before.services.checkpoints.take(parse_path(path), before.owner)
+        await before.services.storage.delete(directory)
+        left = crash(tmp_path / "data")
+    async with server(left) as after:
+        stepped = await after.result(await after.optim_step(1, f"{before.session_id}:train:1"))
+        assert json.loads(stepped.body)["metrics"]["step"] == 2
+
+
+async def test_another_version_of_what_computes_is_told_when_a_model_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with server(tmp_path / "data", numerics={"torch": "1"}) as before:
+        await before.result(await before.create_model())
+    async with server(tmp_path / "data", numerics={"torch": "2"}) as after:
+        assert not (await after.result(await after.optim_step(1, before.model_id))).failed
+    assert "torch was 1, is 2" in caplog.text
+
+
+async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, refusals = RunStore.get, 3
+
+    async def refuse(self: RunStore, model_id: str) -> TrainingRun:
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise DatabaseUnavailable("the database does not answer")
+        return await get(self, model_id)
+
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        monkeypatch.setattr(RunStore, "get", refuse)
+        assert not (await client.result(await client.forward_backward(1))).failed
+        assert refusals == 0 and gradients(client, client.model_id) == [1]
+
+
+async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError("nobody foresaw it")
+
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        monkeypatch.setattr(client.trainer, "snapshot", broken)
+        client.services.snapshots._logs[client.model_id].must_end = True
+        for number in range(1, 4):
+            assert not (await client.result(await client.forward_backward(number))).failed
+        client.trainer.steps.clear()
+        assert not (await client.result(await client.optim_step(4))).failed
+        assert client.trainer.applied == [(client.model_id, [1, 1, 1])]
+
+
+async def test_what_is_sent_to_an_unloaded_model_is_not_logged(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as client:
+        await client.result(await client.create_model())
+        await client.services.models.drop(client.model_id)
+        assert "create it again" in (await client.error(await client.forward_backward(1)))["error"]
+        assert [entry async for entry in client.services.futures.logged(client.model_id)] == []

@@ -1,0 +1,51 @@
+"""Whatever a client sends, the log has one line of it, of bounded length and without keys."""
+
+import io
+import logging
+
+import pytest
+
+from tinker_server.observability.log_config import MAX_CHARS, OneLine
+
+
+def logged(text: str, error: Exception | None = None) -> str:
+    """What is written of a message that quotes a client."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
+    record = logging.LogRecord(
+        "room", logging.INFO, "", 0, "client %s", (text,), error and (type(error), error, error.__traceback__)
+    )
+    handler.handle(record)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\r\n", "\x0b", "\x85", "\u2028", "\x1b[2K", "\0", "\x7f"])
+def test_no_text_begins_a_line_of_its_own(end: str) -> None:
+    line = logged(f"a{end}ERROR tinker_server.auth.keys: forged")
+    assert len(line.splitlines()) == 1 and line.startswith("INFO room: client a") and "forged" in line
+    assert line[:-1].isprintable()
+
+
+def test_no_error_begins_a_line_of_its_own() -> None:
+    try:
+        raise ValueError("a\nERROR tinker_server.auth.keys: forged\n" + "x" * 100_000)
+    except ValueError as error:
+        text = logged("b", error)
+    first, *others = text.splitlines()
+    assert first == "INFO room: client b" and "Traceback" in others[0]
+    assert all(line.startswith("    ") for line in others) and len(text) < 2 * MAX_CHARS + 2000
+
+
+def test_a_long_text_is_cut_and_says_how_long_it_was() -> None:
+    line = logged("x" * 10_000_000)
+    assert len(line) < MAX_CHARS + 100 and "10000007 characters" in line
+
+
+def test_keys_are_replaced_wherever_they_stand() -> None:
+    line = logged("tml-abc_DEF-123.x and eyJhbGciOi.J9.sig")
+    assert "abc" not in line and "hbGci" not in line and line.count("[key]") == 2
+
+
+def test_plain_words_of_any_language_stay_as_they_are() -> None:
+    assert logged("Grüße, 你好 – ok") == "INFO room: client Grüße, 你好 – ok\n"

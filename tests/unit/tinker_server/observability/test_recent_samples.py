@@ -1,0 +1,87 @@
+"""The samples that are kept for reading: bounded for each owner and in all, and none of them another owner's."""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tinker_server.observability.recent_samples import IMAGE_BYTES, PROMPT_TOKENS, SEQUENCES, TOKENS, Gallery
+
+OF = ("tiny", None)
+
+
+def request(num_tokens: int = 3, image_bytes: int = 0) -> SampleRequest:
+    chunks: list[EncodedTextChunk | ImageChunk] = [EncodedTextChunk(tokens=np.arange(num_tokens))]
+    if image_bytes:
+        chunks.append(ImageChunk(data=b"x" * image_bytes, format="png"))
+    prompt = ModelInput(chunks=chunks)
+    return SampleRequest(base_model="tiny", prompt=prompt, sampling_params=SamplingParams(max_tokens=1))
+
+
+def response(num_tokens: int = 2, num_sequences: int = 1) -> SampleResponse:
+    tokens, logprobs = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, np.float32)
+    sequence = SampledSequence(stop_reason="stop", tokens=tokens, logprobs=logprobs)
+    return SampleResponse(sequences=[sequence] * num_sequences)
+
+
+def test_each_owner_has_the_last_few_the_newest_first() -> None:
+    gallery = Gallery(3)
+    for num_tokens in range(1, 6):
+        gallery.note(request(num_tokens), response(), "alice", OF)
+    gallery.note(request(9), response(), "bob", OF)
+    assert [len(one.prompt.chunks[0].tokens) for one in gallery.of("alice")] == [5, 4, 3]
+    assert len(gallery.of("bob")) == 1 and gallery.of("carol") == []
+    sample_id = gallery.of("alice")[0].sample_id
+    assert gallery.get("alice", sample_id) is gallery.of("alice")[0]
+    assert gallery.get("bob", sample_id) is None
+
+
+def test_all_together_are_bounded_and_who_has_the_most_gives_way() -> None:
+    gallery = Gallery(100, max_bytes=40_000)
+    gallery.note(request(image_bytes=1000), response(), "bob", OF)
+    for _ in range(50):
+        gallery.note(request(image_bytes=1000), response(), "alice", OF)
+    sizes = [one.size_bytes for owner in ("alice", "bob") for one in gallery.of(owner)]
+    assert sum(sizes) <= 40_000
+    assert len(gallery.of("bob")) == 1 and len(gallery.of("alice")) > 5
+
+
+def test_long_and_many_continuations_are_cut_and_hold_no_larger_array() -> None:
+    gallery = Gallery(3)
+    gallery.note(request(), response(num_tokens=10 * TOKENS, num_sequences=10 * SEQUENCES), "alice", OF)
+    (shown,) = gallery.of("alice")
+    assert len(shown.sequences) == SEQUENCES
+    assert all(len(one.tokens) == len(one.logprobs) == TOKENS for one in shown.sequences)
+    assert all(one.tokens.base is None and one.logprobs.base is None for one in shown.sequences)
+
+
+def test_what_is_too_large_to_look_at_is_not_kept() -> None:
+    gallery = Gallery(3)
+    gallery.note(request(num_tokens=PROMPT_TOKENS + 1), response(), "alice", OF)
+    gallery.note(request(image_bytes=IMAGE_BYTES + 1), response(), "alice", OF)
+    Gallery(0).note(request(), response(), "alice", OF)
+    assert gallery.of("alice") == []
+
+
+def test_stop_strings_and_pieces_take_no_memory_that_is_not_counted() -> None:
+    gallery = Gallery(100, max_bytes=1 << 20)
+    stops = SamplingParams(max_tokens=1, stop=["x" * 60 + str(i) for i in range(1000)])
+    for _ in range(50):
+        chunks = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(900)]
+        one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=chunks), sampling_params=stops)
+        gallery.note(one, response(), "alice", OF)
+    assert all(one.params.stop is None for one in gallery.of("alice"))
+    assert 0 < sum(len(one.prompt.chunks) for one in gallery.of("alice")) <= (1 << 20) // 1000
+    chunks = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(5000)]
+    one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=chunks), sampling_params=stops)
+    gallery.note(one, response(), "bob", OF)
+    assert gallery.of("bob") == []
+
+
+def test_stop_strings_are_bounded_by_name() -> None:
+    with pytest.raises(ValidationError, match="stop"):
+        SamplingParams(stop=["x" * 1000] * 100)
+    with pytest.raises(ValidationError, match="stop"):
+        SamplingParams(stop="x" * 100_000)
+    assert SamplingParams(stop=["\n\nUser:"] * 100).stop

@@ -1,0 +1,111 @@
+"""How long operations waited and ran, and what is told of tokens and of GPUs."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from api_schemas.training import ForwardBackwardOutput
+from backends.configure.gpus import read_gpus
+from backends.inputs.detokenize import TokenTexts
+from tests.photographs import SEEING
+from tinker_server.observability.metrics import Metrics
+from tinker_server.operations.recording import Recording, Timer
+from tinker_server.store.catalog import Catalog
+from tinker_server.store.database import Database
+from tinker_server.store.futures.records import Operation
+from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.records import Step
+from tinker_server.store.steps import StepStore
+
+
+class Working:
+    """Of `Models`, how long a trainer has worked."""
+
+    def __init__(self) -> None:
+        self.seconds = 5.0
+
+    def worked_s(self, model_id: str) -> float:
+        return self.seconds
+
+
+def operation(kind: str, seq_id: int = 1, accepted_s_ago: float = 10) -> Operation:
+    return Operation(kind, "m", seq_id, b"", "application/json", "alice", accepted_at=time.time() - accepted_s_ago)
+
+
+def test_what_the_trainer_did_not_work_for_it_an_operation_has_waited() -> None:
+    models = Working()
+    timer = Timer(models, operation("forward_backward"))
+    time.sleep(0.05)
+    models.seconds += 0.02
+    timing = timer.read()
+    assert timing.run_s == pytest.approx(0.02)
+    assert timing.waited_s >= 10 + 0.05 - 0.02
+
+
+def test_a_save_runs_for_as_long_as_it_takes() -> None:
+    models = Working()
+    timer = Timer(models, operation("save_weights"))
+    models.seconds += 0.001
+    time.sleep(0.02)
+    timing = timer.read()
+    assert timing.run_s >= 0.02 and 10 <= timing.waited_s < 11
+
+
+async def test_what_cannot_be_recorded_costs_no_result(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepStore, "last", None)
+    recording = Recording(StepStore(db), Working(), Metrics())
+    output = ForwardBackwardOutput(loss_fn_outputs=[], metrics={"loss:sum": 1.0})
+    work = operation("forward_backward")
+    assert await recording.done(work, output, recording.start(work)) is None
+
+
+async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
+    recording = Recording(StepStore(db), Working(), Metrics())
+    told = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
+    work = operation("forward_backward")
+    step = await recording.done(work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=told), recording.start(work))
+    assert step is not None
+    assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)
+
+
+async def test_a_runs_operations_come_with_their_times_and_errors(db: Database) -> None:
+    futures = FutureStore(db, recent_bytes=1000)
+    await futures.start()
+    step = Step(model_id="m", seq_id=1, step=0, at=1.0, waited_s=2.0, run_s=3.0)
+    results = [
+        Result(b"{}", "application/json", step=step),
+        Result(b'{"error": "too large", "category": "user"}', "application/json", True, "user"),
+    ]
+    for seq_id, result in enumerate(results, start=1):
+        accepted = await futures.enqueue(operation("forward_backward", seq_id))
+        futures.complete(accepted.request_id, result)
+    await futures.enqueue(operation("optim_step", 3))
+    await futures.stop()
+    queued, failed, done = await Catalog(db).operations_of_run("m", 10)
+    assert (queued.seq_id, queued.state({3}), queued.state({1}), queued.run_s) == (3, "running", "queued", None)
+    assert (failed.seq_id, failed.state({3}), failed.error) == (2, "failed", "too large")
+    assert failed.run_s is not None and failed.waited_s is None
+    assert (done.seq_id, done.state({3}), done.error, done.waited_s, done.run_s) == (1, "done", "", 2.0, 3.0)
+
+
+def test_a_character_of_several_tokens_is_told_with_its_last_one() -> None:
+    texts = TokenTexts(SEEING)
+    tokenizer = texts._tokenizer
+    assert tokenizer is not None
+    text = "A ketch ⛵ sails, 水の上."
+    found = texts.of(tokenizer.encode(text).ids)
+    assert "".join(found) == text
+    assert "" in found
+    assert texts.of([]) == []
+
+
+def test_a_model_without_a_fast_tokenizer_tells_ids(tmp_path: Path) -> None:
+    assert TokenTexts(tmp_path).of([3, 7]) == ["<3>", "<7>"]
+
+
+def test_where_there_is_no_gpu_none_is_told_of() -> None:
+    assert read_gpus([]) == []
+    if not Path("/proc/driver/nvidia").exists():
+        assert read_gpus([0]) == []

@@ -1,0 +1,75 @@
+"""What is counted as used: every token once, for whoever had it done."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from backends.protocol import SamplingTask
+from tests.fakes import FakeBackend
+from tinker_server.models.registry import Models
+from tinker_server.models.restore import Recovery
+from tinker_server.observability.recent_samples import Gallery
+from tinker_server.operations.sampling import Sampling
+from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.database import Database
+from tinker_server.store.directories import Storage
+from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.usage import UsageStore
+
+IMAGE_TOKENS = 4
+"""As the fake base model expands every image."""
+
+
+@pytest.fixture
+async def db(database_url: str) -> AsyncIterator[Database]:
+    db = Database(database_url)
+    await db.migrate()
+    yield db
+    await db.close()
+
+
+async def amounts(usage: UsageStore, owner: str) -> dict[str, int]:
+    return {one.kind: one.amount for one in await usage.between(owner, 0, time.time() + 1)}
+
+
+@pytest.mark.parametrize("expected_tokens", [None, IMAGE_TOKENS])
+async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache(
+    db: Database, tmp_path: Path, expected_tokens: int | None
+) -> None:
+    backend, usage, storage = FakeBackend(), UsageStore(db), Storage(tmp_path, db)
+    sequence = SampledSequence(
+        stop_reason="length", tokens=np.array([1, 2], np.int32), logprobs=np.array([-1, -1], np.float32)
+    )
+
+    async def sample(task: SamplingTask) -> SampleResponse:
+        return SampleResponse(sequences=[sequence] * task.num_samples, prompt_cache_hit_tokens=6)
+
+    backend.tiny.sampler.sample = sample  # type: ignore[method-assign]
+    recovery = Recovery(FutureStore(db, recent_bytes=0), CheckpointStore(db), storage)
+    models = Models(backend.models, RunStore(db), storage, recovery)
+    sampling = Sampling(models, CheckpointStore(db), SamplerStore(db), storage, usage, Gallery(10))
+    image = ImageChunk(data=b"x", format="png", expected_tokens=expected_tokens)
+    request = SampleRequest(
+        base_model="tiny",  # of no session, and counted all the same
+        prompt=ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2, 3]), image, image]),
+        num_samples=3,
+        sampling_params=SamplingParams(max_tokens=2),
+    )
+    await sampling.sample(request, "alice")
+    assert await amounts(usage, "alice") == {"prefill": 3 + 2 * IMAGE_TOKENS - 6, "cached_prefill": 6, "sampled": 6}
+    assert await amounts(usage, "bob") == {}
+    (any_,) = {one.session_id for one in await usage.between("alice", 0, time.time() + 1)}
+    assert any_ == ""
+
+
+async def test_nothing_negative_is_counted(db: Database) -> None:
+    usage = UsageStore(db)
+    with pytest.raises(AssertionError):
+        usage.count("prefill", "alice", "s", "tiny", -246)

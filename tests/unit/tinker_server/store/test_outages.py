@@ -1,0 +1,236 @@
+"""A database that refuses for a while, or a server that crashes, loses no model and leaves no files."""
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
+from api_schemas.training import Trainable
+from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
+from tests.fakes import FakeBackend
+from tinker_server.errors import DatabaseUnavailable, SessionFinished
+from tinker_server.models.registry import Models
+from tinker_server.models.restore import Recovery
+from tinker_server.models.snapshots import SnapshotLimits, Snapshots
+from tinker_server.store.audit import AuditStore
+from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.database import Database
+from tinker_server.store.directories import Storage
+from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.records import TrainingRun, held_bytes
+from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.usage import UsageStore
+from tinker_server.weights.saving import Saving
+
+OWNER = "alice"
+
+
+@dataclass
+class House:
+    """What holds one model, on a database that is soon given up."""
+
+    data_dir: Path
+    db: Database
+    backend: FakeBackend
+    sessions: SessionStore
+    runs: RunStore
+    storage: Storage
+    models: Models
+    snapshots: Snapshots
+    saving: Saving
+    model_id: str = ""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Another program holds the database's write lock."""
+        other = sqlite3.connect(self.data_dir / "test.db", isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        finally:
+            other.execute("ROLLBACK")
+            other.close()
+
+    def files(self) -> list[str]:
+        return sorted(path.parent.name.partition("~")[0] for path in self.data_dir.glob("checkpoints/*/*/*/steps"))
+
+    async def steps(self) -> int:
+        """Of the model, which is made to be in memory."""
+        async with self.models.training(self.model_id):
+            return self.backend.tiny.trainer.steps[self.model_id]
+
+
+def build(data_dir: Path, backend: FakeBackend) -> House:
+    db = Database(f"sqlite+aiosqlite:///{data_dir / 'test.db'}", retry_s=0.5, busy_timeout_ms=50)
+    runs, storage = RunStore(db), Storage(data_dir, db)
+    futures = FutureStore(db, recent_bytes=0)
+    models = Models(backend.models, runs, storage, Recovery(futures, CheckpointStore(db), storage))
+    snapshots = Snapshots(models, runs, futures, storage, SnapshotLimits(600, 1 << 20, 600))
+    saving = Saving(models, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), AuditStore(db))
+    return House(data_dir, db, backend, SessionStore(db), runs, storage, models, snapshots, saving)
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    house = build(tmp_path, FakeBackend())
+    await house.db.migrate()
+    session_id = await house.sessions.create(CreateSessionRequest(), None, OWNER)
+    house.model_id = f"{session_id}:train:0"
+    run = TrainingRun(
+        model_id=house.model_id,
+        owner=OWNER,
+        session_id=session_id,
+        model_seq_id=0,
+        base_model="tiny",
+        trainable=Trainable(rank=8, seed=1),
+        optimizer_config={},
+        status="active",
+        created_at=1.0,
+    )
+    await house.backend.tiny.trainer.create_model(house.model_id, run.trainable, run.owner)
+    house.backend.tiny.trainer.steps[house.model_id] = 7
+    await house.runs.add(run)
+    house.models.added(run)
+    yield house
+    await house.db.close()
+
+
+def lock_once_snapshot_is_recorded(house: House, lock: contextlib.ExitStack) -> None:
+    """The database is locked from the moment that the model is on disk."""
+    runs = house.runs
+    set_snapshot = runs.set_snapshot
+
+    async def locking(*values: Any) -> None:
+        await set_snapshot(*values)
+        runs.set_snapshot = set_snapshot  # type: ignore[method-assign]
+        lock.enter_context(house.locked())
+
+    runs.set_snapshot = locking  # type: ignore[method-assign, assignment]
+
+
+async def test_a_model_comes_back_where_the_database_could_not_be_told_of_its_suspension(house: House) -> None:
+    with contextlib.ExitStack() as lock:
+        lock_once_snapshot_is_recorded(house, lock)
+        with pytest.raises(DatabaseUnavailable):
+            await house.snapshots.suspend(house.model_id)
+    await house.models.unload(await house.runs.get(house.model_id))
+    assert await house.steps() == 7
+
+
+async def test_the_next_sweep_completes_a_suspension(house: House) -> None:
+    with contextlib.ExitStack() as lock:
+        lock_once_snapshot_is_recorded(house, lock)
+        with pytest.raises(DatabaseUnavailable):
+            await house.snapshots.suspend(house.model_id)
+    await house.snapshots.suspend(house.model_id)
+    assert (await house.runs.get(house.model_id)).status == "suspended"
+    assert await house.steps() == 7
+
+
+async def test_a_crash_before_a_suspension_is_recorded_loses_nothing(house: House) -> None:
+    with contextlib.ExitStack() as lock:
+        lock_once_snapshot_is_recorded(house, lock)
+        with pytest.raises(DatabaseUnavailable):
+            await house.snapshots.suspend(house.model_id)
+    next_server = build(house.data_dir, FakeBackend())
+    next_server.model_id = house.model_id
+    await next_server.runs.mark_all_suspended()
+    await next_server.storage.delete_half_written()
+    assert await next_server.steps() == 7
+    await next_server.db.close()
+
+
+async def test_a_model_stays_in_memory_where_its_suspension_cannot_begin(house: House) -> None:
+    with house.locked(), pytest.raises(DatabaseUnavailable):
+        await house.snapshots.suspend(house.model_id)
+    assert house.backend.tiny.trainer.steps[house.model_id] == 7
+    assert await house.steps() == 7 and house.files() == []
+
+
+async def test_a_short_lock_does_not_fail_a_save(house: House) -> None:
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(house.locked())
+        asyncio.get_running_loop().call_later(0.2, lock.close)
+        saved = await house.saving.save_weights(SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a"))
+    assert saved.path.endswith("/weights/a") and house.files() == ["a"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named: bool) -> None:
+    trainer, lock = house.backend.tiny.trainer, contextlib.ExitStack()
+    save = trainer.save_state
+
+    async def locking(model_id: str, directory: Path) -> None:
+        await save(model_id, directory)
+        lock.enter_context(house.locked())
+
+    trainer.save_state = locking  # type: ignore[method-assign]
+    with lock, pytest.raises(DatabaseUnavailable) as caught:
+        if named:
+            await house.saving.save_weights(SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a"))
+        else:
+            request = SaveWeightsForSamplerRequest(model_id=house.model_id, seq_id=1, sampling_session_seq_id=0)
+            await house.saving.save_weights_for_sampler(request)
+    assert "locked" not in str(caught.value) and "SELECT" not in str(caught.value)
+    await house.storage.delete_loose(kept_s=0)
+    assert house.files() == []
+
+
+async def test_what_a_crash_left_half_written_is_deleted_by_the_next_server(house: House) -> None:
+    saved = await house.saving.save_weights(SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="kept"))
+    reserved = await house.storage.reserve(house.model_id, "weights", "unrecorded")
+    (house.data_dir / reserved).mkdir(parents=True)
+    (house.data_dir / reserved / "steps").write_text("1")
+    half = house.data_dir / "checkpoints" / house.model_id / "weights" / ".half~1.abc"
+    half.mkdir()
+    (half / "steps").write_text("1")
+    next_server = build(house.data_dir, FakeBackend())
+    await next_server.storage.delete_half_written()
+    assert house.files() == ["kept"] and saved.path.endswith("kept") and not half.exists()
+    await next_server.db.close()
+
+
+async def test_replaced_inflight_weights_are_deleted_by_the_next_save_or_the_next_server(house: House) -> None:
+    for number in range(4):
+        request = SaveWeightsForSamplerRequest(
+            model_id=house.model_id, seq_id=number, sampling_session_seq_id=number, kind="inflight"
+        )
+        await house.saving.save_weights_for_sampler(request)
+    assert house.files() == ["2", "3"]
+    next_server = build(house.data_dir, FakeBackend())
+    await next_server.storage.delete_half_written()
+    assert house.files() == ["3"]
+    await next_server.db.close()
+
+
+async def test_a_session_is_finished_once_the_database_says_so(house: House) -> None:
+    session_id = house.model_id.partition(":")[0]
+    finish = FinishSessionRequest(reason=FinishReason(type="success"))
+    with house.locked(), pytest.raises(DatabaseUnavailable):
+        await house.sessions.finish(session_id, finish, OWNER)
+    await house.sessions.require_open(session_id, OWNER)
+    await house.sessions.finish(session_id, finish, OWNER)
+    for store in (house.sessions, SessionStore(house.db)):
+        with pytest.raises(SessionFinished):
+            await store.require_open(session_id, OWNER)
+
+
+async def test_sessions_in_memory_are_bounded_and_none_is_forgotten(house: House) -> None:
+    small = await SessionStore(house.db).create(CreateSessionRequest(), None, OWNER)
+    one_bytes = held_bytes(await house.sessions.get(small))
+    store = SessionStore(house.db, kept_bytes=5 * one_bytes + one_bytes // 2)
+    names = [await store.create(CreateSessionRequest(), None, OWNER) for _ in range(20)]
+    assert len(store._known) == 5
+    large = CreateSessionRequest(user_metadata={"noted": "x" * 2 * one_bytes})
+    names.append(await store.create(large, None, OWNER))
+    assert 1 < len(store._known) < 5, "they are counted, not weighed"
+    for name in names:
+        await store.require_open(name, OWNER)

@@ -1,0 +1,390 @@
+"""The store on a migrated database: SQLite in a file, and PostgreSQL where TEST_DATABASE_URL points."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, Engine, event
+
+from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
+from api_schemas.training import Trainable
+from api_schemas.weights import TinkerPath
+from tinker_server.errors import (
+    BadRequest,
+    HeartbeatEnded,
+    ModelIdTaken,
+    ResultExpired,
+    SequenceConflict,
+    SessionFinished,
+    StartFailed,
+    UnknownCheckpoint,
+    UnknownFuture,
+    UnknownModel,
+    UnknownSession,
+)
+from tinker_server.store.catalog import Catalog
+from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.database import Database
+from tinker_server.store.directories import Storage, hold
+from tinker_server.store.futures.records import Accepted, Operation
+from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.store import TOMBSTONES_KEPT_S, FutureStore
+from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
+from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.tables import Table
+
+OWNER = "alice"
+
+
+@pytest.fixture
+async def futures(db: Database) -> AsyncIterator[FutureStore]:
+    store = FutureStore(db, recent_bytes=1000)
+    await store.start()
+    yield store
+    await store.stop()
+
+
+def step(seq_id: int, lane: str = "model", kind: str = "optim_step", digest: str = "one") -> Operation:
+    return Operation(kind, lane, seq_id, b'{"a":1}', "application/json", OWNER, digest, 7)
+
+
+def done(text: str = "{}", failed: bool = False) -> Result:
+    return Result(text.encode(), "application/json", failed)
+
+
+async def test_the_migrations_make_the_tables_that_the_code_declares(db: Database) -> None:
+    async with db.read() as session:
+        connection = await session.connection()
+        differences = await connection.run_sync(
+            lambda sync: compare_metadata(MigrationContext.configure(sync), Table.metadata)
+        )
+    assert differences == []
+
+
+async def accept(futures: FutureStore, operation: Operation) -> str:
+    return (await futures.enqueue(operation)).request_id
+
+
+async def test_the_same_number_again_gives_the_first_request_id(futures: FutureStore) -> None:
+    first = step(1)
+    assert await futures.enqueue(first) == Accepted(first.request_id, is_new=True)
+    repeat = Accepted(first.request_id, is_new=False)
+    assert await futures.enqueue(step(1)) == repeat
+    futures.complete(first.request_id, done())
+    assert await futures.wait(first.request_id, OWNER, 5) is not None
+    assert await futures.enqueue(step(1)) == repeat
+
+
+async def test_retries_in_one_commit_agree_on_one_request_id(futures: FutureStore) -> None:
+    accepted = await asyncio.gather(*(futures.enqueue(step(seq_id)) for seq_id in [1, 2, 1, 1, 2]))
+    ids = [one.request_id for one in accepted]
+    assert ids[0] == ids[2] == ids[3] and ids[1] == ids[4] and ids[0] != ids[1]
+    assert [one.is_new for one in accepted] == [True, True, False, False, False]
+
+
+async def test_another_operation_under_a_used_number_is_refused_and_harms_no_other(futures: FutureStore) -> None:
+    await futures.enqueue(step(1))
+    outcomes = await asyncio.gather(
+        futures.enqueue(step(1, kind="save_weights")),
+        futures.enqueue(step(1, digest="another")),
+        futures.enqueue(step(2)),
+        return_exceptions=True,
+    )
+    assert [type(outcome) for outcome in outcomes] == [SequenceConflict, SequenceConflict, Accepted]
+
+
+async def test_numbers_have_64_bits(futures: FutureStore) -> None:
+    work = step(10**18)
+    assert await accept(futures, work) == work.request_id
+    with pytest.raises(BadRequest):
+        await futures.enqueue(step(2**63))
+
+
+@pytest.mark.flaky(reruns=2)
+async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureStore) -> None:
+    request_id = await accept(futures, step(1))
+    waits = [asyncio.create_task(futures.wait(request_id, OWNER, 30)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    started = time.perf_counter()
+    futures.complete(request_id, done('{"x":1}'))
+    for result in await asyncio.gather(*waits):
+        assert result is not None and result.body == b'{"x":1}'
+    assert time.perf_counter() - started < 0.5
+
+
+async def test_a_wait_for_nothing_yet_ends_empty_handed(futures: FutureStore) -> None:
+    assert await futures.wait(await accept(futures, step(1)), OWNER, 0.02) is None
+
+
+async def test_an_unknown_request_id_is_told(futures: FutureStore) -> None:
+    with pytest.raises(UnknownFuture):
+        await futures.wait("nothing", OWNER, 1)
+
+
+async def test_results_too_large_for_memory_come_from_the_database(futures: FutureStore) -> None:
+    request_id = await accept(futures, step(1))
+    futures.complete(request_id, Result(b"x" * 5000, "application/x-protobuf"))
+    result = await futures.wait(request_id, OWNER, 5)
+    assert result is not None and result.body == b"x" * 5000 and result.content_type == "application/x-protobuf"
+
+
+async def test_expired_results_leave_a_tombstone(futures: FutureStore) -> None:
+    request_id = await accept(futures, step(1))
+    futures.complete(request_id, done())
+    await futures.wait(request_id, OWNER, 5)
+    await futures.expire(time.time() + 1)
+    with pytest.raises(ResultExpired):
+        await futures.wait(request_id, OWNER, 1)
+
+
+async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -> None:
+    first = FutureStore(db, recent_bytes=0)
+    await first.start()
+    left, finished = step(1), step(2)
+    for work in (left, finished):
+        await first.enqueue(work)
+    first.complete(finished.request_id, done("no", failed=True))
+    await first.stop()
+    second = FutureStore(db, recent_bytes=0)
+    assert await second.start() == [replace(left, body=None, tries=0)]
+    assert await second.body(left.request_id) == left.body
+    result = await second.wait(finished.request_id, OWNER, 1)
+    assert result is not None and result.body == b"no" and result.failed
+    assert await second.wait(left.request_id, OWNER, 0.01) is None
+    await second.stop()
+
+
+async def test_a_thousand_futures_at_once_cost_a_few_commits(futures: FutureStore) -> None:
+    async def one(seq_id: int) -> None:
+        request_id = await accept(futures, step(seq_id))
+        futures.complete(request_id, done())
+        assert await futures.wait(request_id, OWNER, 30) is not None
+
+    commits: list[Connection] = []
+    note = commits.append
+    event.listen(Engine, "commit", note)
+    try:
+        await asyncio.gather(*map(one, range(1000)))
+    finally:
+        event.remove(Engine, "commit", note)
+    assert 0 < len(commits) < 50  # so that they pass in less than a second on an idle machine
+
+
+async def test_the_database_file_shrinks_when_results_have_expired(tmp_path: Path) -> None:
+    file = tmp_path / "a.db"
+    db = Database(f"sqlite+aiosqlite:///{file}")
+    await db.migrate()
+    futures = FutureStore(db, recent_bytes=0)
+    await futures.start()
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    await futures.expire(0)
+    empty = size()
+    for number in range(20):
+        futures.complete(await accept(futures, step(number)), done("x" * 500_000))
+    await futures.expire(0)
+    assert size() > empty + 9_000_000
+    await futures.expire(time.time() + 1)
+    assert size() < empty + 100_000
+    with pytest.raises(ResultExpired):
+        request_id = await accept(futures, step(0))
+        await futures.wait(request_id, OWNER, 1)
+    await futures.expire(time.time() + TOMBSTONES_KEPT_S + 1)
+    with pytest.raises(UnknownFuture):
+        await futures.wait(request_id, OWNER, 1)
+    await futures.stop()
+    await db.close()
+
+
+async def test_a_session_lives_until_it_is_finished(db: Database) -> None:
+    store = SessionStore(db)
+    session_id = await store.create(CreateSessionRequest(tags=["a"]), "key", OWNER)
+    assert await store.create(CreateSessionRequest(tags=["a"]), "key", OWNER) == session_id
+    assert await store.create(CreateSessionRequest(), None, OWNER) != session_id
+    await store.heartbeat(session_id, OWNER)
+    await store.save_heartbeats()
+    await store.require_open(session_id, OWNER)
+    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="errored"), detail="d"), OWNER)
+    await store.finish(session_id, FinishSessionRequest(reason=FinishReason(type="success")), OWNER)
+    again = SessionStore(db)
+    with pytest.raises(HeartbeatEnded):
+        await again.heartbeat(session_id, OWNER)
+    with pytest.raises(SessionFinished):
+        await again.require_open(session_id, OWNER)
+    with pytest.raises(UnknownSession):
+        await again.heartbeat("other", OWNER)
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ({"display_name": "ÉLAN"}, ["Élan Vital"]),
+        ({"display_name": "vital élan"}, ["Élan Vital"]),
+        ({"display_name": "100%"}, ["100% of_it"]),
+        ({"display_name": "1_0"}, []),
+        ({"user_metadata": {"größe": "fünf"}}, ["Élan Vital"]),
+        ({"user_metadata": {"n": "5"}}, ["100% of_it"]),
+        ({"user_metadata": {"n": "5", "on": "True"}}, ["100% of_it"]),
+        ({"user_metadata": {"n": "six"}}, []),
+        ({"project_ids": ["default"]}, ["100% of_it"]),
+        ({"statuses": [{"type": "client_finished", "reasons": ["success"]}]}, ["Élan Vital"]),
+    ],
+)
+async def test_a_search_finds_the_same_on_every_database(
+    db: Database, search: dict[str, Any], found: list[str]
+) -> None:
+    store = SessionStore(db)
+    first = CreateSessionRequest(display_name="Élan Vital", project_id="p", user_metadata={"größe": "fünf"})
+    finished = await store.create(first, None, OWNER)
+    await store.create(CreateSessionRequest(display_name="100% of_it", user_metadata={"n": 5, "on": True}), None, OWNER)
+    await store.finish(finished, FinishSessionRequest(reason=FinishReason(type="success")), OWNER)
+    records, has_more = await Catalog(db).search(SearchSessionsRequest.model_validate(search), OWNER, time.time())
+    assert [record.session.display_name for record in records] == found and not has_more
+
+
+def run(session_id: str, number: int = 0) -> TrainingRun:
+    return TrainingRun(
+        owner=OWNER,
+        model_id=f"{session_id}:train:{number}",
+        session_id=session_id,
+        model_seq_id=number,
+        base_model="tiny",
+        trainable=Trainable(rank=8, seed=2**62, train_attn=False),
+        user_metadata={"k": "v"},
+        optimizer_config={"type": "adamw"},
+        status="active",
+        created_at=1.0,
+    )
+
+
+async def test_runs_are_on_disk_after_a_restart_and_known_still(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
+    await RunStore(db).add(run(session_id))
+    store = RunStore(db)
+    await store.mark_all_suspended()
+    found = await store.require(f"{session_id}:train:0", OWNER)
+    assert (found.status, found.trainable.seed, found.trainable.train_attn) == ("suspended", 2**62, False)
+    with pytest.raises(UnknownModel):
+        await store.require("other", OWNER)
+
+
+def checkpoint(directory: str, expires_at: float | None = None) -> Checkpoint:
+    return Checkpoint(
+        owner=OWNER,
+        tinker_path="tinker://run/weights/a",
+        run_id="run",
+        kind="weights",
+        name="a",
+        directory=directory,
+        base_model="tiny",
+        trainable=Trainable(rank=8, seed=1),
+        size_bytes=2**40,
+        created_at=1.0,
+        expires_at=expires_at,
+    )
+
+
+async def test_a_checkpoint_is_replaced_expires_and_goes(db: Database) -> None:
+    store, path = CheckpointStore(db), TinkerPath("run", "weights", "a")
+    await store.put(checkpoint("first"))
+    await store.put(checkpoint("second", expires_at=100))
+    assert (await store.require(path, OWNER, now=99)).directory == "second"
+    with pytest.raises(UnknownCheckpoint):
+        await store.require(path, OWNER, now=100)
+    assert await store.take_expired(99) == []
+    assert await store.take_expired(100) == ["second"]
+    assert await store.find(path) is None
+
+
+async def test_a_sampling_session_is_made_once(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
+
+    def sampler(base_model: str) -> SamplingSession:
+        return SamplingSession(
+            owner=OWNER,
+            sampling_session_id=f"{session_id}:sample:0",
+            session_id=session_id,
+            base_model=base_model,
+            created_at=1,
+        )
+
+    store = SamplerStore(db)
+    assert await store.create(sampler("tiny")) == await store.create(sampler("tiny"))
+    with pytest.raises(BadRequest):
+        await store.create(sampler("other"))
+    assert (await SamplerStore(db).require(f"{session_id}:sample:0", OWNER)).base_model == "tiny"
+
+
+async def test_a_sampling_session_never_stands_for_other_weights(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
+
+    def sampler(number: int, directory: str | None, model_path: str | None = None) -> SamplingSession:
+        return SamplingSession(
+            sampling_session_id=f"{session_id}:sample:{number}",
+            owner=OWNER,
+            session_id=session_id,
+            base_model="tiny",
+            model_path=model_path,
+            directory=directory,
+            created_at=1,
+        )
+
+    store = SamplerStore(db)
+    await store.create(sampler(0, None))
+    await store.create(sampler(1, "checkpoints/a"))
+    for number, directory in ((0, "checkpoints/a"), (1, "checkpoints/b"), (1, None)):
+        with pytest.raises(BadRequest, match="for other weights"):
+            await store.create(sampler(number, directory))
+    path = "tinker://run/sampler_weights/a"
+    await store.create(sampler(2, "checkpoints/first", path))
+    await store.create(sampler(2, "checkpoints/saved-again", path))  # the same name
+
+
+async def test_a_place_has_one_model_or_copy(db: Database) -> None:
+    session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
+    store = RunStore(db)
+    await store.add(run(session_id))
+    with pytest.raises(ModelIdTaken, match="take another model_seq_id"):
+        await store.add(run(session_id), checkpoint("copy"))
+    assert await CheckpointStore(db).find(TinkerPath("run", "weights", "a")) is None
+
+
+async def test_directories_are_never_used_twice_and_stay_inside(db: Database, tmp_path: Path) -> None:
+    storage = Storage(tmp_path, db)
+    name = ("s:train:0", "weights", "a")
+    async with storage.writing(*name) as first, storage.writing(*name) as second:
+        assert first != second and first.startswith("checkpoints/s:train:0/weights/a~")
+    for part in ("..", "a/b", "", ".hidden", "/etc"):
+        with pytest.raises(ValueError, match="cannot be part of a directory"):
+            async with storage.writing(part, "weights", "a"):
+                pass
+
+
+def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
+    with hold(tmp_path / "data"), pytest.raises(StartFailed, match="another server"), hold(tmp_path / "data"):
+        pass
+    with hold(tmp_path / "data"):
+        pass
+    (tmp_path / "data").chmod(0o755)
+    with hold(tmp_path / "data"):
+        assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("name", "text"), [("file", "file is not a database"), ("file/test.db", "File exists")])
+async def test_an_unusable_database_is_one_clear_line(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no database" * 1000)
+    db = Database(f"sqlite+aiosqlite:///{tmp_path / name}")
+    with pytest.raises(StartFailed) as caught:
+        await db.migrate()
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+    await db.close()

@@ -1,0 +1,131 @@
+"""What is done from time to time: what clients leave behind is moved to disk or deleted, what was counted is written.
+
+A client that only paused (a debugger, a lost network) finds its model again: it comes back from disk with its
+next operation, gradient and optimizer as they were.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from backends.protocol import BackendFailed
+from tinker_server.errors import DatabaseUnavailable
+from tinker_server.models.dispatcher import Scheduler
+from tinker_server.models.registry import Models
+from tinker_server.models.snapshots import Snapshots
+from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.directories import Storage
+from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.records import TrainingRun
+from tinker_server.store.runs import RunStore
+from tinker_server.store.samplers import SamplerStore, UnnamedLimits
+from tinker_server.store.sessions import SessionStore
+from tinker_server.store.steps import StepStore
+from tinker_server.store.usage import UsageStore
+
+log = logging.getLogger(__name__)
+SNAPSHOT_KEPT_S = 7 * 24 * 3600
+"""How long a suspended model waits for its client."""
+
+
+@dataclass(frozen=True)
+class Periods:
+    """How often, and after how long."""
+
+    every_s: float
+    session_timeout_s: float
+    """A session without a heartbeat for so long is silent."""
+    results_kept_s: float
+    steps_kept_s: float
+    unnamed: UnnamedLimits
+
+
+@dataclass(frozen=True)
+class Stores:
+    """What is looked after."""
+
+    sessions: SessionStore
+    runs: RunStore
+    samplers: SamplerStore
+    checkpoints: CheckpointStore
+    futures: FutureStore
+    usage: UsageStore
+    steps: StepStore
+    storage: Storage
+
+
+class Housekeeper:
+    """Looks after everything that the stores hold, and at the models in memory."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        stores: Stores,
+        models: Models,
+        snapshots: Snapshots,
+        scheduler: Scheduler,
+        periods: Periods,
+        clock: Callable[[], float],
+    ) -> None:
+        self._stores = stores
+        self._models = models
+        self._snapshots = snapshots
+        self._scheduler = scheduler
+        self._periods = periods
+        self._clock = clock
+
+    async def run(self) -> None:
+        """For as long as the server lives. One chore that fails does not keep the others from being done."""
+        while True:
+            await asyncio.sleep(self._periods.every_s)
+            now = self._clock()
+            for chore in (self.look_after_models, self.look_after_weights, self.look_after_records):
+                try:
+                    await chore(now)
+                except DatabaseUnavailable as error:
+                    log.warning("housekeeping will be tried again: %s", error)
+                except Exception:  # the server must not stop for it
+                    log.exception("housekeeping failed, and will be tried again")
+
+    async def look_after_models(self, now: float) -> None:
+        """Drop the models of finished sessions and of clients that did not come back, suspend those of silent ones."""
+        stores, timeout_s = self._stores, self._periods.session_timeout_s
+        for run in await stores.runs.in_memory():
+            session = await stores.sessions.get(run.session_id)
+            if session.finished_at is not None:
+                if self._scheduler.is_idle(run.model_id, 0):
+                    await self._drop(run, "its session is finished")
+                continue
+            silent = await stores.sessions.last_heartbeat(run.session_id) < now - timeout_s
+            # Who sends no heartbeats but works, by curl for example, is not silent.
+            if silent and self._scheduler.is_idle(run.model_id, timeout_s):
+                await self._try("suspended, for its client is silent", run, self._snapshots.suspend(run.model_id))
+        await stores.sessions.save_heartbeats()
+        for run in await stores.runs.suspended_since_before(now - SNAPSHOT_KEPT_S):
+            if self._scheduler.is_idle(run.model_id, 0):
+                await self._drop(run, "its client did not come back")
+
+    async def look_after_weights(self, now: float) -> None:
+        """Delete weights that have expired, or have no name and are not used, and what nothing refers to."""
+        storage = self._stores.storage
+        await storage.delete(*await self._stores.samplers.take_unused(self._periods.unnamed, now))
+        await storage.delete(*await self._stores.checkpoints.take_expired(now))
+        await storage.delete_loose()
+
+    async def look_after_records(self, now: float) -> None:
+        """Write what was counted, delete old results."""
+        await self._stores.usage.save()
+        await self._stores.steps.expire(now - self._periods.steps_kept_s)
+        await self._stores.futures.expire(now - self._periods.results_kept_s)
+
+    async def _drop(self, run: TrainingRun, why: str) -> None:
+        await self._try(f"dropped, for {why}", run, self._models.drop(run.model_id))
+        self._scheduler.forget(run.model_id)
+
+    async def _try(self, what: str, run: TrainingRun, change: Awaitable[None]) -> None:
+        try:
+            await change
+        except (BackendFailed, DatabaseUnavailable):  # one model must not stop the others
+            log.exception("model %s could not be %s", run.model_id, what)
+        else:
+            log.info("model %s was %s", run.model_id, what)

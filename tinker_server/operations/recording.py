@@ -1,0 +1,129 @@
+"""What a finished operation leaves for its run's curves; and when each began and ended, for the metrics.
+
+Nothing here fails an operation: what cannot be recorded is left out, and logged.
+"""
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+
+from api_schemas.base import Response
+from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest, OptimStepResponse
+from backends.lru import LRU
+from tinker_server.models.registry import Models
+from tinker_server.observability.metrics import Metrics
+from tinker_server.store.futures.records import Operation
+from tinker_server.store.records import Step
+from tinker_server.store.steps import StepStore
+
+log = logging.getLogger(__name__)
+RUNS_KEPT = 10_000
+"""Runs whose last step is remembered; that of others is read again."""
+TAKES_TURNS = ("forward_backward", "forward", "optim_step")
+"""What waits for the trainer, and does nothing else: time that the trainer did not work for it, it waited."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one operation waited and ran."""
+
+    waited_s: float
+    run_s: float
+
+
+class Timer:
+    """Started when an operation is carried out."""
+
+    def __init__(self, models: Models, operation: Operation) -> None:
+        self._models = models
+        self._operation = operation
+        self._queued_s = max(0.0, time.time() - operation.accepted_at)
+        self._began = time.monotonic()
+        self._worked_s = models.worked_s(operation.lane)
+
+    def read(self) -> Timing:
+        """Until now."""
+        run_s = elapsed_s = time.monotonic() - self._began
+        worked_s = self._models.worked_s(self._operation.lane) - self._worked_s
+        if self._operation.operation_kind in TAKES_TURNS and 0 < worked_s < elapsed_s:
+            run_s = worked_s
+        return Timing(self._queued_s + elapsed_s - run_s, run_s)
+
+
+class Recording:
+    """Follows the runs' steps."""
+
+    def __init__(self, steps: StepStore, models: Models, metrics: Metrics) -> None:
+        self._steps = steps
+        self._models = models
+        self._metrics = metrics
+        self._last: LRU[str, Step] = LRU(RUNS_KEPT)
+
+    def start(self, operation: Operation) -> Timer:
+        """An operation is carried out from now on."""
+        return Timer(self._models, operation)
+
+    async def done(self, operation: Operation, response: Response, timer: Timer) -> Step | None:
+        """What to store with the result of an operation; None of most kinds."""
+        timing = timer.read()
+        self._metrics.ran(operation.operation_kind, timing.waited_s, timing.run_s)
+        try:
+            return await self._step(operation, response, timing)
+        except Exception:  # curves must not cost a result
+            log.exception("%s %d of %s is not recorded", operation.operation_kind, operation.seq_id, operation.lane)
+            return None
+
+    async def _step(self, operation: Operation, response: Response, timing: Timing) -> Step | None:
+        if operation.operation_kind not in ("forward_backward", "optim_step"):
+            return None
+        last = self._last.get(operation.lane) or await self._steps.last(operation.lane)
+        blank = Step(
+            model_id=operation.lane,
+            seq_id=operation.seq_id,
+            step=0 if last is None else last.step + is_optim_step(last),
+            at=time.time(),
+            total_tokens=0 if last is None else last.total_tokens,
+            waited_s=timing.waited_s,
+            run_s=timing.run_s,
+        )
+        if isinstance(response, ForwardBackwardOutput):
+            step = _of_batch(blank, response)
+            if step.sampler_gap is not None:
+                self._metrics.sampler_gap.observe(step.sampler_gap)
+        else:
+            assert isinstance(response, OptimStepResponse) and isinstance(operation.request, OptimStepRequest)
+            step = _of_optim_step(blank, operation.request, response)
+        self._last.put(operation.lane, step)
+        return step
+
+
+def is_optim_step(step: Step) -> bool:
+    """What was applied is the last of its step."""
+    return step.learning_rate is not None
+
+
+def _of_batch(blank: Step, output: ForwardBackwardOutput) -> Step:
+    tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
+    told = output.metrics
+    return replace(
+        blank,
+        tokens=tokens,
+        total_tokens=blank.total_tokens + tokens,
+        loss=_finite(told, "loss:sum"),
+        loss_tokens=int(told.get("tokens:sum", tokens)),
+        sampler_gap=_finite(told, "sampler_gap:mean"),
+        divergence=_finite(told, "kl_k3:mean"),
+        clip_fraction=_finite(told, "clip_fraction:mean"),
+        advantage=_finite(told, "advantage:mean"),
+    )
+
+
+def _of_optim_step(blank: Step, request: OptimStepRequest, response: OptimStepResponse) -> Step:
+    adam = request.adam_params or AdamParams()
+    return replace(blank, learning_rate=adam.learning_rate, grad_norm=_finite(response.metrics, "grad_norm"))
+
+
+def _finite(metrics: dict[str, float], name: str) -> float | None:
+    value = metrics.get(name)
+    return value if value is not None and math.isfinite(value) else None

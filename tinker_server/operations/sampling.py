@@ -1,0 +1,99 @@
+"""Drawing samples from a base model or saved weights."""
+
+import asyncio
+from pathlib import Path
+
+from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from api_schemas.sampling import SampleRequest, SampleResponse
+from backends.protocol import SamplingTask
+from tinker_server.errors import UnknownCheckpoint
+from tinker_server.models.registry import Models
+from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.tracing.hooks import note
+from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.directories import Storage
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.usage import NO_SESSION, UsageStore
+from tinker_server.weights.lookup import find_weights
+
+
+class Sampling:
+    """On the samplers. Raises InvalidInput, BackendFailed or a TinkerServerError; texts are for the user."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        models: Models,
+        checkpoints: CheckpointStore,
+        samplers: SamplerStore,
+        storage: Storage,
+        usage: UsageStore,
+        gallery: Gallery,
+    ) -> None:
+        self._models = models
+        self._checkpoints = checkpoints
+        self._samplers = samplers
+        self._storage = storage
+        self._usage = usage
+        self._gallery = gallery
+
+    async def sample(self, request: SampleRequest, owner: str) -> SampleResponse:
+        """As many continuations as the request asks for."""
+        if request.sampling_session_id is not None:
+            with self._samplers.using(request.sampling_session_id):
+                sampler = await self._samplers.get(request.sampling_session_id)
+                if sampler.weights_deleted_at is not None:
+                    raise UnknownCheckpoint(
+                        "the weights of the sampling session were deleted: they had no name, and were not used for long"
+                    )
+                session_id, base_model = sampler.session_id, sampler.base_model
+                note(base_model=base_model)
+                self._models.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
+                weights = self._weights(sampler.directory, sampler.model_path or "the weights of the sampling session")
+                task = SamplingTask.from_request(request, weights, owner)
+                model_path = sampler.model_path
+                response = await self._models.base(base_model).sampler.sample(task)
+        else:
+            session_id, model_path = NO_SESSION, request.model_path
+            base_model, directory, _ = await find_weights(
+                self._models, self._checkpoints, request.base_model, request.model_path, owner
+            )
+            note(base_model=base_model)
+            weights = self._weights(directory, f"{request.model_path}")
+            task = SamplingTask.from_request(request, weights, owner)
+            response = await self._models.base(base_model).sampler.sample(task)
+        await self._count(request, response, owner, session_id, base_model)
+        self._gallery.note(request, response, owner, (base_model, model_path))
+        return response
+
+    def _weights(self, directory: str | None, name: str) -> Path | None:
+        if directory is not None and not self._storage.holds(directory):
+            raise UnknownCheckpoint(f"{name} were deleted")
+        return None if directory is None else self._storage.path(directory)
+
+    async def _count(
+        self, request: SampleRequest, response: SampleResponse, owner: str, session_id: str, base_model: str
+    ) -> None:
+        """Prompt tokens once, however many continuations were drawn from them; images as many as they expand to."""
+        length = _known_length(request.prompt)
+        if length is None:
+            length = await asyncio.to_thread(self._models.base(base_model).check_sample, request)
+        cached = min(response.prompt_cache_hit_tokens, length)
+        sampled = sum(len(sequence.tokens) for sequence in response.sequences)
+        used = (owner, session_id, base_model)
+        self._usage.count("prefill", *used, length - cached)
+        self._usage.count("cached_prefill", *used, cached)
+        self._usage.count("sampled", *used, sampled)
+        note(prompt_tokens=length, cached_tokens=cached, sampled_tokens=sampled)
+
+
+def _known_length(prompt: ModelInput) -> int | None:
+    """Tokens of a prompt; None where an image's client did not say how many it expects."""
+    length = 0
+    for chunk in prompt.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            length += len(chunk.tokens)
+        elif isinstance(chunk, ImageChunk) and chunk.expected_tokens is not None:
+            length += chunk.expected_tokens
+        else:
+            return None
+    return length

@@ -1,1 +1,0 @@
-"""When accepted operations run, and what each does."""

@@ -1,0 +1,81 @@
+"""The images of bodies that may be needed, each stored once: an epoch brings the same ones again.
+
+They lie in the database, in the transaction of the body that has them: so they are as safe as it, and none is ever left
+over. All functions are within a transaction of their caller's.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from sqlalchemy import Select, delete, func, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from tinker_server.store.database import Database
+from tinker_server.store.futures.records import Operation
+from tinker_server.store.tables import Future, Image, ImagePlaceRow
+
+KINDS = ("forward_backward",)
+"""Operations whose images are stored so: they are kept in logs. The bodies of the others go once they have ended."""
+AT_ONCE = 500
+"""In one statement: databases limit its parameters."""
+
+
+def rest_of(operation: Operation) -> bytes:
+    """The body without its images."""
+    body, parts, at = operation.body or b"", [], 0
+    for place in operation.images:
+        parts.append(body[at : place.start])
+        at = place.start + place.size_bytes
+    return b"".join([*parts, body[at:]]) if parts else body
+
+
+async def whole(session: AsyncSession, request_id: str, rest: bytes) -> bytes:
+    """The body of a request: its rest, with the images in their places."""
+    places = select(ImagePlaceRow.start, Image.data).join(Image, Image.digest == ImagePlaceRow.digest)
+    query = places.where(ImagePlaceRow.request_id == request_id).order_by(ImagePlaceRow.start)
+    parts, taken, length = [], 0, 0
+    for start, data in await session.execute(query):
+        parts += [rest[taken : taken + start - length], data]
+        taken += start - length
+        length = start + len(data)
+    return b"".join([*parts, rest[taken:]]) if parts else rest
+
+
+def stored_bytes() -> Any:
+    """A column: the size of a future's body, images and all."""
+    apart = select(func.sum(ImagePlaceRow.size_bytes)).where(ImagePlaceRow.request_id == Future.request_id)
+    return func.length(Future.request) + func.coalesce(apart.scalar_subquery(), 0)
+
+
+async def add(session: AsyncSession, db: Database, operations: Iterable[Operation]) -> None:
+    """Store the images of new operations, those that are not there yet, and their places."""
+    found = [(operation, place) for operation in operations for place in operation.images]
+    if not found:
+        return
+    data = {place.digest: (operation.body or b"", place) for operation, place in found}
+    for digests in _batches(data):
+        there = set(await session.scalars(select(Image.digest).where(Image.digest.in_(digests))))
+        for digest in set(digests) - there:
+            body, place = data[digest]
+            row = {"digest": digest, "data": body[place.start : place.start + place.size_bytes]}
+            await session.execute(db.insert(Image).values(row))
+    rows = [{"request_id": operation.request_id, **place._asdict()} for operation, place in found]
+    await session.execute(db.insert(ImagePlaceRow).on_conflict_do_nothing(), rows)
+
+
+async def release(session: AsyncSession, request_ids: Select[Any] | Collection[str]) -> None:
+    """These requests are not needed any more, nor the images that they alone have."""
+    mine = ImagePlaceRow.request_id.in_(request_ids)
+    digests = set(await session.scalars(select(ImagePlaceRow.digest).where(mine).distinct()))
+    if not digests:
+        return
+    await session.execute(delete(ImagePlaceRow).where(mine).execution_options(synchronize_session=False))
+    in_use = select(ImagePlaceRow.digest).where(ImagePlaceRow.digest == Image.digest).exists()
+    for batch in _batches(digests):
+        unused = delete(Image).where(Image.digest.in_(batch), ~in_use)
+        await session.execute(unused.execution_options(synchronize_session=False))
+
+
+def _batches(digests: Iterable[str]) -> list[list[str]]:
+    all_ = sorted(digests)
+    return [all_[start : start + AT_ONCE] for start in range(0, len(all_), AT_ONCE)]

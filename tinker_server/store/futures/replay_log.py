@@ -1,0 +1,63 @@
+"""The log of a model: what was done to it since its snapshot, in order. Run again on the snapshot, it gives the model.
+
+The entries are rows of ended operations with a position, which keep their bodies. Positions rise from result to
+result, over all models. A snapshot takes the entries that it holds out of the log, in the transaction that records it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import CursorResult, func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from tinker_server.store.futures import images
+from tinker_server.store.tables import Future
+
+AT_ONCE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operation that has ended, without its body."""
+
+    position: int
+    request_id: str
+    operation_kind: str
+    seq_id: int
+    content_type: str
+    failure_category: str | None
+    """Of a failed one: `user` or `server`."""
+
+
+async def entries(session: AsyncSession, model_id: str, after: int) -> list[Entry]:
+    """In order, those behind a position: some."""
+    columns = (
+        Future.position,
+        Future.request_id,
+        Future.kind,
+        Future.seq_id,
+        Future.request_type,
+        Future.failure_category,
+    )
+    query = select(*columns).where(Future.lane == model_id, Future.position > after)
+    rows = await session.execute(query.order_by(Future.position).limit(AT_ONCE))
+    return [Entry(*row) for row in rows]  # type: ignore[arg-type]  # the position is there
+
+
+async def cover(session: AsyncSession, model_id: str, position: int | None) -> int:
+    """Within a transaction: a snapshot holds all entries up to a position (None: the log is needed no more).
+
+    Returns their number.
+    """
+    mine = (Future.lane == model_id) & Future.position.is_not(None)
+    if position is not None:
+        mine &= Future.position <= position
+    await images.release(session, select(Future.request_id).where(mine))
+    change = update(Future).where(mine).values(position=None, request=b"")
+    outcome: CursorResult[Any] = await session.execute(change, execution_options={"synchronize_session": False})  # type: ignore[assignment]
+    return outcome.rowcount
+
+
+async def last_position(session: AsyncSession) -> int:
+    """The largest position that was given; 0 where there is none."""
+    return await session.scalar(select(func.max(Future.position))) or 0

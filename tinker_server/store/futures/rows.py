@@ -1,0 +1,236 @@
+"""All SQL on the futures table."""
+
+from typing import Any, NamedTuple, cast
+
+from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+
+from tinker_server.errors import SequenceConflict
+from tinker_server.store import steps
+from tinker_server.store.database import Database
+from tinker_server.store.futures import images, replay_log
+from tinker_server.store.futures.notifications import CLIENT_SPAN, Completion, Target
+from tinker_server.store.futures.records import Operation, PastOperation
+from tinker_server.store.futures.results import Result
+from tinker_server.store.tables import Future
+
+FUTURES = cast(Table, Future.__table__)
+FINISHED = ("done", "failed")
+PAST_AT_ONCE = 1000
+
+
+class First(NamedTuple):
+    """The first operation that was accepted under a number."""
+
+    request_id: str
+    is_queued: bool
+
+
+class FutureRows:
+    """The only way to the futures table. Every method that writes is one transaction."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def queued(self) -> list[Operation]:
+        """The operations without a result, in order of arrival, their bodies left where they are."""
+        size = images.stored_bytes().label("size_bytes")
+        columns = (
+            Future.kind,
+            Future.lane,
+            Future.seq_id,
+            Future.request_type,
+            Future.owner,
+            Future.digest,
+            size,
+            Future.request_id,
+            Future.created_at,
+            Future.tries,
+        )
+        query = select(*columns).where(Future.status == "queued").order_by(Future.created_at)
+        async with self._db.read() as session:
+            return [
+                Operation(
+                    row.kind,
+                    row.lane,
+                    row.seq_id,
+                    None,
+                    row.request_type,
+                    row.owner,
+                    row.digest or "",
+                    row.size_bytes,
+                    row.request_id,
+                    accepted_at=row.created_at,
+                    tries=row.tries,
+                )
+                for row in await session.execute(query)
+            ]
+
+    async def note_try(self, request_id: str, number: int) -> None:
+        """An operation that was left unfinished is about to be begun for the so-manieth time."""
+        change = update(Future).where(Future.request_id == request_id).values(tries=number)
+        await self._db.change(lambda session: session.execute(change))
+
+    async def forget_tries(self) -> None:
+        """What is unfinished now is no operation's fault."""
+        change = update(Future).where(Future.status == "queued", Future.tries > 0).values(tries=0)
+        await self._db.change(lambda session: session.execute(change))
+
+    async def body(self, request_id: str) -> bytes:
+        """As the operation was received; empty once nobody needs it."""
+        query = select(Future.request).where(Future.request_id == request_id)
+
+        async def whole(session: AsyncSession) -> bytes:
+            return await images.whole(session, request_id, await session.scalar(query) or b"")
+
+        return await self._db.look(whole)
+
+    async def past(self, lane: str, before: int | None) -> list[PastOperation]:
+        """The operations of a lane that have ended, the largest number first: some, those below `before`."""
+        columns = (Future.seq_id, Future.kind, Future.status, Future.failure_category)
+        query = select(*columns).where(Future.lane == lane, Future.status != "queued")
+        if before is not None:
+            query = query.where(Future.seq_id < before)
+        async with self._db.read() as session:
+            rows = await session.execute(query.order_by(Future.seq_id.desc()).limit(PAST_AT_ONCE))
+            return [
+                PastOperation(seq_id, kind, status == "failed" or category is not None, category)
+                for seq_id, kind, status, category in rows
+            ]
+
+    async def get(self, request_id: str) -> Future | None:
+        """One row with its result."""
+        async with self._db.read() as session:
+            return await session.get(Future, request_id)
+
+    async def knows(self, lane: str, seq_id: int) -> bool:
+        """Whether there is a row of this number."""
+        async with self._db.read() as session:
+            query = select(Future.request_id).where(Future.lane == lane, Future.seq_id == seq_id)
+            return await session.scalar(query) is not None
+
+    async def insert(self, operations: list[Operation], now: float) -> list[First | SequenceConflict]:
+        """Add what is new; per operation the first one under its number, or the conflict with it."""
+        async with self._db.write() as session:
+            connection = await session.connection()
+            insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
+            rows = [_new_columns(operation, now) for operation in operations]
+            outcome: CursorResult[Any] = await connection.execute(insert, rows)
+            firsts: list[First | SequenceConflict]
+            if outcome.rowcount == len(operations):
+                firsts = [First(operation.request_id, is_queued=True) for operation in operations]
+            else:
+                firsts = [await _first(connection, operation) for operation in operations]
+            stored = {first.request_id for first in firsts if isinstance(first, First)}
+            await images.add(session, self._db, [one for one in operations if one.request_id in stored])
+            return firsts
+
+    async def finish(self, results: list[tuple[str, Result]]) -> None:
+        """Store results by request_id, of those that have none yet."""
+        change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
+        kept = [_finished_columns(*one) for one in results if _may_run_again(one[1])]
+        done = [_finished_columns(*one) | {"request": b""} for one in results if not _may_run_again(one[1])]
+        async with self._db.write() as session:
+            connection = await session.connection()
+            for rows in filter(None, (kept, done)):
+                await connection.execute(change, rows)
+            ended = [id_ for id_, one in results if one.operation_kind in images.KINDS and not _may_run_again(one)]
+            if ended:
+                await images.release(session, ended)
+            await steps.insert(connection, self._db, [result.step for _, result in results if result.step is not None])
+
+    async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
+        """Of the finished ones among these of each lane; one lane's client cannot delete another's results."""
+        async with self._db.write() as session:
+            connection = await session.connection()
+            for lane, request_ids in of_lanes:
+                mine = (FUTURES.c.lane == lane) & FUTURES.c.request_id.in_(request_ids)
+                done = update(FUTURES).where(mine & FUTURES.c.status.in_(FINISHED))
+                await connection.execute(done.values(status="expired", result=None))
+
+    async def completions(self, target: Target) -> list[Completion]:
+        """What has finished for one client of a sampling session."""
+        columns = (Future.request_id, Future.status, func.length(Future.result), Future.finished_at)
+        query = select(*columns).where(
+            Future.lane == target.lane,
+            Future.seq_id >= target.client * CLIENT_SPAN,
+            Future.seq_id < (target.client + 1) * CLIENT_SPAN,
+            Future.status.in_(FINISHED),
+        )
+        async with self._db.read() as session:
+            rows = (await session.execute(query)).all()
+        return [
+            Completion(round(finished_at * 1e6), request_id, status == "failed", size_bytes)
+            for request_id, status, size_bytes, finished_at in rows
+            if finished_at is not None
+        ]
+
+    async def last_position(self) -> int:
+        """The largest position in a log that was given; 0 where there is none."""
+        return await self._db.look(replay_log.last_position)
+
+    async def logged(self, model_id: str, after: int) -> list[replay_log.Entry]:
+        """The log of a model in order, behind a position: some."""
+        return await self._db.look(lambda session: replay_log.entries(session, model_id, after))
+
+    async def last_finished_at(self) -> float:
+        """When the newest stored result was finished; 0 where there is none."""
+        query = select(func.max(Future.finished_at)).where(Future.status.in_(FINISHED))
+        async with self._db.read() as session:
+            return await session.scalar(query) or 0.0
+
+    async def expire(self, before: float, forgotten_before: float) -> None:
+        """Delete the results that finished before, and the tombstones that are older than `forgotten_before`."""
+        async with self._db.write() as session:
+            await session.execute(
+                update(Future)
+                .where(Future.status.in_(FINISHED), Future.finished_at < before)
+                .values(status="expired", result=None)
+            )
+            forgotten = (Future.status == "expired") & (Future.finished_at < forgotten_before)
+            await session.execute(delete(Future).where(forgotten, Future.position.is_(None)))
+        await self._db.shrink()
+
+
+async def _first(connection: AsyncConnection, operation: Operation) -> First | SequenceConflict:
+    columns = (FUTURES.c.request_id, FUTURES.c.kind, FUTURES.c.digest, FUTURES.c.status)
+    query = select(*columns).where(FUTURES.c.lane == operation.lane, FUTURES.c.seq_id == operation.seq_id)
+    request_id, kind, digest, status = (await connection.execute(query)).one()
+    place = f"seq_id {operation.seq_id} of {operation.lane}"
+    if kind != operation.operation_kind:
+        return SequenceConflict(f"{place} was {kind} before, and is {operation.operation_kind} now")
+    if digest not in (None, operation.digest):
+        return SequenceConflict(f"{place} was {kind} with another body before; a repeat must be equal")
+    return First(request_id, status == "queued")
+
+
+def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
+    return {
+        "request_id": operation.request_id,
+        "kind": operation.operation_kind,
+        "lane": operation.lane,
+        "seq_id": operation.seq_id,
+        "request": images.rest_of(operation),
+        "digest": operation.digest,
+        "request_type": operation.content_type,
+        "owner": operation.owner,
+        "status": "queued",
+        "created_at": now,
+    }
+
+
+def _may_run_again(result: Result) -> bool:
+    """Whether the operation's body is needed in the log of its model."""
+    return result.position is not None and result.failure_category is None
+
+
+def _finished_columns(request_id: str, result: Result) -> dict[str, Any]:
+    return {
+        "id": request_id,
+        "position": result.position,
+        "status": "failed" if result.failed else "done",
+        "result": result.body,
+        "result_type": result.content_type,
+        "failure_category": result.failure_category,
+        "finished_at": result.finished_at,
+    }

@@ -1,1 +1,0 @@
-"""One trace for each operation, from its submit until its result is stored."""
