@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,39 @@ def test_the_server_sees_only_the_public_side_of_backends() -> None:
     for path, names in importers("backends").items():
         if path.startswith("tinker_server/"):
             assert all(within(name, *SEEN_OF_BACKENDS) for name in names), (path, names)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Deferred imports count: a circle that a function hides is one."""
+    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    imports = {
+        module: {name for name in _closest(imported_names(path), modules) if name != module}
+        for module, path in modules.items()
+    }
+    assert _circle(imports) is None
+
+
+def _closest(names: Iterator[str], modules: Mapping[str, Path]) -> Iterator[str]:
+    """The modules that imported names are in or are."""
+    for name in names:
+        if name in modules:
+            yield name
+        elif (parent := name.rpartition(".")[0]) in modules:
+            yield parent
+
+
+def _circle(imports: Mapping[str, Iterable[str]]) -> list[str] | None:
+    """One circle of modules, the first again at the end; None where there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return None
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None
 
 
 def test_torch_stays_in_backends() -> None:

@@ -26,13 +26,11 @@ from tinker_server.models.lane import Lane, lane_after
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.tracing.hooks import Tracing
 from tinker_server.offload import INLINE_BYTES
-from tinker_server.store.futures.records import Accepted, Operation, PastOperation
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, Accepted, Operation, PastOperation
 from tinker_server.store.futures.results import Result
 from tinker_server.store.futures.store import FutureStore
 
 log = logging.getLogger(__name__)
-UNLOAD_SUFFIX = ":unload"
-"""A model's unloading is kept in a lane of its own, as number 0."""
 MAX_OUTAGES = 4
 """Times that the database gave an operation no answer, each after the half minute for which one is waited."""
 MAX_DEATHS, MAX_RESTORATIONS = 2, 5

@@ -17,10 +17,9 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tinker_server.models.dispatcher import UNLOAD_SUFFIX
 from tinker_server.observability.tracing.collector import Collector
 from tinker_server.observability.tracing.trace import Trace
-from tinker_server.store.futures.records import Operation
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation
 
 FLUSH_S = 2.0
 """For what has ended to be sent, when the server stops."""

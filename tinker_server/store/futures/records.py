@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from api_schemas.base import Request
 
+UNLOAD_SUFFIX = ":unload"
+"""Suffix of the lane that holds a model's unload_model, as number 0: it follows whatever the model has queued."""
+
 
 class ImagePlace(NamedTuple):
     """Where a body has an image."""
