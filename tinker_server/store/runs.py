@@ -99,6 +99,7 @@ class RunStore:
 
         async def shorten_log(session: AsyncSession) -> None:
             await log.cover(session, model_id, position)
+            await log.clear_tries(session, model_id)
 
         await self._set(model_id, shorten_log, snapshot=snapshot, computed_with=computed_with)
 
