@@ -6,6 +6,7 @@ turns on the trainer, and then their models.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleBuffer
@@ -186,6 +187,9 @@ class Trainer(Protocol):
 
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         """Make the model that a snapshot is of, as it was."""
+
+    def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
+        """While the block runs, only models that are being restored get turns: this one, and others in such a block."""
 
     def last_turn(self, model_id: str) -> int:
         """A number that changes when the trainer begins to work for this model: before, nothing has changed."""

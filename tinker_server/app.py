@@ -71,6 +71,8 @@ from tinker_server.weights.saving import Saving
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
 REPLAY_S = 120.0
 """Of a trainer's work, after which a model's snapshot is taken: so long it takes at most to run its log again."""
+INTERRUPTED_S = 20.0
+"""Of running a log again, after which one is taken too: so much is lost at most where that is interrupted."""
 RECENT_RESULTS_BYTES = 64 << 20
 """Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
@@ -157,7 +159,7 @@ def build_services(
     sessions, samplers = SessionStore(db), SamplerStore(db)
     futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
     models = Models(backend.models, runs, storage, Recovery(futures, checkpoints, storage))
-    limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
+    limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S, INTERRUPTED_S)
     snapshots = Snapshots(models, runs, futures, storage, limits)
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, noted=futures.changes.note)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,6 +148,10 @@ class TrainerClient:
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         """Starts the ranks where they have died."""
         await self._add(commands.Resume(model_id, lora, directory), owner)
+
+    def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
+        """As the protocol says."""
+        return self._turns.first(owner, model_id)
 
     def holds(self, model_id: str) -> bool:
         """As the protocol says."""

@@ -2,17 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from backends.protocol import BaseModel, ModelLost, ProcessDied, Trainer
 from tinker_server.errors import LostModel, OtherBaseModel, UnknownBaseModel
-from tinker_server.models.restore import Recovery
+from tinker_server.models.restore import Recovery, Rerun, RerunHearer
 from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.directories import Storage
 from tinker_server.store.records import TrainingRun
 from tinker_server.store.runs import RunStore
+
+
+async def _unheard(rerun: Rerun) -> None:
+    """Nobody listens."""
 
 
 class Models:
@@ -27,8 +31,8 @@ class Models:
         """What the trainers have in memory, unless they have died since; with its base model."""
         self.spent_s: dict[str, float] = {}
         """By model, seconds of the trainer's work for its last operation, which nobody has counted yet."""
-        self.replayed_s: dict[str, float] = {}
-        """By model, seconds for its log, likewise."""
+        self.follow_restoration: Callable[[TrainingRun, Trainer], RerunHearer] = lambda run, trainer: _unheard
+        """Called before a model is restored, with the trainer to use meanwhile: the model is taken."""
         self._writing: dict[str, asyncio.Task[bool]] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._order: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -134,18 +138,26 @@ class Models:
             raise
 
     async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
+        """However often the trainer ends meanwhile, as long as each try leaves a newer snapshot."""
         self.require_same(run.base_model, run.base_fingerprint, run.model_id)
-        await self.settle(run.model_id)
-        run = await self._runs.get(run.model_id)
-        try:
-            seconds = await self._recovery.restore(run, trainer, self.base(run.base_model).info.numerics)
-        except ProcessDied as error:
-            raise ModelLost(f"the trainer ended while it restored {run.model_id}") from error
+        numerics = self.base(run.base_model).info.numerics
+        run = await self._settled(run.model_id)
+        while True:
+            try:
+                await self._recovery.restore(run, trainer, numerics, self.follow_restoration(run, trainer))
+                break
+            except (ModelLost, ProcessDied) as error:
+                tried, run = run.snapshot, await self._settled(run.model_id)
+                if run.snapshot == tried:
+                    raise ModelLost(f"the trainer ended while it restored {run.model_id}") from error
         if run.status != "active":
             await self._runs.mark_active(run.model_id)
         self.added(run)
-        self.replayed_s[run.model_id] = seconds
         return await self._runs.get(run.model_id)
+
+    async def _settled(self, model_id: str) -> TrainingRun:
+        await self.settle(model_id)
+        return await self._runs.get(model_id)
 
     def trainers(self) -> list[Trainer]:
         """Each once: names that share a directory share one."""

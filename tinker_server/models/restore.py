@@ -1,12 +1,16 @@
 """A model made again: its snapshot, or a fresh model, and on it the log of what was done since, in order.
 
+It goes before all new work on its trainer, and whoever follows it may have a snapshot taken between two operations, so
+that a second interruption costs no more than what came after that.
+
 Results were given the first time, so nothing is stored or counted here. What failed the first time is not tried again:
 it leaves in the gradient what it left there then. Operations that change nothing, such as saves, are passed over.
 """
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from api_schemas.training import AdamParams, OptimStepRequest
 from api_schemas.weights import LoadWeightsRequest
@@ -21,6 +25,20 @@ from tinker_server.store.records import TrainingRun
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """An operation of a log that has been run again."""
+
+    position: int
+    size_bytes: int
+    """Of its request, where that is kept."""
+    seconds: float
+
+
+RerunHearer = Callable[[Rerun], Awaitable[None]]
+"""Told of each operation before the next one is run. The model is as it was after that operation."""
+
+
 class Recovery:
     """Reads snapshots and logs; changes neither."""
 
@@ -29,29 +47,35 @@ class Recovery:
         self._checkpoints = checkpoints
         self._storage = storage
 
-    async def restore(self, run: TrainingRun, trainer: Trainer, numerics: Mapping[str, str]) -> float:
-        """Make the model as it was after its last operation; the seconds that its log took.
+    async def restore(self, run: TrainingRun, trainer: Trainer, numerics: Mapping[str, str], hear: RerunHearer) -> None:
+        """Make the model as it was after its last operation.
 
         Raises LostModel where that cannot be, and what the trainer raises where it fails.
         """
         _say_what_changed(run, numerics)
+        with trainer.restoring(run.model_id, run.owner):
+            await self._begin(run, trainer)
+            count = 0
+            async for entry in self._futures.logged(run.model_id):
+                began = time.monotonic()
+                size_bytes = await self._run_again(entry, run.model_id, trainer)
+                await hear(Rerun(entry.position, size_bytes, time.monotonic() - began))
+                count += 1
+        log.info("model %s is restored; %d operations were run again", run.model_id, count)
+
+    async def _begin(self, run: TrainingRun, trainer: Trainer) -> None:
         if run.snapshot is None:
             await trainer.create_model(run.model_id, run.trainable, run.owner)
         elif self._storage.holds(run.snapshot):
             await trainer.resume(run.model_id, run.trainable, run.owner, self._storage.path(run.snapshot))
         else:
             raise LostModel(f"model {run.model_id}: its snapshot was deleted; create it again from a checkpoint")
-        began, count = time.monotonic(), 0
-        async for entry in self._futures.logged(run.model_id):
-            await self._run_again(entry, run.model_id, trainer)
-            count += 1
-        log.info("model %s is restored; %d operations were run again", run.model_id, count)
-        return time.monotonic() - began
 
-    async def _run_again(self, entry: Entry, model_id: str, trainer: Trainer) -> None:
+    async def _run_again(self, entry: Entry, model_id: str, trainer: Trainer) -> int:
+        """The request's size."""
         if entry.failure_category is not None:
             await self._fail_again(entry, model_id, trainer)
-            return
+            return 0
         body = await self._futures.body(entry.request_id)
         try:
             match entry.operation_kind:
@@ -69,6 +93,7 @@ class Recovery:
                 f"model {model_id} cannot be restored: its {entry.operation_kind} {entry.seq_id} fails now, and did not"
                 f" when it was first run ({error}); create it again from a checkpoint"
             ) from error
+        return len(body)
 
     async def _fail_again(self, entry: Entry, model_id: str, trainer: Trainer) -> None:
         """A forward_backward left a part of the gradient missing. A step that its user is to blame for cleared the

@@ -1,19 +1,23 @@
 """When a model's snapshot is taken, so that its log stays short; and suspending, which is a snapshot and no memory.
 
-A snapshot is copied between two operations, when every result of the model has its place in the log or has none. It
-is recorded once it is on disk and those results are stored: what it holds is never run again on it.
+A snapshot is copied between two operations, when every result of the model has its place in the log or has none, or
+while the log is run again, after one of its operations. It is recorded once it is on disk and those results are
+stored: what it holds is never run again on it.
 """
 
 import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
+from backends.protocol import Trainer
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models.registry import Models
+from tinker_server.models.restore import Rerun, RerunHearer
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.futures.store import FutureStore
@@ -25,6 +29,8 @@ LOGGED: tuple[str, ...] = ("forward_backward", "optim_step", "load_weights")
 """What changes a model, apart from making it."""
 RETRY_S = 30.0
 """After a snapshot that failed."""
+Copy = Callable[[TrainingRun, str], Awaitable[Awaitable[None]]]
+"""Copies a model, and has the copy written into a directory."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class SnapshotLimits:
     every_s: float
     log_bytes: int
     replay_s: float
+    interrupted_s: float
+    """Of running it again, what an interruption may cost."""
 
 
 @dataclass
@@ -64,11 +72,12 @@ class Snapshots:
         self._storage = storage
         self._limits = limits
         self._logs: defaultdict[str, _Log] = defaultdict(_Log)
+        models.follow_restoration = self._follow
         self.num_taken = self.num_failed = 0
 
     @property
     def log_bytes(self) -> dict[str, int]:
-        """By model, requests that are kept to be run again; those of an earlier server are not counted."""
+        """By model, requests that are kept to be run again; those of an earlier server are counted once they were."""
         return {model_id: found.size_bytes for model_id, found in self._logs.items() if not found.is_empty}
 
     def undisturbed(self, model_id: str) -> AbstractAsyncContextManager[None]:
@@ -84,7 +93,7 @@ class Snapshots:
             # The weights it read may be deleted at any time, so they are kept in place of it.
             return failure_category is None and not await self._taken_and_recorded(operation.lane)
         found = self._logs[operation.lane]
-        found.seconds += seconds + self._models.replayed_s.pop(operation.lane, 0)
+        found.seconds += seconds
         found.size_bytes += operation.size_bytes
         found.is_empty = False
         found.must_end |= failure_category == "server"
@@ -107,7 +116,30 @@ class Snapshots:
         parts = (age_s / limits.every_s, found.size_bytes / limits.log_bytes, found.seconds / limits.replay_s)
         is_long = max(parts) > (1 if operation.operation_kind == "optim_step" else 2)
         if (is_long or found.must_end) and time.monotonic() > found.not_before:
-            await self._take(operation.lane)
+            await self._take_now(operation.lane)
+
+    def _follow(self, run: TrainingRun, trainer: Trainer) -> RerunHearer:
+        """A model is about to be restored: its log is counted anew as it is run again."""
+        self._logs[run.model_id] = _Log()
+        return partial(self._ran_again, run, trainer)
+
+    async def _ran_again(self, run: TrainingRun, trainer: Trainer, rerun: Rerun) -> None:
+        """Take a snapshot where an interruption would cost too much, after a step or not. The model is in the hands of
+        the one who restores it."""
+        found = self._logs[run.model_id]
+        found.seconds += rerun.seconds
+        found.size_bytes += rerun.size_bytes
+        found.is_empty = False
+        if (
+            found.seconds > self._limits.interrupted_s
+            and time.monotonic() > found.not_before
+            and not self._models.is_writing(run.model_id)
+        ):
+
+            async def copy(run: TrainingRun, directory: str) -> Awaitable[None]:
+                return await trainer.snapshot(run.model_id, self._storage.path(directory))
+
+            await self._take(run.model_id, rerun.position, copy)
 
     async def suspend(self, model_id: str) -> None:
         """Move a model from memory to disk. Whatever fails, it stays, or is found again by its log.
@@ -126,15 +158,19 @@ class Snapshots:
 
     async def _taken_and_recorded(self, model_id: str) -> bool:
         await self._models.settle(model_id)
-        await self._take(model_id)
+        await self._take_now(model_id)
         return await self._models.settle(model_id)
 
-    async def _take(self, model_id: str) -> None:
+    async def _take_now(self, model_id: str) -> None:
+        """The model is undisturbed, so that it holds all of its log."""
+        await self._take(model_id, self._futures.last_position, self._models.snapshot)
+
+    async def _take(self, model_id: str, position: int, copy: Copy) -> None:
         before, self._logs[model_id] = self._logs[model_id], _Log()
         try:
-            run, position = await self._runs.get(model_id), self._futures.last_position
+            run = await self._runs.get(model_id)
             directory = await self._storage.reserve(model_id, "snapshots", "model")
-            written = await self._models.snapshot(run, directory)
+            written = await copy(run, directory)
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
             self._put_back(model_id, before, error)
             return

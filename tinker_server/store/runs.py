@@ -100,6 +100,7 @@ class RunStore:
 
         async def shorten_log(session: AsyncSession) -> None:
             await replay_log.cover(session, model_id, position)
+            await replay_log.clear_tries(session, model_id)
 
         await self._set(model_id, shorten_log, snapshot=snapshot, computed_with=computed_with)
 

@@ -73,7 +73,7 @@ def build(data_dir: Path, backend: FakeBackend) -> House:
     runs, storage = RunStore(db), Storage(data_dir, db)
     futures = FutureStore(db, recent_bytes=0)
     models = Models(backend.models, runs, storage, Recovery(futures, CheckpointStore(db), storage))
-    snapshots = Snapshots(models, runs, futures, storage, SnapshotLimits(600, 1 << 20, 600))
+    snapshots = Snapshots(models, runs, futures, storage, SnapshotLimits(600, 1 << 20, 600, 600))
     saving = Saving(models, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), AuditStore(db))
     return House(data_dir, db, backend, SessionStore(db), runs, storage, models, snapshots, saving)
 
