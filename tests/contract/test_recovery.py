@@ -149,9 +149,9 @@ async def test_a_snapshot_and_the_log_after_it_give_the_same(tiny_vl, tmp_path, 
     async with server(tmp_path, backend) as client:
         await create(client)
         found = [await train(client, 1)]
-        client.services.snapshots._logs[client.model_id].must_end = True
+        client.services.scheduler.actor(client.model_id).model.log.must_end = True
         found.append(await train(client, 4))
-        await client.services.models.settle(client.model_id)
+        await client.services.scheduler.actor(client.model_id).model.settle()
         assert (await client.services.runs.get(client.model_id)).snapshot is not None
         first = await forward_backward(client, 7)
         await finished(client, first)
@@ -167,7 +167,7 @@ async def test_a_replay_that_is_interrupted_again_and_again_goes_on_from_where_i
     backend = RealTrainer(tiny_vl)
     async with server(tmp_path, backend) as client:
         snapshots = client.services.snapshots
-        snapshots._limits = replace(snapshots._limits, interrupted_s=0)
+        snapshots.limits = replace(snapshots.limits, interrupted_s=0)
         await create(client)
         found = [await train(client, 1), await train(client, 4)]
         begun, taken = ["nothing"], 0

@@ -62,7 +62,7 @@ def test_a_server_whose_database_was_taken_accepts_and_writes_nothing(
     try:
         written, loose = files(tmp_path / "a"), asyncio.run(count(database_url, "loose_directories"))
         services = first.app.state.services
-        suspending = asyncio.run_coroutine_threadsafe(services.snapshots.suspend(model), first.loop)
+        suspending = asyncio.run_coroutine_threadsafe(services.scheduler.suspend(model), first.loop)
         outcome = suspending.exception(20)
         answers = [submit(first, number) for number in range(2, 10)]
         print(f"suspending: {outcome!r}; submits: {[status for status, _ in answers]}")

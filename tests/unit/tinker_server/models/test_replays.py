@@ -63,7 +63,7 @@ async def die(trainer: FakeTrainer) -> None:
 def follow_closely(client: Client) -> None:
     """A snapshot after each operation that is run again, where the one before is written."""
     snapshots = client.services.snapshots
-    snapshots._limits = replace(snapshots._limits, interrupted_s=0)
+    snapshots.limits = replace(snapshots.limits, interrupted_s=0)
 
 
 async def steps(client: Client, model_id: str | None = None) -> None:
@@ -123,6 +123,7 @@ async def test_a_replay_under_servers_that_always_end_before_its_end_ends_and_bl
             end.cancel()
             if result.done():
                 assert not result.result().failed, result.result().body
+                lives.end = None
                 last = await client.result(await client.optim_step(3 * STEPS + 2, model_id))
                 assert json.loads(last.body)["metrics"]["step"] == STEPS + 1
                 assert applied_before(client)[-1] == [1]

@@ -25,7 +25,7 @@ def crash(data_dir: Path) -> Path:
 
 
 async def suspend(client: Client, model_id: str | None = None) -> None:
-    await client.services.snapshots.suspend(model_id or client.model_id)
+    await client.services.scheduler.suspend(model_id or client.model_id)
 
 
 async def busy_trainer(client: Client) -> None:
@@ -199,7 +199,7 @@ async def test_no_snapshot_counts_before_the_results_that_it_holds_are_stored(
         await before.result(await before.forward_backward(1))
         with monkeypatch.context() as patch:
             patch.setattr(FutureRows, "finish", refuse)
-            before.services.snapshots._logs[before.model_id].must_end = True
+            before.services.scheduler.actor(before.model_id).model.log.must_end = True
             submitted = [await before.forward_backward(2), await before.forward_backward(3)]
             await asyncio.sleep(0.5)
             assert list((tmp_path / "data").glob("checkpoints/*/snapshots/*~*")), "no snapshot was taken"
@@ -247,11 +247,12 @@ async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
             raise DatabaseUnavailable("the database does not answer")
         return await get(self, model_id)
 
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
     async with server(tmp_path / "data") as client:
-        await client.result(await client.create_model())
         monkeypatch.setattr(RunStore, "get", refuse)
-        assert not (await client.result(await client.forward_backward(1))).failed
-        assert refusals == 0 and gradients(client, client.model_id) == [1]
+        assert not (await client.result(await client.forward_backward(1, model_id=before.model_id))).failed
+        assert refusals == 0 and gradients(client, before.model_id) == [1]
 
 
 async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +262,7 @@ async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, m
     async with server(tmp_path / "data") as client:
         await client.result(await client.create_model())
         monkeypatch.setattr(client.trainer, "snapshot", broken)
-        client.services.snapshots._logs[client.model_id].must_end = True
+        client.services.scheduler.actor(client.model_id).model.log.must_end = True
         for number in range(1, 4):
             assert not (await client.result(await client.forward_backward(number))).failed
         client.trainer.steps.clear()
@@ -272,6 +273,6 @@ async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, m
 async def test_what_is_sent_to_an_unloaded_model_is_not_logged(tmp_path: Path) -> None:
     async with server(tmp_path / "data") as client:
         await client.result(await client.create_model())
-        await client.services.models.drop(client.model_id)
+        await client.services.scheduler.drop(client.model_id)
         assert "create it again" in (await client.error(await client.forward_backward(1)))["error"]
         assert [entry async for entry in client.services.futures.logged(client.model_id)] == []

@@ -1,10 +1,10 @@
-"""A model made again: its snapshot, or a fresh model, and on it the log of what was done since, in order.
+"""Restores a model: its snapshot, or a fresh model, and the operations of its log run again on it, in order.
 
-It goes before all new work on its trainer, and whoever follows it may have a snapshot taken between two operations, so
-that a second interruption costs no more than what came after that.
+A restoration goes before all new work on its trainer. `on_replayed` may take a snapshot between two operations, so that
+a second interruption costs no more than what came after that.
 
-Results were given the first time, so nothing is stored or counted here. What failed the first time is not tried again:
-it leaves in the gradient what it left there then. Operations that change nothing, such as saves, are passed over.
+Results were given the first time, so nothing is stored or counted here. An operation that failed the first time is not
+run again: the gradient is left as it was left then. Operations that change nothing, such as saves, are not logged.
 """
 
 import logging
@@ -26,44 +26,46 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Rerun:
-    """An operation of a log that has been run again."""
+class Replayed:
+    """One operation of a log, run again."""
 
     position: int
     size_bytes: int
-    """Of its request, where that is kept."""
+    """Bytes of its request; 0 where the request is not needed again."""
     seconds: float
 
 
-RerunHearer = Callable[[Rerun], Awaitable[None]]
-"""Told of each operation before the next one is run. The model is as it was after that operation."""
+OnReplayed = Callable[[Replayed], Awaitable[None]]
+"""Called after each operation and before the next. The model is as it was after that operation."""
 
 
-class Recovery:
-    """Reads snapshots and logs; changes neither."""
+class LogReplay:
+    """Reads snapshots and logs, and changes neither."""
 
     def __init__(self, futures: FutureStore, checkpoints: CheckpointStore, storage: Storage) -> None:
         self._futures = futures
         self._checkpoints = checkpoints
         self._storage = storage
 
-    async def restore(self, run: TrainingRun, trainer: Trainer, numerics: Mapping[str, str], hear: RerunHearer) -> None:
+    async def restore(
+        self, run: TrainingRun, trainer: Trainer, numerics: Mapping[str, str], on_replayed: OnReplayed
+    ) -> None:
         """Make the model as it was after its last operation.
 
-        Raises LostModel where that cannot be, and what the trainer raises where it fails.
+        Raises LostModel where that is impossible, and whatever the trainer raises.
         """
-        _say_what_changed(run, numerics)
+        _log_changed_numerics(run, numerics)
         with trainer.restoring(run.model_id, run.owner):
-            await self._begin(run, trainer)
+            await self._load(run, trainer)
             count = 0
             async for entry in self._futures.logged(run.model_id):
                 began = time.monotonic()
                 size_bytes = await self._run_again(entry, run.model_id, trainer)
-                await hear(Rerun(entry.position, size_bytes, time.monotonic() - began))
+                await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began))
                 count += 1
         log.info("model %s is restored; %d operations were run again", run.model_id, count)
 
-    async def _begin(self, run: TrainingRun, trainer: Trainer) -> None:
+    async def _load(self, run: TrainingRun, trainer: Trainer) -> None:
         if run.snapshot is None:
             await trainer.create_model(run.model_id, run.trainable, run.owner)
         elif self._storage.holds(run.snapshot):
@@ -72,7 +74,7 @@ class Recovery:
             raise LostModel(f"model {run.model_id}: its snapshot was deleted; create it again from a checkpoint")
 
     async def _run_again(self, entry: Entry, model_id: str, trainer: Trainer) -> int:
-        """The request's size."""
+        """Return the request's size in bytes."""
         if entry.failure_category is not None:
             await self._fail_again(entry, model_id, trainer)
             return 0
@@ -85,7 +87,7 @@ class Recovery:
                     request = OptimStepRequest.model_validate_json(body)
                     await trainer.optim_step(model_id, request.adam_params or AdamParams())
                 case "load_weights":
-                    await self._load(LoadWeightsRequest.model_validate_json(body), model_id, trainer)
+                    await self._load_weights(LoadWeightsRequest.model_validate_json(body), model_id, trainer)
                 case kind:
                     raise AssertionError(f"{kind} is not logged")
         except InvalidInput as error:
@@ -96,8 +98,8 @@ class Recovery:
         return len(body)
 
     async def _fail_again(self, entry: Entry, model_id: str, trainer: Trainer) -> None:
-        """A forward_backward left a part of the gradient missing. A step that its user is to blame for cleared the
-        gradient, and any other left one that must not be applied."""
+        """Leave the gradient as the failure left it: incomplete after a forward_backward, cleared after an optim_step
+        that failed by its user's fault, and not to be applied after any other failed optim_step."""
         await trainer.mark_incomplete(model_id)
         if entry.operation_kind == "optim_step" and entry.failure_category == "user":
             try:
@@ -106,7 +108,7 @@ class Recovery:
                 return
             raise AssertionError("a step was taken on an incomplete gradient")
 
-    async def _load(self, request: LoadWeightsRequest, model_id: str, trainer: Trainer) -> None:
+    async def _load_weights(self, request: LoadWeightsRequest, model_id: str, trainer: Trainer) -> None:
         checkpoint = await self._checkpoints.find(parse_path(request.path))
         if checkpoint is None:
             raise InvalidInput(f"{request.path} was deleted")
@@ -114,7 +116,7 @@ class Recovery:
         await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
 
 
-def _say_what_changed(run: TrainingRun, numerics: Mapping[str, str]) -> None:
+def _log_changed_numerics(run: TrainingRun, numerics: Mapping[str, str]) -> None:
     before = run.computed_with or numerics
     changed = [
         f"{name} was {before.get(name)}, is {value}" for name, value in numerics.items() if before.get(name) != value
