@@ -19,6 +19,13 @@ LONG = 512
 SPAN_ROWS = span_rows(LONG)
 
 
+class Attention(torch.nn.Module):
+    """What transformers' attention reads of a layer's."""
+
+    is_causal = True
+    num_key_value_groups = HEADS // KEY_HEADS
+
+
 def per_sample_attention() -> Callable[..., tuple[Tensor, None]]:
     """As transformers finds it."""
     name = attention.implementation(torch.device("cpu"), torch.float32)
@@ -148,8 +155,7 @@ def test_attention_sample_by_sample_on_the_cpu_is_near_the_same_masked_softmax(r
     qkv = [one.detach().float().requires_grad_() for one in row(lengths)]
     grad_THD = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1))
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    module = torch.nn.Module()
-    module.is_causal, module.num_key_value_groups = True, HEADS // KEY_HEADS
+    module = Attention()
     heads_first = [one.transpose(0, 1)[None] for one in qkv]
     out, _ = per_sample_attention()(module, *heads_first, None, packed_bounds=bounds, scaling=SCALE)
     got = [out[0], *torch.autograd.grad(out[0], qkv, grad_THD)]

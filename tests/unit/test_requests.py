@@ -4,7 +4,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,8 +107,7 @@ def inner(value: Any) -> Any:
 def with_one(kind: type[Request], name: str) -> Any:
     """A type with just this field, named `value`."""
     field = kind.model_fields[name]
-    wanted = Annotated[field.annotation, *field.metadata, "as it is sent"]
-    return create_model("Only", __config__=ConfigDict(arbitrary_types_allowed=True), value=(wanted, ...))
+    return create_model("Only", __config__=ConfigDict(arbitrary_types_allowed=True), value=(field.annotation, field))
 
 
 FIELDS = [(kind, name) for kind in requests() for name in kind.model_fields]

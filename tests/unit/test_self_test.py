@@ -47,7 +47,12 @@ def test_scores_that_are_a_little_off_for_every_token_are_told_from_rounding(
     dtype: str, allowed: float, refused: float, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(base, "packing_is_exact", lambda *asked: bool(seen.append(asked) or True))
+
+    def note(*asked: Any) -> bool:
+        seen.append(asked)
+        return True
+
+    monkeypatch.setattr(base, "packing_is_exact", note)
     start(tiny_text, dtype)
     ((scorer, renderer, own, device),) = seen
     assert packing_is_exact(scorer, renderer, [one + allowed for one in own], device)

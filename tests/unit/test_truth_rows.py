@@ -2,7 +2,7 @@
 
 from backends.rendering import Renderer
 from backends.trainer.graphs import TOKENS
-from tests.gpu.test_truth import LONGEST, MAX_TOKENS, RANKS, compositions, data_of
+from tests.truth_rows import LONGEST, MAX_TOKENS, RANKS, compositions, data_of
 
 
 def test_there_are_a_hundred_rows_of_every_kind() -> None:
