@@ -33,7 +33,7 @@ def rank_in(dtype: str, source: Path) -> TrainerRank:
 
 
 def test_bfloat16_is_then_nearer_to_float32_than_transformers_own(tmp_path):
-    # Deep, and over 600 tokens: products in bfloat16 round differently on each processor, and a few tokens show little else.
+    # Deep, over 600 tokens: products in bfloat16 round differently on each processor, which few tokens do not even out.
     source = make_tiny_of("qwen3", tmp_path, num_hidden_layers=2 * NUM_LAYERS)
     renderer = make_renderer(source)
     items = [datum(prompt(words(length, length)), renderer, length) for length in (120, 150, 130, 200)]
