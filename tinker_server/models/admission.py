@@ -23,13 +23,15 @@ class Budget:
         for used, amount, (what, most) in zip(in_flight, amounts, self._most.items(), strict=True):
             if used and used + amount > most and not forced:
                 raise Busy(f"{used} {what} are in flight; {most} are allowed; send this one again a little later")
-        self._in_flight[owner] = [used + amount for used, amount in zip(in_flight, amounts, strict=True)]
+        for number, amount in enumerate(amounts):
+            in_flight[number] += amount
 
     def leave(self, owner: str, *amounts: int) -> None:
         """Count what has ended."""
-        left = [used - amount for used, amount in zip(self._in_flight[owner], amounts, strict=True)]
-        self._in_flight[owner] = left
-        if not any(left):
+        in_flight = self._in_flight[owner]
+        for number, amount in enumerate(amounts):
+            in_flight[number] -= amount
+        if not any(in_flight):
             del self._in_flight[owner]
 
     @property

@@ -94,7 +94,7 @@ class Lane:
             self._settle_before(number)
         self.skipped.discard(number)
         operation = self.waiting.pop(number)
-        self.lacking = self.missing or _lacking(self.skipped)
+        self.lacking = self.missing or (_lacking(self.skipped) if self.skipped else "")
         if operation.operation_kind in CLEARING and number >= self.expected:
             self.skipped.clear()  # what comes from now on comes too late
         self.expected = max(self.expected, number + 1)
@@ -140,7 +140,7 @@ GRADIENT_KINDS = ("forward_backward", "optim_step")
 
 
 def _lacking(skipped: Collection[int]) -> str:
-    return f"an operation of number {min(skipped)} was refused, or never came" if skipped else ""
+    return f"an operation of number {min(skipped)} was refused, or never came"
 
 
 def missing_after(missing: str, operation_kind: str, seq_id: int, failure_category: str | None) -> str:

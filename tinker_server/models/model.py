@@ -253,7 +253,8 @@ class Model:
     def _trainer_of(self, run: TrainingRun) -> Trainer:
         """Raises UnknownBaseModel; Superseded where another server has the database, so that whatever the trainer
         computes or writes would be nobody's."""
-        self._trainer = self._stores.bases.base(run.base_model).trainer
+        if self._trainer is None:
+            self._trainer = self._stores.bases.base(run.base_model).trainer
         note(base_model=run.base_model)
         self._stores.storage.require_lease()
         return self._trainer
