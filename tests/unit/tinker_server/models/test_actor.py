@@ -70,7 +70,7 @@ async def test_an_unload_comes_behind_all_that_waits(tmp_path: Path) -> None:
 async def test_an_unload_that_waits_when_the_server_stops_takes_no_model_from_the_operations_before_it(
     tmp_path: Path,
 ) -> None:
-    async with server(tmp_path) as before:
+    async with server(tmp_path, drain_s=5) as before:
         running = await held(before)
         waiting, unloading = await before.optim_step(2), await unload(before, before.model_id)
         asyncio.get_running_loop().call_later(0.05, before.trainer.gates["hold"].set)
