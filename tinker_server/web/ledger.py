@@ -1,7 +1,7 @@
 """Bytes of requests' bodies in flight: one account for each owner, taken before the first byte of a body is read.
 
 A body costs its length while it is received and handled, and once more, by what it decompresses to, while it is
-decoded. Owners take turns at both. Who has no account, as before a key is known, shares one.
+decoded. Owners take turns at both, and at encoding results. Who has no account, as before a key is known, shares one.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ class Ledger:
         self._all = FairTurns(BODIES_OF_ALL * max_body_bytes)
         self._decoded_bytes = BODIES_DECODED * max_body_bytes
         self._decoding = FairTurns(self._decoded_bytes)
+        self._encoding = FairTurns()
         self._owners: dict[str, FairTurns] = {}
         self._in_flight: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
@@ -82,3 +83,8 @@ class Ledger:
     def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
         """Hold a turn at decoding a body that decompresses to so many bytes."""
         return self._decoding.turn(owner, "", max(size_bytes, self._decoded_bytes // DECODED_AT_ONCE))
+
+    def encoding(self, owner: str) -> AbstractAsyncContextManager[None]:
+        """Hold a turn at encoding one part of a result: threads that encode together would leave the event loop no
+        turn of the interpreter."""
+        return self._encoding.turn(owner, "")

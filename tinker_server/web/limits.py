@@ -119,6 +119,6 @@ def _too_large(limit: int) -> str:
 
 def _too_many_values(limit: int) -> str:
     return (
-        f"the request's body has more than {limit} values (commas and brackets); send less at once, or protobuf where it"
-        " may be"
+        f"the request's body has more than {limit} values (commas and brackets); send less at once, or protobuf where"
+        " it may be"
     )
