@@ -64,8 +64,6 @@ class BodyLimit:
             except TimeoutError:
                 raise HTTPException(408, _too_slow(num_bytes, size_bytes), {"Connection": "close"}) from None
             is_whole = not message.get("more_body", False)
-            if is_whole:
-                receiving.close()
             body = message.get("body", b"")
             num_bytes += len(body)
             num_values += 0 if most_values is None else _num_values(body)
@@ -73,6 +71,9 @@ class BodyLimit:
                 raise HTTPException(BodyTooLarge.status, _too_large(limit))  # FastAPI makes a 400 of any other error
             if most_values is not None and num_values > most_values:
                 raise HTTPException(BodyTooLarge.status, _too_many_values(most_values))
+            if is_whole:
+                receiving.close()
+                came(num_bytes)
             return message
 
         if declared > limit:
@@ -83,7 +84,7 @@ class BodyLimit:
             if not size_bytes:
                 return await self.app(scope, counted, send)
             try:
-                async with ledger.body(owner, size_bytes):
+                async with ledger.body(owner, size_bytes) as came:
                     receiving.enter_context(ledger.received(owner))
                     await self.app(scope, counted, send)
             except Busy as error:
