@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -37,7 +36,7 @@ from tinker_server.routes import (
     weights,
 )
 from tinker_server.scheduling.admission import Admission
-from tinker_server.scheduling.housekeeping import Housekeeper, Periods, Stores
+from tinker_server.scheduling.housekeeping import Housekeeper, Periods, SteadyClock, Stores
 from tinker_server.scheduling.model_operations import ModelOperations
 from tinker_server.scheduling.operations import Executors, OperationRunner
 from tinker_server.scheduling.sampling import Sampling
@@ -82,13 +81,13 @@ QUEUED_BODIES = 4
 def create_app(
     settings: Settings,
     backend: Backend | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     hear: LoadingHearer = unheard,
 ) -> FastAPI:
     """The server; without a `backend`, the one that the settings describe is made and loaded, and `hear` is told how
     far that is.
 
-    `clock` says how old things are, in Unix seconds.
+    `clock` says how old things are, in Unix seconds; without one, the machine's does, where it is not set ahead.
     """
 
     @asynccontextmanager
@@ -118,7 +117,7 @@ def create_app(
 async def serving(
     settings: Settings,
     backend: Backend | None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     hear: LoadingHearer = unheard,
 ) -> AsyncIterator[Services]:
     """All services, from an open database and loaded models to the end of the last child process.
@@ -135,7 +134,7 @@ async def serving(
         backend = backend or _described_backend(settings, hear)
         stack.push_async_callback(backend.stop)
         await backend.start()
-        services = build_services(settings, db, backend, tracing, clock)
+        services = build_services(settings, db, backend, tracing, clock or SteadyClock())
         stack.callback(services.archives.close)
         stack.push_async_callback(tracing.close)
         await stack.enter_async_context(working(services))
