@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_server import Running
+from tinker_server.scheduling import housekeeping
 from tinker_server.scheduling.housekeeping import HELD_S, SteadyClock
 
 DAY_S = 24 * 3600.0
@@ -20,19 +21,27 @@ class Machine:
     wall: float = NOW
     passed: float = 100.0
 
+    def time(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.passed
+
     def wait(self, seconds: float) -> None:
         self.wall += seconds
         self.passed += seconds
 
 
 @pytest.fixture
-def machine() -> Machine:
-    return Machine()
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(housekeeping, "time", machine)
+    return machine
 
 
 @pytest.fixture
 def steady(machine: Machine) -> SteadyClock:
-    return SteadyClock(lambda: machine.wall, lambda: machine.passed)
+    return SteadyClock()
 
 
 def test_a_clock_that_is_set_ahead_makes_nothing_old_at_once(

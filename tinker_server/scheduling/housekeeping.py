@@ -35,13 +35,12 @@ AHEAD_S, HELD_S = 60.0, 24 * 3600.0
 class SteadyClock:
     """Unix seconds, by which nothing grows old because the machine's clock is set ahead."""
 
-    def __init__(self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = time.monotonic) -> None:
-        self._wall, self._passed = wall, passed
-        self._epoch = wall() - passed()
+    def __init__(self) -> None:
+        self._epoch = time.time() - time.monotonic()
         self._ahead_since: float | None = None
 
     def __call__(self) -> float:
-        wall, passed = self._wall(), self._passed()
+        wall, passed = time.time(), time.monotonic()
         ahead = wall - passed - self._epoch
         if ahead <= AHEAD_S:
             self._ahead_since = None
