@@ -100,4 +100,4 @@ def test_a_server_whose_clock_is_set_ahead_keeps_snapshots_and_results(
 
 def suspended(data_dir: Path) -> list[Path]:
     """Snapshots of models that are on disk."""
-    return [one for one in data_dir.glob("checkpoints/*/snapshots/*") if one.is_dir()]
+    return [one for one in data_dir.glob("checkpoints/*/snapshots/model~*") if one.is_dir()]
