@@ -92,7 +92,7 @@ class FairTurns:
             granted.set_result(None)
 
     def _next(self) -> _Queue | None:
-        queues = self._queues.values()
+        queues = list(self._queues.values())
         if self._first:
             queues = [one for one in queues if (one.owner, one.key) in self._first]
         return min(queues, key=lambda one: self.standing(one.owner, one.key), default=None)
