@@ -37,7 +37,7 @@ MAX_OUTAGES = 4
 """Times that the database gave an operation no answer, each after the half minute for which one is waited."""
 MAX_DEATHS, MAX_RESTORATIONS = 2, 5
 """An operation under which the trainer died so often fails alone; so does one whose model so often was not restored."""
-CLOSE_S = 1.0
+CLOSE_S = 0.5
 """For what is cancelled to end, when the server stops."""
 
 
@@ -126,6 +126,11 @@ class Scheduler:
         assert isinstance(again.request, SampleRequest)
         self._admission.force_sample(again.owner, again.request.num_samples, again.size_bytes)
         self._start_sample(again, again.request.num_samples)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing more is started, for the server stops."""
+        return self._closing
 
     def require_open(self) -> None:
         """Raises ShuttingDown."""
