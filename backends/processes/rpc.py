@@ -31,6 +31,8 @@ Hearer = Callable[[Any], None]
 """Takes one part of an answer."""
 MAX_ANSWER_BYTES = 512 << 20
 """A tenant decides how long the answer is; a longer one fails its call alone. Messages to a child are the server's."""
+STOP_S = 1.0
+"""For a child to end by itself when the server stops. What it computes is lost by then, and what it holds is kept."""
 
 
 class ChildDied(ProcessDied):
@@ -161,7 +163,7 @@ class Child:
         else:
             call.answer.set_exception(_ERRORS[outcome](value))
 
-    async def stop(self, grace_s: float = 10) -> None:
+    async def stop(self, grace_s: float = STOP_S) -> None:
         """Close our end, which the child takes as its signal to end, and see that it has ended."""
         self._outbox.close()
         await self.process.end(grace_s)

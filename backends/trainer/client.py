@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.processes.fair_queue import FairTurns
 from backends.processes.launcher import launch_trainer, rank_name
-from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
+from backends.processes.rpc import STOP_S, Child, ChildBroke, ChildDied, Command
 from backends.processes.spans import Listener, ProcessSpan, current_listener, heard_by
 from backends.protocol import (
     BackendFailed,
@@ -133,7 +133,7 @@ class TrainerClient:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await self._end(10)
+        await self._end(STOP_S)
 
     async def restarted(self, seen: int) -> int:
         """As the protocol says."""

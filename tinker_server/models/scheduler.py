@@ -30,10 +30,10 @@ from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, PastOp
 log = logging.getLogger(__name__)
 TRIES = 2
 """Restorations of a model under which the trainer ends; after these the model waits for its next operation."""
-CLOSE_S = 1.0
+CLOSE_S = 0.5
 """For what is cancelled to end, when the server stops."""
-STORE_S, SUSPEND_S = 2.0, 3.0
-"""For the last results to be stored, and for models to be moved to disk: `docker stop` kills after 10 s."""
+KEEP_S = 3.0
+"""After that, for the last results to be stored and idle models to be moved to disk: `docker stop` kills after 10 s."""
 
 
 class Scheduler:
@@ -236,11 +236,16 @@ class Scheduler:
 
     async def stop(self, drain_s: float) -> None:
         """Let running work end for a while, store and answer what it gave, and move the models that are idle to disk,
-        so that the next server goes on where this one was."""
+        so that the next server goes on where this one was.
+
+        A second call does nothing: what did not end or could not be kept the first time would take as long again.
+        """
+        if self._is_closing:
+            return
         await self._drain(drain_s)
-        futures = self._stores.futures
+        futures, until_s = self._stores.futures, asyncio.get_running_loop().time() + KEEP_S
         with contextlib.suppress(TimeoutError, DatabaseUnavailable):
-            async with asyncio.timeout(STORE_S):
+            async with asyncio.timeout_at(until_s):
                 await futures.flush()
                 await futures.forget_tries()
         futures.release()
@@ -251,10 +256,10 @@ class Scheduler:
         ]
         outcomes: list[BaseException | None] = []
         try:
-            async with asyncio.timeout(SUSPEND_S):
+            async with asyncio.timeout_at(until_s):
                 outcomes = await asyncio.gather(*map(self.suspend, idle), return_exceptions=True)
         except TimeoutError:
-            log.warning("not all models were moved to disk within %.0f s", SUSPEND_S)
+            log.warning("not all models were moved to disk within %.0f s", KEEP_S)
             for task in filter(None, [actor.stop() for actor in self._actors.values()]):
                 task.cancel()
         for model_id, outcome in zip(idle, outcomes, strict=False):

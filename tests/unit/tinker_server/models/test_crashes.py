@@ -1,16 +1,20 @@
 """What a crash leaves, and what the next server makes of it. A crash is a copy of the disk of a running server."""
 
 import asyncio
+import contextlib
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.protocol import BackendFailed
+from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.errors import DatabaseUnavailable
+from tinker_server.settings import Settings
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.records import TrainingRun
@@ -154,6 +158,39 @@ async def test_a_stop_takes_no_longer_than_it_may_though_an_operation_goes_on(tm
         await busy_trainer(before)
         started = asyncio.get_running_loop().time()
     assert asyncio.get_running_loop().time() - started < 2
+
+
+async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's command runs to its end, and idle models wait behind it. The children's second is not in here."""
+    ended = asyncio.Event()
+
+    async def stubborn(self: FakeTrainer, model_id: str, batch: object, *, backward: bool) -> None:
+        async with self.turns.turn("", model_id):
+            self.begun[model_id] += 1
+            while not ended.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await ended.wait()
+
+    async def behind(self: FakeTrainer, model_id: str, directory: Path) -> None:
+        async with self.turns.turn("", model_id):
+            pytest.fail("it has no turn")
+
+    async with server(tmp_path, drain_s=Settings(data_dir=tmp_path).drain_s) as client:
+        await client.result(await client.create_model())
+        await client.result(await client.create_model(1))
+        monkeypatch.setattr(FakeTrainer, "forward_backward", stubborn)
+        monkeypatch.setattr(FakeTrainer, "snapshot", behind)
+        await client.forward_backward(1)
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        asyncio.get_running_loop().call_later(25, ended.set)
+        await client.services.drain()  # as the web server does, before all is closed
+    took_s = time.monotonic() - began
+    ended.set()
+    await asyncio.sleep(0)
+    assert took_s < 9, f"{took_s:.1f} s"
 
 
 async def test_creating_a_model_where_one_lives_leaves_it_alone(tmp_path: Path) -> None:
