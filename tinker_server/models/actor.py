@@ -41,16 +41,16 @@ class Actor:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self.was_cut_off = False
-        """Whether an operation was stopped half-way, when the server stopped."""
+        """True where an operation was stopped half-way, when the server stopped."""
 
     @property
     def is_working(self) -> bool:
-        """Whether its task runs."""
+        """True while its task runs."""
         return self._task is not None and not self._task.done()
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is under way, and the model is as its last result says; the rest waits or is to come."""
+        """True where nothing is under way, and the model is as its last result says; the rest waits or is to come."""
         return not self.is_working and not self.was_cut_off
 
     def is_idle(self, for_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""How much each owner may have in flight: a bound on what its requests hold in memory and in the database."""
+"""Bounds what each owner has in flight, and so what its requests hold in memory and in the database."""
 
 from collections import defaultdict
 
@@ -17,8 +17,8 @@ class Budget:
         self._in_flight: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(most))
 
     def enter(self, owner: str, *amounts: int, forced: bool = False) -> None:
-        """Count what is let in. Raises Busy where there is no room, unless `forced`. What is larger than all room is
-        let in alone."""
+        """Let a request in and count it. Raises Busy where there is no room, unless `forced`. A request that is larger
+        than all room is let in alone."""
         in_flight = self._in_flight[owner]
         for used, amount, (what, most) in zip(in_flight, amounts, self._most.items(), strict=True):
             if used and used + amount > most and not forced:

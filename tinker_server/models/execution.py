@@ -1,5 +1,7 @@
-"""Carries one operation out to a result that is handed to the store. A server's death, a process's, and a database
-that is away are each given some tries."""
+"""Carries one operation out to a result, which it hands to the store.
+
+An operation runs again, a few times, where a server or a process died under it, or the database was away.
+"""
 
 import logging
 from dataclasses import replace
@@ -23,7 +25,7 @@ MAX_DEATHS, MAX_RESTORATIONS = 2, 5
 
 
 class Runner(Protocol):
-    """What the kinds of operations do: the room of operations, seen from here."""
+    """Carries out each kind of operation; `operations/table.py` has the one there is."""
 
     def decoded(self, operation: Operation) -> Operation:
         """Return the operation with its decoded request."""

@@ -7,8 +7,8 @@ server itself refused it, or when a grace has passed.
 
 A number that was skipped may have been a forward_backward, so that the gradient lacks it, as it lacks what failed:
 the next optim_step then fails. A part of a batch that comes late, but before that step is taken, makes the gradient
-whole again. What comes after, or is no part of a batch, is refused: the gradient is another one by then. All this is
-in the rows of the lane too, from which a restarted server takes it.
+whole again. A later one, or one that is no part of a batch, is refused: the gradient is another one by then. All this
+is in the rows of the lane too, from which a restarted server takes it.
 """
 
 import heapq

@@ -35,7 +35,7 @@ RETRY_S = 30.0
 
 @dataclass(frozen=True)
 class SnapshotLimits:
-    """A log beyond one of these is too long."""
+    """The limits of a log: beyond one of them it is too long."""
 
     every_s: float
     log_bytes: int
@@ -46,7 +46,7 @@ class SnapshotLimits:
 
 @dataclass
 class Snapshots:
-    """When snapshots are due, and how many were taken, of all models."""
+    """The limits and the counts of all models' snapshots."""
 
     limits: SnapshotLimits
     num_taken: int = 0
@@ -55,7 +55,7 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class ModelStores:
-    """What a model needs of the server."""
+    """The stores that all models share."""
 
     bases: BaseModels
     runs: RunStore
@@ -67,15 +67,15 @@ class ModelStores:
 
 @dataclass
 class Log:
-    """What is known of a model's log. After a restart it counts as empty until it has been run again."""
+    """The counts of a model's log. After a restart it counts as empty until it has been run again."""
 
     size_bytes: int = 0
     seconds: float = 0
     """Seconds that running it again takes."""
     since: float = field(default_factory=time.monotonic)
-    """When the snapshot before it was taken, or the first operation of the model in this server."""
+    """Time of the snapshot before it, or of the model's first operation in this server."""
     not_before: float = 0
-    """When a snapshot may be tried again."""
+    """Time from which a snapshot may be tried again."""
     is_empty: bool = True
     must_end: bool = False
     """It does not give the model exactly: a snapshot must take its place."""
@@ -99,20 +99,20 @@ class Model:
         self._stores = stores
         self._trainer: Trainer | None = None
         self._is_whole = False
-        """Whether it was made or restored to the end, in a trainer that may have died since."""
+        """True once it was made or restored to the end, in a trainer that may have died since."""
         self._worked_since_s: float | None = None
-        """When the model was last at hand for the running operation; None: not yet."""
+        """Time since which the model is at hand for the running operation; None: not yet."""
         self._writing: asyncio.Task[bool] | None = None
         """Writes and records a snapshot; its value is whether it was recorded."""
 
     @property
     def is_active(self) -> bool:
-        """Whether the run is recorded as in memory."""
+        """True where the run is recorded as in memory."""
         return self.run is not None and self.run.status == "active"
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the trainer holds the model, unless it has died unnoticed."""
+        """True where the trainer holds the model, unless it has died unnoticed."""
         return self._is_whole and self._trainer is not None and self._trainer.holds(self.id)
 
     def is_lost_with(self, trainer: Trainer) -> bool:
@@ -121,7 +121,7 @@ class Model:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a snapshot is being written or recorded."""
+        """True while a snapshot is being written or recorded."""
         return self._writing is not None and not self._writing.done()
 
     def last_turn(self) -> int:
@@ -251,8 +251,8 @@ class Model:
         return run
 
     def _trainer_of(self, run: TrainingRun) -> Trainer:
-        """Raises UnknownBaseModel; Superseded where another server has the database, so that whatever the trainer
-        computes or writes would be nobody's."""
+        """Return the run's trainer. Raises UnknownBaseModel; Superseded where another server has the database, so that
+        whatever the trainer computes or writes would be nobody's."""
         if self._trainer is None:
             self._trainer = self._stores.bases.base(run.base_model).trainer
         note(base_model=run.base_model)
@@ -260,7 +260,7 @@ class Model:
         return self._trainer
 
     async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
-        """However often the trainer ends meanwhile, go on as long as each try leaves a newer snapshot."""
+        """Restore the model, however often the trainer ends meanwhile, as long as each try leaves a newer snapshot."""
         bases = self._stores.bases
         bases.require_same(run.base_model, run.base_fingerprint, self.id)
         numerics = bases.base(run.base_model).info.numerics
@@ -295,7 +295,7 @@ class Model:
             await self._take_snapshot(replayed.position)
 
     async def _take_and_record(self) -> bool:
-        """Return whether the snapshot was recorded."""
+        """Take a snapshot, wait until it is on disk, and return whether it was recorded."""
         await self.settle()
         await self._take_snapshot(self._stores.futures.last_position)
         return await self.settle()

@@ -25,7 +25,7 @@ from tinker_server.store.usage import UsageStore
 
 log = logging.getLogger(__name__)
 SNAPSHOT_KEPT_S = 7 * 24 * 3600
-"""How long a suspended model waits for its client."""
+"""A suspended model waits so long for its client."""
 AHEAD_S, HELD_S = 60.0, 24 * 3600.0
 """A clock that is set ahead by more is not followed until it has stayed so for a day."""
 

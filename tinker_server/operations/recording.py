@@ -26,7 +26,7 @@ TAKES_TURNS = ("forward_backward", "forward", "optim_step")
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one operation waited and ran."""
+    """The seconds that one operation waited and ran."""
 
     waited_s: float
     run_s: float
@@ -98,17 +98,17 @@ def is_optim_step(step: Step) -> bool:
 
 def _of_batch(blank: Step, output: ForwardBackwardOutput) -> Step:
     tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
-    told = output.metrics
+    metrics = output.metrics
     return replace(
         blank,
         tokens=tokens,
         total_tokens=blank.total_tokens + tokens,
-        loss=_finite(told, "loss:sum"),
-        loss_tokens=int(told.get("tokens:sum", tokens)),
-        sampler_gap=_finite(told, "sampler_gap:mean"),
-        divergence=_finite(told, "kl_k3:mean"),
-        clip_fraction=_finite(told, "clip_fraction:mean"),
-        advantage=_finite(told, "advantage:mean"),
+        loss=_finite(metrics, "loss:sum"),
+        loss_tokens=int(metrics.get("tokens:sum", tokens)),
+        sampler_gap=_finite(metrics, "sampler_gap:mean"),
+        divergence=_finite(metrics, "kl_k3:mean"),
+        clip_fraction=_finite(metrics, "clip_fraction:mean"),
+        advantage=_finite(metrics, "advantage:mean"),
     )
 
 
