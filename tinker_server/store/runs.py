@@ -91,7 +91,7 @@ class RunStore:
         """Record that a model is no longer in memory, and not on disk either. Its snapshot, if any, is loose."""
 
         async def end_log(session: AsyncSession) -> None:
-            await replay_log.cover(session, model_id, None)
+            await replay_log.truncate(session, model_id, None)
 
         await self._set(model_id, end_log, status="lost", snapshot=None)
 
@@ -99,7 +99,7 @@ class RunStore:
         """Record a snapshot that is there, of the model as it was at a position of its log. The one before is loose."""
 
         async def shorten_log(session: AsyncSession) -> None:
-            await replay_log.cover(session, model_id, position)
+            await replay_log.truncate(session, model_id, position)
 
         await self._set(model_id, shorten_log, snapshot=snapshot, computed_with=computed_with)
 

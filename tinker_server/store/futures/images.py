@@ -1,7 +1,7 @@
-"""The images of bodies that may be needed, each stored once: an epoch brings the same ones again.
+"""Images of bodies that may be needed, each stored once: an epoch sends the same ones again.
 
-They lie in the database, in the transaction of the body that has them: so they are as safe as it, and none is ever left
-over. All functions are within a transaction of their caller's.
+They are written to the database in the transaction of the body that has them. So they are as safe as it, and none is
+ever left over. Every function runs within a transaction of its caller.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,13 +15,13 @@ from tinker_server.store.futures.records import Operation
 from tinker_server.store.tables import Future, Image, ImagePlaceRow
 
 KINDS = ("forward_backward",)
-"""Operations whose images are stored so: they are kept in logs. The bodies of the others go once they have ended."""
+"""Operations whose images are stored like this: logs keep them. The others' bodies are deleted when they end."""
 AT_ONCE = 500
-"""In one statement: databases limit its parameters."""
+"""Images in one statement: databases limit its parameters."""
 
 
 def rest_of(operation: Operation) -> bytes:
-    """The body without its images."""
+    """Return the body without its images."""
     body, parts, at = operation.body or b"", [], 0
     for place in operation.images:
         parts.append(body[at : place.start])
@@ -30,7 +30,7 @@ def rest_of(operation: Operation) -> bytes:
 
 
 async def whole(session: AsyncSession, request_id: str, rest: bytes) -> bytes:
-    """The body of a request: its rest, with the images in their places."""
+    """Return the whole body of a request: `rest` with the images inserted."""
     places = select(ImagePlaceRow.start, Image.data).join(Image, Image.digest == ImagePlaceRow.digest)
     query = places.where(ImagePlaceRow.request_id == request_id).order_by(ImagePlaceRow.start)
     parts, taken, length = [], 0, 0
@@ -42,13 +42,13 @@ async def whole(session: AsyncSession, request_id: str, rest: bytes) -> bytes:
 
 
 def stored_bytes() -> Any:
-    """A column: the size of a future's body, images and all."""
+    """Return a column: the bytes of a future's body, with its images."""
     apart = select(func.sum(ImagePlaceRow.size_bytes)).where(ImagePlaceRow.request_id == Future.request_id)
     return func.length(Future.request) + func.coalesce(apart.scalar_subquery(), 0)
 
 
 async def add(session: AsyncSession, db: Database, operations: Iterable[Operation]) -> None:
-    """Store the images of new operations, those that are not there yet, and their places."""
+    """Store the positions of new operations' images, and those images that are not there yet."""
     found = [(operation, place) for operation in operations for place in operation.images]
     if not found:
         return
@@ -64,7 +64,7 @@ async def add(session: AsyncSession, db: Database, operations: Iterable[Operatio
 
 
 async def release(session: AsyncSession, request_ids: Select[Any] | Collection[str]) -> None:
-    """These requests are not needed any more, nor the images that they alone have."""
+    """Delete the image positions of requests that are not needed any more, and the images that only they have."""
     mine = ImagePlaceRow.request_id.in_(request_ids)
     digests = set(await session.scalars(select(ImagePlaceRow.digest).where(mine).distinct()))
     if not digests:

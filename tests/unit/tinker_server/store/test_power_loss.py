@@ -17,7 +17,7 @@ from tests.submitting import Client, server
 from tinker_server.auth.keys import Keys, add
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.directories import hold
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Result
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tinker_server.store.database import Database
-from tinker_server.store.futures.records import Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import Step
@@ -47,10 +46,10 @@ async def record(db: Database, steps: list[Step]) -> None:
 
 
 async def test_a_step_is_stored_in_the_transaction_of_its_result(db: Database, futures: FutureStore) -> None:
-    accepted = await futures.enqueue(Operation("forward_backward", "m", 1, b"body", "application/json", "alice"))
+    accepted = await futures.queue.enqueue(Operation("forward_backward", "m", 1, b"body", "application/json", "alice"))
     step = batch(1, 0, loss=5.0)
-    futures.complete(accepted.request_id, Result(b"{}", "application/json", step=step))
-    await futures.flush()
+    futures.queue.complete(accepted.request_id, Result(b"{}", "application/json", step=step))
+    await futures.queue.flush()
     assert await StepStore(db).recent(["m", "other"]) == {"m": [step]}
 
 
