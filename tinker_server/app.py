@@ -227,7 +227,7 @@ async def working(services: Services) -> AsyncIterator[None]:
     """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
-        await services.runs.forget_unanswered({one.lane for one in unfinished if one.seq_id == 0})
+        await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
         for save in (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save):

@@ -156,7 +156,7 @@ class Snapshots:
             return False
         self.num_taken += 1
         if left is not None:
-            with contextlib.suppress(OSError):  # it is loose, and is looked for again
+            with contextlib.suppress(OSError):  # it is listed as unreferenced, and deleted later
                 await self._storage.delete(left)
         return True
 

@@ -120,7 +120,7 @@ class Saving:
         folder = f"{directory.rpartition('/')[0]}/"
         left = await self._samplers.repoint(folder, directory)
         # A sample that has just begun may still be reading the weights it began with, but not the ones before.
-        await self._storage.delete_loose_of(folder, left)
+        await self._storage.delete_unreferenced_in(folder, left)
 
     async def save_weights_external(self, request: SaveWeightsExternalRequest) -> SaveWeightsExternalResponse:
         """The adapter, or the whole model, as files for other programs."""

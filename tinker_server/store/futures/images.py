@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from sqlalchemy import Select, delete, func, select
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from tinker_server.store.database import Database
 from tinker_server.store.futures.records import Operation
@@ -18,6 +18,7 @@ KINDS = ("forward_backward",)
 """Operations whose images are stored like this: logs keep them. The others' bodies are deleted when they end."""
 AT_ONCE = 500
 """Images in one statement: databases limit its parameters."""
+_PLAIN = {"synchronize_session": False}
 
 
 def rest_of(operation: Operation) -> bytes:
@@ -47,33 +48,32 @@ def stored_bytes() -> Any:
     return func.length(Future.request) + func.coalesce(apart.scalar_subquery(), 0)
 
 
-async def add(session: AsyncSession, db: Database, operations: Iterable[Operation]) -> None:
+async def add(connection: AsyncConnection, db: Database, operations: Iterable[Operation]) -> None:
     """Store the positions of new operations' images, and those images that are not there yet."""
     found = [(operation, place) for operation in operations for place in operation.images]
     if not found:
         return
     data = {place.digest: (operation.body or b"", place) for operation, place in found}
     for digests in _batches(data):
-        there = set(await session.scalars(select(Image.digest).where(Image.digest.in_(digests))))
+        there = set(await connection.scalars(select(Image.digest).where(Image.digest.in_(digests))))
         for digest in set(digests) - there:
             body, place = data[digest]
             row = {"digest": digest, "data": body[place.start : place.start + place.size_bytes]}
-            await session.execute(db.insert(Image).values(row))
+            await connection.execute(db.insert(Image).values(row))
     rows = [{"request_id": operation.request_id, **place._asdict()} for operation, place in found]
-    await session.execute(db.insert(ImagePlaceRow).on_conflict_do_nothing(), rows)
+    await connection.execute(db.insert(ImagePlaceRow).on_conflict_do_nothing(), rows)
 
 
-async def release(session: AsyncSession, request_ids: Select[Any] | Collection[str]) -> None:
+async def release(session: AsyncSession | AsyncConnection, request_ids: Select[Any] | Collection[str]) -> None:
     """Delete the image positions of requests that are not needed any more, and the images that only they have."""
     mine = ImagePlaceRow.request_id.in_(request_ids)
     digests = set(await session.scalars(select(ImagePlaceRow.digest).where(mine).distinct()))
     if not digests:
         return
-    await session.execute(delete(ImagePlaceRow).where(mine).execution_options(synchronize_session=False))
+    await session.execute(delete(ImagePlaceRow).where(mine), execution_options=_PLAIN)
     in_use = select(ImagePlaceRow.digest).where(ImagePlaceRow.digest == Image.digest).exists()
     for batch in _batches(digests):
-        unused = delete(Image).where(Image.digest.in_(batch), ~in_use)
-        await session.execute(unused.execution_options(synchronize_session=False))
+        await session.execute(delete(Image).where(Image.digest.in_(batch), ~in_use), execution_options=_PLAIN)
 
 
 def _batches(digests: Iterable[str]) -> list[list[str]]:

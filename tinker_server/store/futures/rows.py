@@ -111,8 +111,7 @@ class FutureRows:
 
     async def insert(self, operations: list[Operation], now: float) -> list[First | SequenceConflict]:
         """Add what is new; return for each operation the first one under its number, or the conflict with it."""
-        async with self._db.write() as session:
-            connection = await session.connection()
+        async with self._db.write_rows() as connection:
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
             rows = [_new_columns(operation, now) for operation in operations]
             outcome: CursorResult[Any] = await connection.execute(insert, rows)
@@ -122,7 +121,7 @@ class FutureRows:
             else:
                 firsts = [await _first(connection, operation) for operation in operations]
             stored = {first.request_id for first in firsts if isinstance(first, First)}
-            await images.add(session, self._db, [one for one in operations if one.request_id in stored])
+            await images.add(connection, self._db, [one for one in operations if one.request_id in stored])
             return firsts
 
     async def finish(self, results: list[tuple[str, Result]]) -> None:
@@ -130,19 +129,17 @@ class FutureRows:
         change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
         kept = [_finished_columns(*one) for one in results if _may_run_again(one[1])]
         done = [_finished_columns(*one) | {"request": b""} for one in results if not _may_run_again(one[1])]
-        async with self._db.write() as session:
-            connection = await session.connection()
+        async with self._db.write_rows() as connection:
             for rows in filter(None, (kept, done)):
                 await connection.execute(change, rows)
             ended = [id_ for id_, one in results if one.operation_kind in images.KINDS and not _may_run_again(one)]
             if ended:
-                await images.release(session, ended)
+                await images.release(connection, ended)
             await steps.insert(connection, self._db, [result.step for _, result in results if result.step is not None])
 
     async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
         """Delete the finished ones among these of each lane; one lane's client cannot delete another's results."""
-        async with self._db.write() as session:
-            connection = await session.connection()
+        async with self._db.write_rows() as connection:
             for lane, request_ids in of_lanes:
                 mine = (FUTURES.c.lane == lane) & FUTURES.c.request_id.in_(request_ids)
                 done = update(FUTURES).where(mine & FUTURES.c.status.in_(FINISHED))

@@ -180,7 +180,7 @@ async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named:
             request = SaveWeightsForSamplerRequest(model_id=house.model_id, seq_id=1, sampling_session_seq_id=0)
             await house.saving.save_weights_for_sampler(request)
     assert "locked" not in str(caught.value) and "SELECT" not in str(caught.value)
-    await house.storage.delete_loose(kept_s=0)
+    await house.storage.delete_unreferenced(kept_s=0)
     assert house.files() == []
 
 
@@ -226,11 +226,11 @@ async def test_a_session_is_finished_once_the_database_says_so(house: House) -> 
 async def test_sessions_in_memory_are_bounded_and_none_is_forgotten(house: House) -> None:
     small = await SessionStore(house.db).create(CreateSessionRequest(), None, OWNER)
     one_bytes = held_bytes(await house.sessions.get(small))
-    store = SessionStore(house.db, kept_bytes=5 * one_bytes + one_bytes // 2)
+    store = SessionStore(house.db, cached_bytes=5 * one_bytes + one_bytes // 2)
     names = [await store.create(CreateSessionRequest(), None, OWNER) for _ in range(20)]
-    assert len(store._known) == 5
+    assert len(store._cached) == 5
     large = CreateSessionRequest(user_metadata={"noted": "x" * 2 * one_bytes})
     names.append(await store.create(large, None, OWNER))
-    assert 1 < len(store._known) < 5, "they are counted, not weighed"
+    assert 1 < len(store._cached) < 5, "they are counted, not weighed"
     for name in names:
         await store.require_open(name, OWNER)

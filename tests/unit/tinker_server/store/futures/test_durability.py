@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import DataError
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tinker_server.errors import DatabaseUnavailable, DiskFull, UnknownFuture
 from tinker_server.store.database import Database
@@ -96,10 +96,10 @@ async def test_one_result_that_the_database_does_not_take_stops_no_other(
 
 def fail_after_commits(monkeypatch: pytest.MonkeyPatch, times: int) -> Callable[[], int]:
     """The connection breaks off so many times just when a commit has gone through; how often it still will."""
-    write, left = Database.write, times
+    write, left = Database.write_rows, times
 
     @asynccontextmanager
-    async def broken(self: Database) -> AsyncIterator[AsyncSession]:
+    async def broken(self: Database) -> AsyncIterator[AsyncConnection]:
         nonlocal left
         async with write(self) as session:
             yield session
@@ -107,7 +107,7 @@ def fail_after_commits(monkeypatch: pytest.MonkeyPatch, times: int) -> Callable[
             left -= 1
             raise locked()
 
-    monkeypatch.setattr(Database, "write", broken)
+    monkeypatch.setattr(Database, "write_rows", broken)
     return lambda: left
 
 
