@@ -57,13 +57,10 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi
-from tinker_server.web.callers import caller
-from tinker_server.web.deps import Services
-from tinker_server.web.gate import Gate
+from tinker_server.web.deps import Services, caller
+from tinker_server.web.gate import BodyLimit, Gate, Measured
 from tinker_server.web.handlers import install, storable_parameters
 from tinker_server.web.ledger import Ledger
-from tinker_server.web.limits import BodyLimit
-from tinker_server.web.measured import Measured
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.saving import Saving

@@ -30,8 +30,7 @@ from tinker_server.offload import INLINE_BYTES
 from tinker_server.operations.table import OPERATIONS
 from tinker_server.store.futures.notifications import Target
 from tinker_server.store.futures.records import Result
-from tinker_server.web.callers import Caller
-from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep
+from tinker_server.web.deps import AppSettings, Caller, Futures, Samplers, SchedulerDep
 from tinker_server.web.refusals import BINARY, Described, refused
 
 router = APIRouter()

@@ -17,7 +17,7 @@ from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.tables import Future, Image, ImagePlaceRow
-from tinker_server.web.image_places import image_places
+from tinker_server.web.submission import image_places
 
 OWNER = "alice"
 IMAGES = [np.random.default_rng(seed).bytes(5000 + seed) for seed in range(3)]
