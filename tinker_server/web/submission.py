@@ -143,7 +143,7 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
                 if isinstance(error, ValidationError):
                     raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
                 raise
-        # What leaves the gradient unchanged is a kind of its own, whichever route it came by.
+        # An operation that leaves the gradient unchanged is a kind of its own, whichever route it came by.
         name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
         traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
         submission = Submission(name, request, body, content_type, digest, images, traceparent)

@@ -41,7 +41,7 @@ class Operation:
     """Bytes of the body."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     accepted_at: float = field(default_factory=time.time, compare=False)
-    """In Unix seconds."""
+    """Unix seconds."""
     request: Request | None = field(default=None, compare=False, repr=False)
     """The decoded body, if it is at hand and will be needed soon. It is not stored."""
     tries: int | None = None
@@ -59,7 +59,7 @@ class Accepted:
 
     request_id: str
     is_new: bool
-    """Whether it must be run: it is no repeat of an operation that waits, runs or has finished."""
+    """True if it must be run: it is no repeat of an operation that waits, runs or has finished."""
 
 
 @dataclass(frozen=True, slots=True)

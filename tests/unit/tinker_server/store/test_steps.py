@@ -1,4 +1,4 @@
-"""Recorded steps: written with their results, drawn in groups, and deleted when they are old."""
+"""Recorded steps are written with their results, drawn in groups, and deleted when they are old."""
 
 from collections.abc import AsyncIterator
 
@@ -40,7 +40,7 @@ async def futures(db: Database) -> AsyncIterator[FutureStore]:
 
 
 async def record(db: Database, steps: list[Step]) -> None:
-    """As results are stored."""
+    """Store steps as results are stored."""
     rows = FutureRows(db)
     await rows.finish([(str(step.seq_id), Result(b"{}", "application/json", step=step)) for step in steps])
 

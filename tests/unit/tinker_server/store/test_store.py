@@ -1,4 +1,4 @@
-"""The store on a migrated database: SQLite in a file, and PostgreSQL where TEST_DATABASE_URL points."""
+"""The store on a migrated database: SQLite in a file, and the PostgreSQL that TEST_DATABASE_URL names."""
 
 import asyncio
 import time
@@ -119,11 +119,11 @@ async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureSt
     assert time.perf_counter() - started < 0.5
 
 
-async def test_a_wait_for_nothing_yet_ends_empty_handed(futures: FutureStore) -> None:
+async def test_a_wait_without_a_result_ends_with_none(futures: FutureStore) -> None:
     assert await futures.wait(await accept(futures, step(1)), OWNER, 0.02) is None
 
 
-async def test_an_unknown_request_id_is_told(futures: FutureStore) -> None:
+async def test_an_unknown_request_id_is_refused(futures: FutureStore) -> None:
     with pytest.raises(UnknownFuture):
         await futures.wait("nothing", OWNER, 1)
 
@@ -144,7 +144,7 @@ async def test_expired_results_leave_a_tombstone(futures: FutureStore) -> None:
         await futures.wait(request_id, OWNER, 1)
 
 
-async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -> None:
+async def test_a_new_store_finds_unfinished_operations_and_results(db: Database) -> None:
     first = FutureStore(db, recent_bytes=0)
     await first.start()
     left, finished = step(1), step(2)
@@ -266,7 +266,7 @@ def run(session_id: str, number: int = 0) -> TrainingRun:
     )
 
 
-async def test_runs_are_on_disk_after_a_restart_and_known_still(db: Database) -> None:
+async def test_runs_are_on_disk_after_a_restart_and_still_known(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     await RunStore(db).add(run(session_id))
     store = RunStore(db)
@@ -293,7 +293,7 @@ def checkpoint(directory: str, expires_at: float | None = None) -> Checkpoint:
     )
 
 
-async def test_a_checkpoint_is_replaced_expires_and_goes(db: Database) -> None:
+async def test_a_checkpoint_is_replaced_expires_and_is_deleted(db: Database) -> None:
     store, path = CheckpointStore(db), TinkerPath("run", "weights", "a")
     await store.put(checkpoint("first"))
     await store.put(checkpoint("second", expires_at=100))
@@ -349,7 +349,7 @@ async def test_a_sampling_session_never_stands_for_other_weights(db: Database) -
     await store.create(sampler(2, "checkpoints/saved-again", path))  # the same name
 
 
-async def test_a_place_has_one_model_or_copy(db: Database) -> None:
+async def test_a_model_id_has_one_model_or_copy(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     store = RunStore(db)
     await store.add(run(session_id))

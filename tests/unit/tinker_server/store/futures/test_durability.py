@@ -1,4 +1,4 @@
-"""What the futures' store makes of a database that refuses, breaks off, or cannot take one result."""
+"""The futures' store on a database that refuses, breaks off, or cannot store one result."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def locked() -> DatabaseUnavailable:
     return DatabaseUnavailable("the database does not answer")
 
 
-async def test_an_answer_leaves_when_its_result_is_stored_and_not_before(
+async def test_a_result_is_answered_once_it_is_stored_and_not_before(
     futures: FutureStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request_id = (await futures.queue.enqueue(step(1))).request_id
@@ -95,7 +95,7 @@ async def test_one_result_that_the_database_does_not_take_stops_no_other(
 
 
 def fail_after_commits(monkeypatch: pytest.MonkeyPatch, times: int) -> Callable[[], int]:
-    """The connection breaks off so many times just when a commit has gone through; how often it still will."""
+    """Break the connection `times` times just after a commit; return a function that says how often it still will."""
     write, left = Database.write_rows, times
 
     @asynccontextmanager
@@ -227,7 +227,7 @@ async def test_a_clock_set_back_hides_no_finished_sample(db: Database) -> None:
     await second.stop()
 
 
-async def test_a_full_disk_refuses_by_name_and_what_was_not_stored_is_taken_once_there_is_room(tmp_path: Path) -> None:
+async def test_a_full_disk_refuses_by_name_and_a_retry_is_stored_once_there_is_room(tmp_path: Path) -> None:
     pages = 60
 
     def limit(connection: Any, _: object) -> None:

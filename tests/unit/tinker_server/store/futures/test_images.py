@@ -59,7 +59,7 @@ def operation(seq_id: int, images: list[bytes], content_type: str = wire.PROTOBU
 
 
 async def stored(db: Database) -> tuple[int, int]:
-    """Images, and places of them."""
+    """Return the numbers of stored images and of their positions."""
     async with db.read() as session:
         counts = [await session.scalar(select(func.count()).select_from(table)) for table in (Image, ImagePlaceRow)]
     return counts[0] or 0, counts[1] or 0
@@ -97,7 +97,7 @@ async def test_images_are_stored_once_and_every_body_comes_back_as_it_was(
     assert rests.scalar_one() < 2000
 
 
-async def test_an_image_goes_with_the_last_request_that_needs_it(db: Database, futures: FutureStore) -> None:
+async def test_an_image_is_deleted_with_the_last_request_that_needs_it(db: Database, futures: FutureStore) -> None:
     one, two, failing = operation(1, IMAGES[:2]), operation(2, IMAGES[1:]), operation(3, IMAGES)
     for each in (one, two, failing):
         await futures.queue.enqueue(each)
@@ -124,14 +124,14 @@ async def test_a_repeat_and_a_conflict_store_no_image(db: Database, futures: Fut
     assert await stored(db) == (3, 3) and await rows.body(first.request_id) == first.body
 
 
-async def test_the_next_server_counts_what_waits_with_its_images(db: Database, futures: FutureStore) -> None:
+async def test_the_next_server_counts_the_images_of_waiting_bodies(db: Database, futures: FutureStore) -> None:
     waiting = operation(1, IMAGES)
     await futures.queue.enqueue(waiting)
     (left,) = await FutureRows(db).queued()
     assert left.size_bytes == len(waiting.body or b"")
 
 
-def test_what_clients_send_in_no_known_form_stays_in_the_body() -> None:
+def test_an_image_in_an_unknown_form_stays_in_the_body() -> None:
     body = json_body(IMAGES[:1]).replace(b"+", b"\\u002b")
     request = ForwardBackwardRequest.model_validate_json(body)
     assert image_places(body, wire.JSON, request) == ()
