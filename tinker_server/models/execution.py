@@ -13,8 +13,7 @@ from tinker_server.models.crash_isolation import Suspects
 from tinker_server.models.model import Model
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.tracing.hooks import Tracing
-from tinker_server.store.futures.records import Accepted, Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Accepted, Operation, Result
 from tinker_server.store.futures.store import FutureStore
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Execution:
 
     async def accept(self, operation: Operation) -> Accepted:
         """Store an operation, durably when this returns. Raises SequenceConflict, BadRequest, DatabaseUnavailable."""
-        accepted = await self._futures.enqueue(operation)
+        accepted = await self._futures.queue.enqueue(operation)
         if accepted.is_new:
             self._metrics.accepted(operation.operation_kind)
             self._tracing.accepted(operation, accepted.request_id)
@@ -60,7 +59,7 @@ class Execution:
 
     async def with_request(self, operation: Operation) -> Operation:
         """Return the operation with its body read and its request decoded."""
-        body = await self._futures.body(operation.request_id)
+        body = await self._futures.rows.body(operation.request_id)
         return self._runner.decoded(replace(operation, body=body))
 
     async def result(self, operation: Operation, model: Model | None = None, missing: str = "") -> Result:
@@ -77,7 +76,7 @@ class Execution:
         while True:
             try:
                 if operation.body is None:
-                    operation = replace(operation, body=await self._futures.body(operation.request_id))
+                    operation = replace(operation, body=await self._futures.rows.body(operation.request_id))
                 if missing and model is not None and operation.operation_kind == "optim_step":
                     await model.mark_incomplete()
                 return await self._runner.run(operation, model)
@@ -109,7 +108,7 @@ class Execution:
     def complete(self, operation: Operation, result: Result, *, logged: bool = False) -> Result:
         """Have a result stored, and return the one that will be. `logged`: it takes the next place in its model's
         log."""
-        stored = self._futures.complete(operation.request_id, result, logged=logged)
+        stored = self._futures.queue.complete(operation.request_id, result, logged=logged)
         self._metrics.ended(operation.operation_kind, stored.failure_category)
         self._tracing.ended(operation.request_id, stored.failure_category)
         return stored

@@ -230,7 +230,7 @@ class Model:
         parts = (age_s / limits.every_s, self.log.size_bytes / limits.log_bytes, self.log.seconds / limits.replay_s)
         is_long = max(parts) > (1 if operation_kind == "optim_step" else 2)
         if (is_long or self.log.must_end) and time.monotonic() > self.log.not_before:
-            await self._take_snapshot(self._stores.futures.last_position)
+            await self._take_snapshot(self._stores.futures.queue.last_position)
 
     async def settle(self) -> bool:
         """Wait until no snapshot is being recorded, and return whether the last one was."""
@@ -297,7 +297,7 @@ class Model:
     async def _take_and_record(self) -> bool:
         """Take a snapshot, wait until it is on disk, and return whether it was recorded."""
         await self.settle()
-        await self._take_snapshot(self._stores.futures.last_position)
+        await self._take_snapshot(self._stores.futures.queue.last_position)
         return await self.settle()
 
     async def _take_snapshot(self, position: int) -> None:
@@ -317,8 +317,8 @@ class Model:
         stores = self._stores
         try:
             await written
-            await stores.futures.flush()
-            if stores.futures.has_unstored(self.id, position):
+            await stores.futures.queue.flush()
+            if stores.futures.queue.has_unstored(self.id, position):
                 return False  # the server stops while the database takes nothing
             run = await self._find()
             numerics = dict(stores.bases.base(run.base_model).info.numerics)
@@ -329,7 +329,7 @@ class Model:
             return False
         stores.snapshots.num_taken += 1
         if run.snapshot is not None:
-            with contextlib.suppress(OSError):  # no row owns it, and it is looked for again
+            with contextlib.suppress(OSError):  # it is listed as unreferenced, and deleted later
                 await stores.storage.delete(run.snapshot)
         return True
 

@@ -78,7 +78,7 @@ class LogReplay:
         if entry.failure_category is not None:
             await self._fail_again(entry, model_id, trainer)
             return 0
-        body = await self._futures.body(entry.request_id)
+        body = await self._futures.rows.body(entry.request_id)
         try:
             match entry.operation_kind:
                 case "forward_backward":

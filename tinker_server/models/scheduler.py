@@ -129,7 +129,7 @@ class Scheduler:
             f"{operation.operation_kind} {operation.seq_id} of {operation.lane} comes too late: operations after it"
             " have run, and only a part of a batch whose optim_step was not taken is let in then"
         )
-        if not await self._stores.futures.knows(operation.lane, operation.seq_id):
+        if not await self._stores.futures.rows.knows(operation.lane, operation.seq_id):
             raise late
         accepted = await self._execution.accept(operation)
         if accepted.is_new:  # stored by a commit that had seemed to fail
@@ -185,7 +185,7 @@ class Scheduler:
     def is_idle(self, model_id: str, for_s: float) -> bool:
         """Return whether a model has nothing that waits, runs or is not stored, and got nothing new for so long."""
         actor = self._actors.get(model_id)
-        return actor is None or (actor.is_idle(for_s) and not self._stores.futures.has_unstored(model_id))
+        return actor is None or (actor.is_idle(for_s) and not self._stores.futures.queue.has_unstored(model_id))
 
     async def suspend(self, model_id: str) -> None:
         """Move a model from memory to disk, before its next operation. Raises BackendFailed, DatabaseUnavailable."""
@@ -246,13 +246,13 @@ class Scheduler:
         futures, until_s = self._stores.futures, asyncio.get_running_loop().time() + KEEP_S
         with contextlib.suppress(TimeoutError, DatabaseUnavailable):
             async with asyncio.timeout_at(until_s):
-                await futures.flush()
-                await futures.forget_tries()
+                await futures.queue.flush()
+                await futures.rows.clear_tries()
         futures.release()
         idle = [
             model_id
             for model_id, actor in self._actors.items()
-            if actor.model.is_active and actor.is_settled and not futures.has_unstored(model_id)
+            if actor.model.is_active and actor.is_settled and not futures.queue.has_unstored(model_id)
         ]
         outcomes: list[BaseException | None] = []
         try:
@@ -290,7 +290,7 @@ class Scheduler:
 
     async def _past(self, model_id: str) -> AsyncIterator[PastOperation]:
         before = None
-        while page := await self._stores.futures.past(model_id, before):
+        while page := await self._stores.futures.rows.past(model_id, before):
             for operation in page:
                 yield operation
             before = page[-1].seq_id
