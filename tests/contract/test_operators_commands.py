@@ -24,7 +24,7 @@ from tests.fake_server import Running
 from tinker_server.commands import backup, databases
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
-from tinker_server.commands.status import fetched
+from tinker_server.commands.status import fetch_tables
 from tinker_server.commands.tables import console
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
@@ -161,15 +161,15 @@ def test_status_shows_runs_queue_and_processes(tmp_path: Path) -> None:
     try:
         model_id = server.model()
         with console(200).capture() as captured:
-            captured._console.print(fetched(server.url, "tml-local"))
+            captured._console.print(fetch_tables(server.url, "tml-local"))
         shown = captured.get()
         assert model_id in shown and "runs: 1" in shown and "disk of the data directory" in shown
         with pytest.raises(StartFailed, match="answers 401"):
-            fetched(server.url, "nothing")
+            fetch_tables(server.url, "nothing")
     finally:
         server.stop()
     with pytest.raises(StartFailed, match="no server answers at"):
-        fetched(server.url, "tml-local")
+        fetch_tables(server.url, "tml-local")
 
 
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ Gauges = dict[str, dict[tuple[str, ...], float]]
 """By name, then by the values of its labels in order."""
 
 
-def fetched(url: str, key: str) -> Group:
+def fetch_tables(url: str, key: str) -> Group:
     """The tables. Raises StartFailed where no server answers, or refuses the key."""
     try:
         with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_WAIT_S) as client:
