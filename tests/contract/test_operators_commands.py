@@ -106,7 +106,7 @@ def test_weights_that_are_gone_for_good_are_told_and_no_backup_is_left(tmp_path:
     (lost,) = (tmp_path / "data").glob("checkpoints/*/weights/lost~*")
     shutil.rmtree(lost)
     with pytest.raises(
-        StartFailed, match=r"1 directories of weights that the database names are not there, such as .*lost"
+        StartFailed, match=r"1 directories of weights that the database names are missing, such as .*lost"
     ):
         asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
     assert [one.name for one in tmp_path.iterdir()] == ["data"]
@@ -115,7 +115,7 @@ def test_weights_that_are_gone_for_good_are_told_and_no_backup_is_left(tmp_path:
 @pytest.mark.parametrize(
     ("about", "text"),
     [
-        (None, "is no backup"),
+        (None, "is not a backup"),
         ({"format": 99, "database": "sqlite"}, "has the format 99; this version reads 1"),
         ({"format": 1, "database": "postgresql"}, "of a postgresql database, and this one is sqlite"),
     ],
