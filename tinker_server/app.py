@@ -158,7 +158,7 @@ def build_services(
     limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
     snapshots = Snapshots(models, runs, futures, storage, limits)
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
-    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, noted=futures.changes.note)
+    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     executors = Executors(
         ModelOperations(keys, models, runs, checkpoints, storage, usage),
         Saving(models, checkpoints, samplers, storage, usage, audit),
