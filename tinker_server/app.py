@@ -211,14 +211,14 @@ def _periods(settings: Settings) -> Periods:
 
 
 async def _saved(save: Callable[[], Awaitable[None]]) -> None:
-    """Write what was counted, unless the database is another server's now."""
+    """Save values from memory, unless another server has taken the database."""
     with contextlib.suppress(Superseded):
         await save()
 
 
 @asynccontextmanager
 async def working(services: Services) -> AsyncIterator[None]:
-    """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
+    """Resume a former server's unfinished operations, run housekeeping, and at the end save the values in memory."""
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
         await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})

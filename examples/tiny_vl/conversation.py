@@ -31,7 +31,7 @@ class Spoken:
     start: str
     """Beginning of the answer, up to the name."""
     name: str | None
-    """With the space before it; None where it is not told."""
+    """Name of the subject with the space before it; None if the answer has none."""
     end: str = "<|im_end|>"
 
 
