@@ -38,7 +38,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
-    """Random and small, on every linear of the decoder's layers."""
+    """Make a small random adapter on every linear of the decoder's layers."""
     config, generator = model.renderer.config.get_text_config(), torch.Generator().manual_seed(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
@@ -57,7 +57,7 @@ def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
 
 
 class Round:
-    """What is drawn: `groups` prompts, each `size` times."""
+    """The samples of one round: `groups` prompts, each `size` times."""
 
     def __init__(self, groups: int, size: int, num_tokens: int, adapters: list[Path]) -> None:
         random = np.random.default_rng(0)
@@ -89,12 +89,12 @@ class Bare:
         self._count = 0
 
     async def start(self) -> None:
-        """On CPU vLLM's own LoRA kernels are wrong in mixed batches, and slow: there both sides have ours."""
+        """Start the engine. On CPU both sides have our LoRA kernels: vLLM's are slow, and wrong in mixed batches."""
         if self._needs_fixes:
             await self._engine.collective_rpc("install_fixes", args=([], True))
 
     async def draw(self, work: Round) -> None:
-        """As the bare engine is used best: one request a sample, outputs at the end, log probabilities flat."""
+        """Sample in the bare engine's fastest way: one request per sample, outputs at the end, flat logprobs."""
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -162,7 +162,7 @@ async def compare(bare: Bare, ours: Ours, work: Round, rounds: int) -> None:
 
 
 async def profiled(config: SamplerConfig, work: Round, rounds: int, file: Path) -> None:
-    """Our process's part in this process, where it can be watched."""
+    """Run our process's part in this process, where it can be profiled."""
     from backends.sampler.process import SamplerProcess
 
     process = await SamplerProcess.start(config)
