@@ -14,9 +14,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from api_schemas.training import Trainable
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
-from backends.sampler.adapters import EngineAdapters
+from backends.sampler.adapters import AdapterLoader
 from backends.sampler.engine import engine_args
-from backends.sampler.scores import score
+from backends.sampler.sequences import score
+from backends.sampler.versions import VersionCache
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.sampling import sampler_config
@@ -34,13 +35,13 @@ async def engine(
     scratch = tmp_path_factory.mktemp("scratch")
     wanted = replace(sampler_config(tiny_vl, scratch), dtype="bfloat16", adapter_slots=1, train_vision=True)
     arguments = engine_args(wanted, renderer.family.vision)
-    arguments.worker_extension_cls = "tests.loading_wrongly.LoadsWrongly"
+    arguments.worker_cls = "tests.loading_wrongly.LoadsWrongly"
     with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         running = AsyncLLM.from_engine_args(arguments)
-    await running.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders), True))
+    await running.collective_rpc("patch_runner", args=(sorted(renderer.family.placeholders), True))
     yield running
     running.shutdown()
 
@@ -61,9 +62,9 @@ def saved(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 
 @pytest.fixture
-def adapters(engine: AsyncLLM, tmp_path: Path) -> EngineAdapters:
+def adapters(engine: AsyncLLM, tmp_path: Path) -> VersionCache:
     """None of them loaded."""
-    return EngineAdapters(engine, tmp_path / "scratch", "bfloat16")
+    return VersionCache(tmp_path / "scratch", AdapterLoader(engine, "bfloat16"))
 
 
 async def test_what_was_trained_and_saved_is_what_the_slots_hold(engine, adapters, saved):
@@ -121,7 +122,7 @@ async def test_a_slot_that_stays_wrong_in_a_step_gives_its_own_sequences_nan_and
         assert (await score(engine, TEXT, lora)).tolist() == right.tolist()
 
 
-async def adapters_leave(engine: AsyncLLM, adapters: EngineAdapters, saved: list[Path]) -> None:
+async def adapters_leave(engine: AsyncLLM, adapters: VersionCache, saved: list[Path]) -> None:
     """All slots are taken by others."""
     for weights in saved[1:]:
         async with adapters.hold(weights) as held:
