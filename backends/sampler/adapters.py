@@ -12,9 +12,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.formats.load_check import Canary
 from backends.formats.stacked_adapters import other_files
+from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
-from backends.sampler.sequences import score
+from backends.sampler.sequences import check_scores
 from backends.sampler.versions import Version, link_each
 
 _MAX_NAMES = 5
@@ -27,9 +28,10 @@ class AdapterLoader:
     max_versions = MAX_ADAPTERS
     base: Version | None = None
 
-    def __init__(self, engine: AsyncLLM, dtype: str) -> None:
+    def __init__(self, engine: AsyncLLM, renderer: Renderer, dtype: str) -> None:
         """The engine computes in `dtype`."""
         self._engine = engine
+        self._renderer = renderer
         self._dtype = dtype
         self._loaded: set[Version] = set()
 
@@ -78,7 +80,7 @@ class AdapterLoader:
                 f" {', '.join(ignored[:_MAX_NAMES])}{others}"
             )
         if (canary := version.canary) is not None:
-            canary.check_same(await score(self._engine, canary.token_ids, request), self._dtype)
+            await check_scores(self._engine, canary, request, self._renderer, self._dtype)
         self._loaded.add(version)
 
     async def unload(self, version: Version) -> None:

@@ -14,8 +14,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.formats.load_check import Canary
+from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
-from backends.sampler.sequences import end_process, score
+from backends.sampler.commands import SamplerConfig
+from backends.sampler.sequences import check_scores, end_process
 from backends.sampler.versions import Version, link_each
 
 _TRIES, _PAUSE_S = 100, 0.05
@@ -27,10 +29,12 @@ class FullModelLoader:
 
     max_versions = 1
 
-    def __init__(self, engine: AsyncLLM, source: Path, dtype: str, base: Canary) -> None:
-        """`base` has the engine's scores with the weights it has now, those in `source`."""
+    def __init__(self, engine: AsyncLLM, renderer: Renderer, config: SamplerConfig, base: Canary) -> None:
+        """`base` has the engine's scores with the weights it has now."""
         self._engine = engine
-        self._dtype = dtype
+        self._renderer = renderer
+        self._dtype = config.dtype
+        source = Path(config.source)
         linked: asyncio.Future[Canary | None] = asyncio.get_running_loop().create_future()
         linked.set_result(base)
         self.base = Version(source, source, 0, linked)
@@ -87,7 +91,7 @@ class FullModelLoader:
                 raise BackendFailed(f"the sampler cannot use these weights: they lack {', '.join(missing[:5])}")
             canary = version.canary
             assert canary is not None
-            canary.check_same(await score(self._engine, canary.token_ids, None), self._dtype)
+            await check_scores(self._engine, canary, None, self._renderer, self._dtype)
             self._loaded = version
 
     async def unload(self, version: Version) -> None:

@@ -177,10 +177,10 @@ class SamplerProcess:
 async def _weights(config: SamplerConfig, engine: AsyncLLM, renderer: Renderer) -> VersionCache:
     """Return the weights that the engine samples from."""
     if not config.full:
-        return VersionCache(config.scratch_dir, AdapterLoader(engine, config.dtype))
+        return VersionCache(config.scratch_dir, AdapterLoader(engine, renderer, config.dtype))
     token_ids = canary_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
     base = Canary(token_ids, (await score(engine, token_ids, None)).tolist())
-    return VersionCache(config.scratch_dir, FullModelLoader(engine, Path(config.source), config.dtype, base))
+    return VersionCache(config.scratch_dir, FullModelLoader(engine, renderer, config, base))
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,5 +1,6 @@
 """One sequence in the engine, from its prompt to its last token: for tasks, chats and load checks alike."""
 
+import asyncio
 import itertools
 import logging
 import os
@@ -15,8 +16,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from backends.formats.load_check import Canary
+from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
-from backends.sampler.requests import send_once
+from backends.sampler.requests import engine_input, send_once
 
 log = logging.getLogger(__name__)
 _SENDINGS = 3
@@ -79,11 +82,27 @@ class Sequences:
 
 
 async def score(engine: AsyncLLM, token_ids: list[int], adapter: LoRARequest | None) -> np.ndarray:
-    """Return the log probability of each token after the first [T - 1], nats, before all turns.
+    """Return the log probability of each token after the first [T - 1], nats.
 
-    For weights that nobody samples from yet.
+    Waits for no admission: for weights that nobody samples from yet.
     """
-    inputs, name = tokens_input(token_ids), f"score-{next(_score_ids)}"
+    return await _score(engine, tokens_input(token_ids), adapter)
+
+
+async def check_scores(
+    engine: AsyncLLM, canary: Canary, adapter: LoRARequest | None, renderer: Renderer, dtype: str
+) -> None:
+    """Raise BackendFailed where the engine, which computes in `dtype`, does not score as whoever saved the weights."""
+    canary.check_same(await score(engine, canary.token_ids, adapter), dtype)
+    if canary.image:
+        rendered = await asyncio.to_thread(renderer.render, canary.behind_image, "the image of a test")
+        inputs = engine_input(rendered, renderer.family.vision, "")
+        logprobs = await _score(engine, inputs, adapter)
+        canary.check_same_behind_image(logprobs[-len(canary.token_ids) :], dtype)
+
+
+async def _score(engine: AsyncLLM, inputs: EngineInput, adapter: LoRARequest | None) -> np.ndarray:
+    name = f"score-{next(_score_ids)}"
     async for output in engine.generate(inputs, _SCORING.clone(), name, lora_request=adapter, priority=-1):
         logprobs = output.prompt_logprobs
     return np.array(logprobs.logprobs)
