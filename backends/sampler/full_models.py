@@ -1,7 +1,7 @@
 """Full models in a running engine, which has the weights of one at a time: the base's, or a saved version's.
 
 Only a sequence that has the engine's one slot (`fair_admission.py`) has its version loaded, so no sequence of another
-runs meanwhile. What the engine caches of the weights before, keys and values of prompts and features of images, is
+runs meanwhile. The engine's caches of the weights before, keys and values of prompts and features of images, are
 cleared.
 """
 

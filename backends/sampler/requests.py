@@ -107,7 +107,7 @@ def sampling_params(
         top_p=params.top_p,
         # Only for distributions that are cut; elsewhere `placeholders.py` keeps them from being sampled.
         logit_bias=dict.fromkeys(placeholders, float("-inf")) if cuts and placeholders else None,
-        # The engine adds its own idea of end tokens unless told to ignore them.
+        # The engine adds its own end tokens unless it ignores them.
         ignore_eos=True,
         stop_token_ids=stop_tokens,
         stop=stop_strings,

@@ -34,7 +34,7 @@ class Version:
 
     @property
     def canary(self) -> Canary | None:
-        """How the trainer scores with it, where its files say so."""
+        """The trainer's scores with it, if its files have them."""
         return self.linking.result()
 
 

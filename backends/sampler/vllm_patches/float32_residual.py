@@ -38,7 +38,7 @@ class GemmaStreamNorm(GemmaRMSNorm):  # type: ignore[misc]
     adds_in_float32 = False
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Normed:
-        """As `StreamNorm.forward_native`."""
+        """Return the same as `StreamNorm.forward_native`."""
         if residual is not None and _adds_in_float32(self.adds_in_float32, x, residual):
             return add_and_norm(x, residual, self.weight.data.float() + 1, self.variance_epsilon)
         return super().forward_native(x, residual)  # type: ignore[no-any-return]

@@ -61,7 +61,6 @@ MERGED_EXPERTS = Patch(
     "vllm.lora.model_manager:LoRAModelManager._create_merged_loras_inplace",
     "308cf29339985c536a5bcc5e05afc60af9ae1f464f8a0ca7bd99a309f74483e9",
     "Stacked experts are taken only where all experts share one adapter; 48 layers of single ones are 37,000 tensors.",
-    "expert-stacks.md",
     how="overridden",
 )
 WRAPPED_MODULES = Patch(
@@ -208,9 +207,10 @@ V2_GUMBEL = Patch(
 )
 V2_PROMPT_LOGPROBS = Patch(
     "prompt-scores-v2",
-    "vllm.v1.worker.gpu.model_runner:PromptLogprobsWorker",
-    "e4505789b0bc0402e1cf1e7714a357bfea116bd59f6a9bbf5825bd79161720e0",
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker",
+    "218c4268428eaa41b6885b69d219247ee80be7c967f26b9addd6bbd957755483",
     "As prompt-scores-v1.",
+    how="overridden",
     device="cuda",
 )
 V2_CHUNK = Patch(

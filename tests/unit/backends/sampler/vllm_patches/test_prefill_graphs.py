@@ -1,4 +1,4 @@
-"""Which CUDA graph of the engine serves which step."""
+"""The engine has a CUDA graph for each kind of step."""
 
 from types import SimpleNamespace
 
@@ -63,7 +63,7 @@ def test_long_prompts_have_none(manager):
 
 
 def scheduled(tokens: dict[str, int], *, new: dict[str, bool], finished: tuple[str, ...] = ()) -> SimpleNamespace:
-    """What vLLM's scheduler says of a step; `new` requests by whether they have images."""
+    """A step as vLLM's scheduler describes it; `new` says which new requests have images."""
     requests = [SimpleNamespace(req_id=name, mm_features=[object()] if seen else []) for name, seen in new.items()]
     return SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=requests, num_scheduled_tokens=tokens)
 
