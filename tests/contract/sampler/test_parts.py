@@ -24,9 +24,7 @@ def test_the_same_version_with_other_code_inside_is_refused(monkeypatch):
     wrong = [replace(patch, sha256="0" * 64) for patch in engine.PATCHES if patch.device == "cuda"]
     monkeypatch.setattr(engine, "PATCHES", wrong)
     check_version(device="cpu")
-    with pytest.raises(
-        BackendFailed, match=r"draws-v2: vllm\.v1\.worker\.gpu\..*gumbel_sample is changed"
-    ):
+    with pytest.raises(BackendFailed, match=r"draws-v2: vllm\.v1\.worker\.gpu\..*gumbel_sample is changed"):
         check_version(device="cuda")
 
 

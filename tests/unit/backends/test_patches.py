@@ -1,6 +1,7 @@
 """The registry of changes inside other projects' code: each is made to the code that it was written for, or refused."""
 
 import importlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from backends.patches import Patch, for_device, hash_of, require_as_written, sou
 from backends.protocol import BackendFailed
 
 Project = Callable[..., str]
+NUMBERS = itertools.count()
+"""Sources are read once in a process."""
 
 CODE = """
 LIMIT = 3
@@ -40,11 +43,9 @@ class Engine:
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     """Writes the files of another project, by module, and gives its package's name."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    made: list[str] = []
 
     def make(**modules: str) -> str:
-        name = f"other_project_{len(made)}"
-        made.append(name)
+        name = f"other_project_{next(NUMBERS)}"
         (tmp_path / name).mkdir()
         for module, text in {"__init__": "", **modules}.items():
             (tmp_path / name / f"{module}.py").write_text(text)
