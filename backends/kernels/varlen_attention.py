@@ -34,7 +34,10 @@ OPERATORS = [
     Patch(
         "flash-attention",
         "torch.ops:aten._flash_attention_forward",
-        "866d2453d6eb8acdd947bb16b57bceca572dcfe4f6d0db1efef9ce294f9ce36c",
+        (  # of torch 2.11, and of 2.13, which has two more arguments with defaults
+            "5867cae3eb0071ebe71250e2291396b99330845471c0246cd6315289f147c7d2",
+            "866d2453d6eb8acdd947bb16b57bceca572dcfe4f6d0db1efef9ce294f9ce36c",
+        ),
         _WHY,
         how="relied on",
         device="cuda",
