@@ -27,6 +27,7 @@ class AdapterLoader:
 
     max_versions = MAX_ADAPTERS
     base: Version | None = None
+    pinned: Version | None = None
 
     def __init__(self, engine: AsyncLLM, renderer: Renderer, dtype: str) -> None:
         """The engine computes in `dtype`."""

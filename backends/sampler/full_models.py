@@ -27,7 +27,7 @@ _TRIES, _PAUSE_S = 100, 0.05
 class FullModelLoader:
     """`Loader` of full models; the base model is a version like the others."""
 
-    max_versions = 1
+    max_versions = 0
 
     def __init__(self, engine: AsyncLLM, renderer: Renderer, config: SamplerConfig, base: Canary) -> None:
         """`base` has the engine's scores with the weights it has now."""
@@ -62,6 +62,11 @@ class FullModelLoader:
             raise BackendFailed(f"the sampler cannot load these weights: {error}") from None
         assert canary is not None
         return canary
+
+    @property
+    def pinned(self) -> Version | None:
+        """The version whose weights the engine has."""
+        return self._loaded
 
     def request(self, version: Version) -> None:
         """Return None: the engine has no names for full models."""

@@ -42,7 +42,11 @@ class Loader(Protocol):
     """Loads one kind of weights: adapters into the engine's slots, or full models one at a time."""
 
     max_versions: int
-    """Versions kept; more only while in use."""
+    """Versions kept; more only while in use or pinned."""
+
+    @property
+    def pinned(self) -> Version | None:
+        """The version that stays though nobody uses it."""
 
     @property
     def base(self) -> Version | None:
@@ -143,9 +147,8 @@ class VersionCache:
             self._evict_idle()
 
     def _evict_idle(self) -> None:
-        """Evict idle versions while there are too many: first those that are not loaded, then the least recently
-        used."""
-        idle = sorted((one for one in self._versions.values() if not one.users), key=self._loader.has)
+        """Evict the least recently used idle versions while there are too many."""
+        idle = [one for one in self._versions.values() if not one.users and one is not self._loader.pinned]
         for version in idle[: max(0, len(self._versions) - self._loader.max_versions)]:
             self._evict(version)
 
