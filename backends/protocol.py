@@ -360,6 +360,17 @@ class ExaminedModel:
 
 
 @dataclass(frozen=True)
+class ExaminedPatch:
+    """A change inside another project's code, compared with the installed version."""
+
+    name: str
+    target: str
+    state: str
+    """`as written`, `changed` or `absent`: that of the code that it changes."""
+    why: str
+
+
+@dataclass(frozen=True)
 class Examination:
     """What this machine has, and what the configured models want of it."""
 
@@ -370,6 +381,7 @@ class Examination:
     gpus: Sequence[tuple[str, int]]
     """Name and memory of each."""
     models: Sequence[ExaminedModel]
+    patches: Sequence[ExaminedPatch]
     problem: str | None
     """Why they cannot be served."""
 

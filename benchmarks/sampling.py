@@ -78,11 +78,11 @@ class Bare:
 
         from backends.sampler.engine import engine_args
 
-        self._needs_fixes = config.device == "cpu"
+        self._needs_patches = config.device == "cpu"
         arguments = engine_args(config, model.renderer.family.vision)
-        if not self._needs_fixes:  # nothing of ours is inside, and graphs are those by which it then decodes fastest
+        if not self._needs_patches:  # nothing of ours is inside, and graphs are those by which it then decodes fastest
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-            arguments = replace(arguments, worker_extension_cls="", compilation_config=graphs)
+            arguments = replace(arguments, worker_cls="auto", compilation_config=graphs)
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._request = LoRARequest
         self._adapters: dict[Path, LoRARequest] = {}
@@ -90,8 +90,8 @@ class Bare:
 
     async def start(self) -> None:
         """Start the engine. On CPU both sides have our LoRA kernels: vLLM's are slow, and wrong in mixed batches."""
-        if self._needs_fixes:
-            await self._engine.collective_rpc("install_fixes", args=([], True))
+        if self._needs_patches:
+            await self._engine.collective_rpc("patch_runner", args=([], True))
 
     async def draw(self, work: Round) -> None:
         """Sample in the bare engine's fastest way: one request per sample, outputs at the end, flat logprobs."""

@@ -20,6 +20,7 @@ def examine(config: BackendConfig, print_line: Callable[[str], None] = print) ->
         print_line(line)
     if found.models:
         show(models(found))
+    show(patches(found))
     if found.problem is not None:
         raise BackendFailed(found.problem)
     print_line("all of it can be served" if found.models else "no --model was given: nothing else was checked")
@@ -47,4 +48,13 @@ def models(found: Examination) -> Table:
             str(model.context),
             str(model.max_lora_rank),
         )
+    return table
+
+
+def patches(found: Examination) -> Table:
+    """Return one row for each change inside another project's code; its target is not what it was written for if
+    changed."""
+    table = Table("change", "inside", "state", "why")
+    for patch in found.patches:
+        table.add_row(patch.name, patch.target, patch.state, patch.why)
     return table
