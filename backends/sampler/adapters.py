@@ -20,9 +20,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import other_files
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, LOAD_CHECK_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
 from backends.sampler.scores import score
 
@@ -33,7 +33,7 @@ _MAX_NAMES = 5
 class Adapter:
     """One adapter's files and name, and how many use it."""
 
-    def __init__(self, weights: Path, request: LoRARequest, linking: asyncio.Task[Canary | None]) -> None:
+    def __init__(self, weights: Path, request: LoRARequest, linking: asyncio.Task[LoadCheck | None]) -> None:
         self.weights = weights
         self.request = request
         self.linking = linking
@@ -106,7 +106,7 @@ class EngineAdapters:
         self._adapters[weights] = adapter
         return adapter
 
-    async def _load(self, request: LoRARequest, canary: Canary | None) -> None:
+    async def _load(self, request: LoRARequest, canary: LoadCheck | None) -> None:
         try:
             load = (request.lora_name, request.lora_int_id, request.lora_path)
             (ignored,) = await self._engine.collective_rpc("load_adapter", args=load)
@@ -150,10 +150,10 @@ class EngineAdapters:
         await asyncio.to_thread(shutil.rmtree, adapter.request.lora_path, ignore_errors=True)
 
 
-def _link(source: Path, directory: Path) -> Canary | None:
+def _link(source: Path, directory: Path) -> LoadCheck | None:
     """An adapter's files under a name of our own, copied only where the file systems differ; and its canary."""
     directory.mkdir()
-    if (source / CANARY_FILE).exists():
+    if (source / LOAD_CHECK_FILE).exists():
         raise InvalidInput(
             "the sampler weights are a whole model, and this server samples from adapters; start it with the setting"
             " backend.full to sample from whole models"
@@ -162,7 +162,7 @@ def _link(source: Path, directory: Path) -> Canary | None:
     try:
         with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
             _link_each(source, directory, other_files(file.metadata()))
-            canary = Canary.from_metadata(file.metadata())
+            canary = LoadCheck.from_metadata(file.metadata())
             if canary is None:  # else the trainer has seen to it
                 _check_finite(file)
             return canary

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.formats.load_check import Canary
-from backends.protocol import ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
+from backends.formats.load_check import LoadCheck
+from backends.protocol import ADAPTER_FILE, LOAD_CHECK_FILE, BackendFailed, InvalidInput
 from backends.sampler.commands import SamplerConfig
 from backends.sampler.scores import score
 from backends.sampler.sequences import end_process
@@ -30,7 +30,7 @@ _TRIES, _PAUSE_S = 100, 0.05
 class WholeModel:
     """One version's files in the scratch directory, and how many use it."""
 
-    def __init__(self, weights: Path, linked: Path, linking: "asyncio.Task[Canary]") -> None:
+    def __init__(self, weights: Path, linked: Path, linking: "asyncio.Task[LoadCheck]") -> None:
         self.weights = weights
         self.linked = linked
         self.linking = linking
@@ -40,7 +40,7 @@ class WholeModel:
 class EngineModels:
     """The versions of one engine, by the directory they were saved in."""
 
-    def __init__(self, engine: AsyncLLM, config: SamplerConfig, base: Canary) -> None:
+    def __init__(self, engine: AsyncLLM, config: SamplerConfig, base: LoadCheck) -> None:
         """Empties the scratch directory. `base` is how the engine scores with the weights it has now, the base's."""
         self._engine = engine
         self._dtype = config.dtype
@@ -139,7 +139,7 @@ class EngineModels:
                 task.add_done_callback(self._dropping.discard)
 
 
-async def _already(canary: Canary) -> Canary:
+async def _already(canary: LoadCheck) -> LoadCheck:
     return canary
 
 
@@ -148,7 +148,7 @@ async def _remove(model: WholeModel) -> None:
     await asyncio.to_thread(shutil.rmtree, model.linked, ignore_errors=True)
 
 
-def _link(source: Path, directory: Path) -> Canary:
+def _link(source: Path, directory: Path) -> LoadCheck:
     """The files of a version under a name of our own, copied only where the file systems differ; and its canary."""
     directory.mkdir()
     if (source / ADAPTER_FILE).exists():
@@ -164,7 +164,7 @@ def _link(source: Path, directory: Path) -> Canary:
                 raise
             except OSError:
                 shutil.copyfile(file, directory / file.name)
-        canary = Canary.from_metadata(json.loads((directory / CANARY_FILE).read_text()))
+        canary = LoadCheck.from_metadata(json.loads((directory / LOAD_CHECK_FILE).read_text()))
         for file in directory.glob("*.safetensors"):
             with safe_open(file, framework="pt"):
                 pass  # all of it is there

@@ -20,7 +20,7 @@ from backends.sampler.scores import score
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.sampling import sampler_config
-from tests.trainers import config
+from tests.trainers import config, lora_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = list(range(10, 40))
@@ -53,7 +53,7 @@ def saved(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     for number in range(3):
         rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))
         with torch.no_grad():
-            for half in rank.tenants[f"m{number}"].adapter.tensors.values():
+            for half in lora_model(rank, f"m{number}").tensors.values():
                 half.add_(torch.randn_like(half) * 1e-4)
         directories.append(tmp_path_factory.mktemp(f"m{number}") / "saved")
         rank.save_sampler_weights(f"m{number}", directories[-1], for_elsewhere=False)

@@ -1,4 +1,4 @@
-"""Products of experts' rows by one kernel, and how many numbers adapters of experts hold."""
+"""Grouped products of experts' tokens, and the count of numbers in adapters of experts."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.trainers import LORA, trainer
 
 
 def left_unwritten(left_RS: Tensor, right_SN: Tensor, offs: Tensor) -> Tensor:
-    """As torch's grouped product, which leaves the memory of groups without rows as it is."""
+    """Like torch's grouped product, which leaves the memory of groups without rows uninitialised."""
     found = torch.full((len(offs), left_RS.shape[0], right_SN.shape[1]), torch.nan)
     begin = 0
     for expert, end in enumerate(offs.tolist()):
@@ -37,10 +37,10 @@ def test_an_expert_without_tokens_has_no_gradient(counts, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3 MoE", "Mixtral", "Qwen2 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE"])
-def test_as_many_numbers_of_an_adapter_are_planned_as_it_has(kind, tmp_path):
+def test_the_planned_size_of_an_adapter_is_its_size(kind, tmp_path):
     source = FAMILIES[kind](tmp_path / "model")
     config = AutoConfig.from_pretrained(source)
     planned = check_coverage(find_family(config, str(source)), config, str(source)).adapter
     rank = trainer(source)
     rank.create_model("m", LORA)
-    assert sum(one.numel() for one in rank.tenants["m"].adapter.parameters) == LORA.rank * planned
+    assert sum(one.numel() for one in rank.models["m"].parameters) == LORA.rank * planned
