@@ -18,6 +18,8 @@ _TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 """Transpositions by EXIF orientation (CIPA DC-008, tag 0x0112)."""
+_METADATA = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
+"""Metadata in which Pillow, and so the loaders of transformers and vLLM, look for an orientation: EXIF, else XMP."""
 _ON_THEIR_SIDE = (
     Image.Transpose.TRANSPOSE,
     Image.Transpose.ROTATE_270,
@@ -77,12 +79,12 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _transpose(image: Image.Image) -> Image.Transpose | None:
-    """The transposition that shows an image upright, from its header; None if it is upright or its EXIF is
-    unreadable."""
-    if "exif" not in image.info:  # Pillow would look for it behind the pixels
+    """The transposition that shows an image upright, from its header; None if it is upright or that is unreadable."""
+    if _METADATA.isdisjoint(image.info):
         return None
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        # The base class's method: a PNG's own would read all pixels, to look behind them.
+        orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
     except Exception:  # noqa: BLE001 - as above: a broken note of a camera is no reason to refuse its image
         return None
     return _TRANSPOSES.get(orientation) if isinstance(orientation, int) else None

@@ -178,10 +178,10 @@ class SamplerProcess:
 async def _weights(config: SamplerConfig, engine: AsyncLLM, renderer: Renderer) -> EngineWeights:
     """What the engine samples from."""
     if not config.full:
-        return EngineAdapters(engine, config.scratch_dir, config.dtype)
+        return EngineAdapters(engine, renderer, config.scratch_dir, config.dtype)
     token_ids = load_check_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
     base = LoadCheck(token_ids, (await score(engine, token_ids, None)).tolist())
-    return EngineModels(engine, config, base)
+    return EngineModels(engine, renderer, config, base)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,6 +1,7 @@
 """The base model of one rank, frozen or itself in training: loaded, tested, compiled."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
-from backends.formats.load_check import LoadCheck, load_check_tokens
+from backends.formats.load_check import LoadCheck, image_and_text, load_check_image, load_check_tokens
 from backends.formats.model_files import BYTES_PER_NUMBER, count_parameters
 from backends.inputs.rendering import Rendered, Renderer
 from backends.processes.progress import Progress
@@ -60,6 +61,7 @@ class BaseModel:
         )
         family = self.renderer.family
         self._device = world.device
+        self._max_context_length = config.max_context_length
         self.is_sharded = world.size > 1 and (config.full or not _fits_whole(config))
         """True if ranks wait for each other within a microbatch. If each has the whole base, none does."""
         with reporting_progress(Path(config.source), progress):
@@ -121,16 +123,35 @@ class BaseModel:
         return cast(Tensor, self.scorer(batch, scales_TR, gradient))
 
     def score_load_check(self, model: TrainedModel, model_id: str) -> LoadCheck:
-        """Score the text that travels with a model's weights, on all ranks alike. Scores may be not finite."""
+        """Score the text that travels with a model's weights, on all ranks alike. Scores may be not finite.
+
+        A model that trains its vision tower scores an image too, if the context has room for it.
+        """
         token_ids = load_check_tokens(self.renderer.vocab_size, self.renderer.family.placeholders)
-        sample = Rendered(token_ids, [], []), np.roll(token_ids, -1)
-        batch = pack([sample], self.renderer.family, self._device)
+        logprobs = self._next_logprobs(model, Rendered(token_ids, [], []))[:-1]
+        load_check = LoadCheck(token_ids.tolist(), logprobs, model_id)
+        if not model.config.train_vision:
+            return load_check
+        image = load_check_image()
+        rendered = self.renderer.render(image_and_text(image, load_check.token_ids), "the image of a test")
+        if len(rendered.token_ids_T) >= self._max_context_length:  # an engine samples a token behind it
+            return load_check
+        behind_image = self._next_logprobs(model, rendered)[-len(token_ids) - 1 : -1]
+        return replace(load_check, image=image, logprobs_behind_image=behind_image)
+
+    def _next_logprobs(self, model: TrainedModel, rendered: Rendered) -> list[float]:
+        """For each token the log probability of the next, in nats; for the last one that of the first."""
+        num_tokens = len(rendered.token_ids_T)
+        batch = pack([(rendered, np.roll(rendered.token_ids_T, -1))], self.renderer.family, self._device)
         (scales_R,) = self.weights.load([model])
+        if rendered.images:
+            batch = replace(batch, tower_scales=[scales_R] * len(rendered.images))
         if self.memory is not None:
-            self.memory.prepare(len(token_ids))
+            self.memory.prepare(num_tokens)
         with torch.no_grad():
-            logprobs_T1 = self.score(batch, scales_R.repeat(len(token_ids), 1))
-        return LoadCheck(token_ids.tolist(), logprobs_T1[:-1, 0].tolist(), model_id)
+            logprobs_T1 = self.score(batch, scales_R.repeat(num_tokens, 1))
+        logprobs: list[float] = logprobs_T1[:num_tokens, 0].tolist()
+        return logprobs
 
     def _tested_graphs(self, config: TrainerConfig, world: World) -> Graphs | None:
         if self.memory is None:

@@ -173,7 +173,8 @@ def exported(tmp_path: Path, *modules: str) -> Path:
 
 
 def test_peft_refuses_the_tools_form_and_says_where_its_own_is(tmp_path: Path) -> None:
-    """For a model with a tower PEFT would load it without an error, and ignore the modules that it names differently."""
+    """For a model with a tower PEFT would load it without an error, and ignore the modules that it names
+    differently."""
     directory = exported(tmp_path, "model.language_model.layers.0.self_attn.q_proj", "lm_head")
     for load in (PeftConfig.from_pretrained, PeftLoraConfig.from_pretrained):
         with pytest.raises(KeyError, match=r"names of Tinker's tools; PEFT's form is in the directory peft/ beside"):
