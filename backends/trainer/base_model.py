@@ -18,6 +18,7 @@ from backends.formats.model_files import BYTES_PER_NUMBER, count_parameters
 from backends.inputs.rendering import Rendered, Renderer
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
+from backends.trainer.checkpoint_files import SnapshotWriter
 from backends.trainer.commands import TrainerConfig
 from backends.trainer.distributed import World
 from backends.trainer.full.files import FullFiles
@@ -71,13 +72,14 @@ class BaseModel:
         self.num_parameters = model.num_parameters()
         modules = trained_modules(family, model, train_vision=config.train_vision)
         full = FullWeights(root, modules, world) if config.full else None
+        self.snapshots = SnapshotWriter()
         own = own_logprobs(root, self.renderer, world.device)
         keep_in_float32(model)
         if full is not None:
-            self.weights, self.files = full, FullFiles(config.source, full, world)
+            self.weights, self.files = full, FullFiles(config.source, full, world, self.snapshots)
         else:
             self.weights = Adapters(model, modules, config.max_lora_rank)
-            self.files = LoraFiles(config.name, getattr(torch, config.dtype), world)
+            self.files = LoraFiles(config.name, getattr(torch, config.dtype), world, self.snapshots)
         self.vision: ImageEncoder | None = None
         if family.vision is not None:
             tower = family.vision.tower(model.base_model, getattr(torch, config.dtype))

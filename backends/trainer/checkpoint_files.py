@@ -8,7 +8,7 @@ again. Knows no model.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -39,13 +39,27 @@ def write_directory(directory: Path, write: Callable[[Path], None], *, durable: 
         write(aside)
 
 
-def write_snapshot(directory: Path, write: Callable[[Path], None]) -> None:
-    """`write_directory` on a thread of its own: its errors are raised as the server gets them, not as the model's
-    fault."""
-    try:
-        write_directory(directory, write)
-    except Exception as error:
-        raise to_broadcast(error) from error
+class SnapshotWriter:
+    """Writes snapshots on a thread, while the rank goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "snapshots")
+        self._begun: dict[Path, Future[None]] = {}
+
+    def begin(self, directory: Path, write: Callable[[Path], None]) -> None:
+        """Have `write` fill the directory, on the thread."""
+        self._begun[directory] = self._thread.submit(self._write, directory, write)
+
+    def written(self, directory: Path) -> Future[None]:
+        """Return a future that is done when the begun snapshot is on disk."""
+        return self._begun.pop(directory)
+
+    def _write(self, directory: Path, write: Callable[[Path], None]) -> None:
+        """Raises errors as the server gets them: a file that cannot be written is not the model's fault."""
+        try:
+            write_directory(directory, write)
+        except Exception as error:
+            raise to_broadcast(error) from error
 
 
 def write_adapter(

@@ -136,6 +136,12 @@ def agreed(action: Callable[[], T], world: World) -> T:
     return values[""]
 
 
+def on_rank_zero(action: Callable[[], T], world: World) -> T | None:
+    """Run `action` on rank 0 alone; return its value there and None elsewhere. If it fails, all raise, as in
+    `agreed`."""
+    return agreed(lambda: action() if world.rank == 0 else None, world)
+
+
 def agreed_each(
     actions: Mapping[K, Callable[[], T]], world: World
 ) -> tuple[dict[K, T], dict[K, InvalidInput | BackendFailed]]:

@@ -198,7 +198,7 @@ class TrainerRank:
 
     def snapshot_written(self, directory: Path) -> Future[None]:
         """Return a future that is done when a snapshot that this rank has begun is on disk."""
-        return self.base.files.written(directory)
+        return self.base.snapshots.written(directory)
 
     def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
         """Create a model from a snapshot. If it raises, nothing of the model is left."""

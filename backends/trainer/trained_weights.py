@@ -1,7 +1,6 @@
 """Protocols that LoRA adapters and full weights implement: one model, the weights a base computes with, the files."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
@@ -107,10 +106,7 @@ class ModelFiles(Protocol[M_contra]):
         """Load a saved state; the gradient is cleared, and without its state the optimizer starts afresh."""
 
     def begin_snapshot(self, model: M_contra, directory: Path) -> None:
-        """Copy weights, optimizer and gradient; rank 0's thread writes the copy."""
-
-    def written(self, directory: Path) -> Future[None]:
-        """Return a future that is done when the begun snapshot is on disk."""
+        """Copy weights, optimizer and gradient, and begin to write the copy on rank 0."""
 
     def load_snapshot(self, model: M_contra, directory: Path) -> None:
         """Load weights, optimizer and gradient of a snapshot."""

@@ -8,9 +8,7 @@ leaves the model as it was.
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,13 +17,12 @@ from torch import Tensor
 from backends.formats.load_check import LoadCheck
 from backends.protocol import LOAD_CHECK_FILE, InvalidInput
 from backends.trainer import checkpoint_files
-from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects
+from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects, on_rank_zero
 from backends.trainer.full.model import FullModel
 from backends.trainer.full.weights import FullWeights, whole_parameters
 from backends.trainer.optimizer import MOMENTS, all_finite
 from backends.trainer.trained_weights import GradientState
 
-T = TypeVar("T")
 MASTERS_FILE = "masters.safetensors"
 _MAX_SHARD = "5GB"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -36,13 +33,14 @@ _STEP, _WEIGHTS = "step", "weights"
 class FullFiles:
     """`ModelFiles` of models that train all weights."""
 
-    def __init__(self, source: str, weights: FullWeights, world: World) -> None:
+    def __init__(
+        self, source: str, weights: FullWeights, world: World, snapshots: checkpoint_files.SnapshotWriter
+    ) -> None:
         """`source` is the base model's directory, whose tokenizer and processor go with every whole model."""
         self._source = Path(source)
         self._weights = weights
         self._world = world
-        self._snapshot_thread = ThreadPoolExecutor(1, "snapshots")
-        self._snapshots: dict[Path, Future[None]] = {}
+        self._snapshots = snapshots
 
     def save_sampler_weights(
         self, model: FullModel, directory: Path, load_check: LoadCheck, *, for_elsewhere: bool
@@ -92,7 +90,7 @@ class FullFiles:
                 self._check(tensors, kind)
             return found
 
-        found = agreed(self._on_rank_zero(read), self._world) or {}
+        found = on_rank_zero(read, self._world) or {}
         kinds = gather_objects(list(found), self._world)[0]
         own = {kind: self._scattered(found.get(kind, {}), kind) for kind in kinds}
         model.take(own.pop(_WEIGHTS), own)
@@ -110,11 +108,7 @@ class FullFiles:
             checkpoint_files.write_gradient(aside, gradient, state)
 
         if self._world.rank == 0:
-            self._snapshots[directory] = self._snapshot_thread.submit(checkpoint_files.write_snapshot, directory, write)
-
-    def written(self, directory: Path) -> Future[None]:
-        """Return a future that is done when the begun snapshot is on disk."""
-        return self._snapshots.pop(directory)
+            self._snapshots.begin(directory, write)
 
     def load_snapshot(self, model: FullModel, directory: Path) -> None:
         """Load masters, optimizer and gradient of a snapshot."""
@@ -123,7 +117,7 @@ class FullFiles:
         def read() -> tuple[dict[str, Tensor], GradientState]:
             return checkpoint_files.read_gradient(directory)
 
-        gradient, state = agreed(self._on_rank_zero(read), self._world) or ({}, "none")
+        gradient, state = on_rank_zero(read, self._world) or ({}, "none")
         for name, one in self._scattered(gradient, "gradient").items():
             model.masters[name].grad = one
         model.gradient = gather_objects(state, self._world)[0]
@@ -173,11 +167,7 @@ class FullFiles:
             raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
 
     def _write(self, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
-        action = self._on_rank_zero(lambda: checkpoint_files.write_directory(directory, write, durable=durable))
-        agreed(action, self._world)
-
-    def _on_rank_zero(self, action: Callable[[], T]) -> Callable[[], T | None]:
-        return lambda: action() if self._world.rank == 0 else None
+        on_rank_zero(lambda: checkpoint_files.write_directory(directory, write, durable=durable), self._world)
 
 
 def _read(directory: Path) -> dict[str, Tensor]:

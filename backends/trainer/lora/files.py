@@ -4,9 +4,7 @@ A failure is raised on every rank and leaves the model as it was.
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,24 +12,23 @@ from torch import Tensor
 from backends.formats.load_check import LoadCheck
 from backends.protocol import InvalidInput
 from backends.trainer import checkpoint_files
-from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects, sum_gradients
+from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects, on_rank_zero, sum_gradients
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.optimizer import all_finite
 from backends.trainer.trained_weights import GradientState
-
-T = TypeVar("T")
 
 
 class LoraFiles:
     """`ModelFiles` of LoRA models."""
 
-    def __init__(self, base_model: str, dtype: torch.dtype, world: World) -> None:
+    def __init__(
+        self, base_model: str, dtype: torch.dtype, world: World, snapshots: checkpoint_files.SnapshotWriter
+    ) -> None:
         """`dtype` is the base's, and the engine's."""
         self._base_model = base_model
         self._dtype = dtype
         self._world = world
-        self._snapshot_thread = ThreadPoolExecutor(1, "snapshots")
-        self._snapshots: dict[Path, Future[None]] = {}
+        self._snapshots = snapshots
 
     def save_sampler_weights(
         self, model: LoraModel, directory: Path, load_check: LoadCheck, *, for_elsewhere: bool
@@ -92,13 +89,9 @@ class LoraFiles:
 
             return write
 
-        write = agreed(self._on_rank_zero(copy), self._world)
+        write = on_rank_zero(copy, self._world)
         if write is not None:
-            self._snapshots[directory] = self._snapshot_thread.submit(checkpoint_files.write_snapshot, directory, write)
-
-    def written(self, directory: Path) -> Future[None]:
-        """Return a future that is done when the begun snapshot is on disk."""
-        return self._snapshots.pop(directory)
+            self._snapshots.begin(directory, write)
 
     def load_snapshot(self, model: LoraModel, directory: Path) -> None:
         """Load a snapshot; rank 0 gets the gradient, which is the sum over ranks."""
@@ -108,7 +101,7 @@ class LoraFiles:
             gradient, state = checkpoint_files.read_gradient(directory)
             return model.stacked(gradient) if gradient else [], state
 
-        gradient, state = agreed(self._on_rank_zero(read), self._world) or ([], "none")
+        gradient, state = on_rank_zero(read, self._world) or ([], "none")
         for parameter, one in zip(model.parameters, gradient, strict=bool(gradient)):
             parameter.grad = one
         model.gradient = gather_objects(state, self._world)[0]
@@ -118,18 +111,14 @@ class LoraFiles:
             self._require_finite(model)
             checkpoint_files.write_directory(directory, write, durable=durable)
 
-        agreed(self._on_rank_zero(write_finite), self._world)
+        on_rank_zero(write_finite, self._world)
 
     def _require_finite(self, model: LoraModel) -> None:
         if not all_finite(list(model.parameters)):
             raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
     def _read(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] | None = agreed(self._on_rank_zero(read), self._world)
-        return from_rank_zero(tensors or {}, self._world)
-
-    def _on_rank_zero(self, action: Callable[[], T]) -> Callable[[], T | None]:
-        return lambda: action() if self._world.rank == 0 else None
+        return from_rank_zero(on_rank_zero(read, self._world) or {}, self._world)
 
 
 def host_halves(model: LoraModel, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
