@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -24,7 +23,7 @@ from tinker_server.models.snapshots import SnapshotLimits, Snapshots
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
-from tinker_server.operations.housekeeping import Housekeeper, Periods, Stores
+from tinker_server.operations.housekeeping import Housekeeper, Periods, SteadyClock, Stores
 from tinker_server.operations.recording import Recording
 from tinker_server.operations.sampling import Sampling
 from tinker_server.operations.table import Executors, OperationRunner
@@ -57,13 +56,10 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi
-from tinker_server.web.callers import caller
-from tinker_server.web.deps import Services
-from tinker_server.web.gate import Gate
+from tinker_server.web.deps import Services, caller
+from tinker_server.web.gate import BodyLimit, Gate, Measured
 from tinker_server.web.handlers import install, storable_parameters
 from tinker_server.web.ledger import Ledger
-from tinker_server.web.limits import BodyLimit
-from tinker_server.web.measured import Measured
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.saving import Saving
@@ -82,13 +78,13 @@ QUEUED_BODIES = 4
 def create_app(
     settings: Settings,
     backend: Backend | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     hear: LoadingHearer = unheard,
 ) -> FastAPI:
     """The server; without a `backend`, the one that the settings describe is made and loaded, and `hear` is told how
     far that is.
 
-    `clock` says how old things are, in Unix seconds.
+    `clock` says how old things are, in Unix seconds; without one, the machine's does, where it is not set ahead.
     """
 
     @asynccontextmanager
@@ -118,7 +114,7 @@ def create_app(
 async def serving(
     settings: Settings,
     backend: Backend | None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     hear: LoadingHearer = unheard,
 ) -> AsyncIterator[Services]:
     """All services, from an open database and loaded models to the end of the last child process.
@@ -135,7 +131,7 @@ async def serving(
         backend = backend or _described_backend(settings, hear)
         stack.push_async_callback(backend.stop)
         await backend.start()
-        services = build_services(settings, db, backend, tracing, clock)
+        services = build_services(settings, db, backend, tracing, clock or SteadyClock())
         stack.callback(services.archives.close)
         stack.push_async_callback(tracing.close)
         await stack.enter_async_context(working(services))
@@ -227,7 +223,7 @@ async def working(services: Services) -> AsyncIterator[None]:
     """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
-        await services.runs.forget_unanswered({one.lane for one in unfinished if one.seq_id == 0})
+        await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
         for save in (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save):
