@@ -162,7 +162,7 @@ def find(name: str, directory: Path, device: Device, config: BackendConfig, mach
         name,
         count_parameters(directory) * number_bytes,
         kv_cache_bytes,
-        gathered_bytes=numbers.gathered * number_bytes,
+        gathered_bytes=numbers.all_gathered * number_bytes,
         training_bytes=_training_bytes(numbers, number_bytes, device, source) if config.full else 0,
     )
     room = machine.main_bytes if device == "cpu" else min(machine.gpu_bytes, default=0) * config.gpu_memory_fraction

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 T = TypeVar("T")
 PATIENCE_S = 60
-"""How much longer than a piece of work may take (`time_limits`) a rank may be silent."""
+"""How much longer than a piece of work may take (`distributed`) a rank may be silent."""
 _START_PATIENCE_S = 600
 """A new process imports torch and transformers first: more than a minute on a busy machine."""
 _LAST_GRACE_S = 1
