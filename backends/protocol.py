@@ -100,12 +100,13 @@ class Loading:
     """0: it is no matter of bytes, or nobody knows of how many."""
 
 
-LoadingHearer = Callable[[str, Loading | None], None]
-"""Hears on the event loop which process gets ready, by its name, and what it does; None: it is ready, or has failed."""
+OnLoading = Callable[[str, Loading | None], None]
+"""Called on the event loop with the name of a process that gets ready and what it does; None: it is ready, or has
+failed."""
 
 
-def unheard(process: str, loading: Loading | None) -> None:
-    """Nobody listens."""
+def ignore_loading(process: str, loading: Loading | None) -> None:
+    """Do nothing: the OnLoading of whoever is not interested."""
 
 
 @dataclass(frozen=True)

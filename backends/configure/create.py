@@ -9,7 +9,7 @@ from backends.config import BackendConfig
 from backends.configure.describe import LocalModel, describe_models
 from backends.configure.examine import examine as examine
 from backends.configure.gpus import read_gpus
-from backends.protocol import Backend, GpuState, LoadingHearer, unheard
+from backends.protocol import Backend, GpuState, OnLoading, ignore_loading
 
 log = logging.getLogger(__name__)
 
@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 class LocalBackend:
     """`protocol.Backend` on this machine."""
 
-    def __init__(self, config: BackendConfig, hear: LoadingHearer = unheard) -> None:
+    def __init__(self, config: BackendConfig, on_loading: OnLoading = ignore_loading) -> None:
         self._config = config
-        self._hear = hear
+        self._on_loading = on_loading
         self._models: dict[str, LocalModel] = {}
 
     @property
@@ -31,7 +31,7 @@ class LocalBackend:
         """Load all models, side by side where they do not count each other's memory."""
         self._models = await asyncio.to_thread(describe_models, self._config)
         try:
-            await start_models(self._loaded(), self._hear)
+            await start_models(self._loaded(), self._on_loading)
         except BaseException:
             await self.stop()
             raise
@@ -49,9 +49,9 @@ class LocalBackend:
         return list({id(model.trainer): model for model in reversed(self._models.values())}.values())[::-1]
 
 
-def create_backend(config: BackendConfig, hear: LoadingHearer = unheard) -> Backend:
-    """A backend that has not started. `hear` is told what its processes do whenever they get ready."""
-    return LocalBackend(config, hear)
+def create_backend(config: BackendConfig, on_loading: OnLoading = ignore_loading) -> Backend:
+    """A backend that has not started. `on_loading` is told what its processes do whenever they get ready."""
+    return LocalBackend(config, on_loading)
 
 
 def _plan(model: LocalModel) -> str:
@@ -68,14 +68,14 @@ def _plan(model: LocalModel) -> str:
     return ", ".join(parts)
 
 
-async def start_models(models: list[LocalModel], hear: LoadingHearer) -> None:
+async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
     """Load trainers and samplers. Raises the first failure.
 
     A sampler on CUDA starts when all trainers have loaded and no other sampler loads on its GPU: vLLM takes for
     its own whatever memory is filled while it measures.
     """
     turns = {model.placement.gpus[0]: asyncio.Lock() for model in models if model.placement.gpus}
-    trainers = {id(model): asyncio.create_task(model.trainer.start(hear)) for model in models}
+    trainers = {id(model): asyncio.create_task(model.trainer.start(on_loading)) for model in models}
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
@@ -83,9 +83,9 @@ async def start_models(models: list[LocalModel], hear: LoadingHearer) -> None:
         if model.placement.gpus:
             await asyncio.gather(*trainers.values())
             async with turns[model.placement.gpus[0]]:
-                await model.sampler.start(hear)
+                await model.sampler.start(on_loading)
         else:
-            await asyncio.gather(trainers[id(model)], model.sampler.start(hear))
+            await asyncio.gather(trainers[id(model)], model.sampler.start(on_loading))
         log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 
     loading = [*trainers.values(), *(asyncio.create_task(start(model)) for model in models)]

@@ -15,7 +15,8 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from backends.processes.messages import STREAM_LIMIT
 from backends.processes.rpc import Child, Process
@@ -83,62 +84,106 @@ async def launch(
     return Child(name, Process(process.pid, end), reader, writer)
 
 
-async def launch_trainer(name: str, *, num_ranks: int, device: Device, gpus: Sequence[int] = ()) -> list[Child]:
-    """The ranks of one base model's trainer, in order, with the variables that torchrun would set.
+class WorkerGroup(Protocol):
+    """The processes of one trainer or sampler, which start and end together. All that the server knows of them once
+    they run is a connection to each, wherever they are."""
+
+    @property
+    def name(self) -> str:
+        """Name in the log: "qwen: the trainer"."""
+
+    @property
+    def process_names(self) -> list[str]: ...
+
+    async def start(self) -> list[Child]:
+        """Start all of them, or none. Return their connections, in order."""
+
+
+@dataclass(frozen=True)
+class TrainerRanks:
+    """The ranks of one base model's trainer on this machine, with the variables that torchrun would set.
 
     Rank i takes the i-th of `gpus`, by the server's numbers; none given: all that the server sees.
     """
-    env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", **_for_device(device, gpus)}
-    # Threads of transformers would convert tensors far ahead of where they go, and fill main memory with them.
-    env["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    if device == "cuda":
-        # Sequences of all lengths would leave memory in pieces too small for the next long one.
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    ranks: list[Child] = []
-    # Rank 0 listens on a port that is taken from here on: until it is ready to, another process could take it.
-    with socket.create_server(("127.0.0.1", 0), backlog=num_ranks) as meeting:
-        env |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.fileno())}
-        try:
-            for rank in range(num_ranks):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                fds = [meeting.fileno()] if rank == 0 else []
-                ranks.append(await launch(rank_name(name, rank), "backends.trainer.process", env | own, fds))
-        except BaseException:
-            await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
-            raise
-    return ranks
+
+    model: str
+    num_ranks: int
+    device: Device
+    gpus: Sequence[int] = ()
+
+    @property
+    def name(self) -> str:
+        """Name in the log."""
+        return f"{self.model}: the trainer"
+
+    @property
+    def process_names(self) -> list[str]:
+        """Names by rank."""
+        return [f"trainer {self.model} rank {rank}" for rank in range(self.num_ranks)]
+
+    async def start(self) -> list[Child]:
+        """Start all ranks."""
+        env = {"WORLD_SIZE": str(self.num_ranks), "MASTER_ADDR": "127.0.0.1", **_for_device(self.device, self.gpus)}
+        # Threads of transformers would convert tensors far ahead of their use, and fill main memory with them.
+        env["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+        if self.device == "cuda":
+            # Sequences of all lengths would leave memory in pieces too small for the next long one.
+            env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        ranks: list[Child] = []
+        # Rank 0 listens on a port that is taken from here on: until it is ready to, another process could take it.
+        with socket.create_server(("127.0.0.1", 0), backlog=self.num_ranks) as meeting:
+            env |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.fileno())}
+            try:
+                for rank, name in enumerate(self.process_names):
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    fds = [meeting.fileno()] if rank == 0 else []
+                    ranks.append(await launch(name, "backends.trainer.process", env | own, fds))
+            except BaseException:
+                await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
+                raise
+        return ranks
 
 
-async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ()) -> Child:
-    """The process of one base model's sampler, on the first of `gpus`; its engine starts with the first command."""
-    sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
-    env = {
-        "VLLM_RPC_BASE_PATH": sockets,
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",  # the model is a local directory
-        "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
-        **_for_device(device, gpus[:1]),
-    }
-    if device == "cpu":
-        # The engine without a further worker process, and no inductor builds of half a minute for a
-        # function that counts ranks.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
-    else:
-        # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
-        env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return await launch(sampler_name(name), "backends.sampler.process", env, folder=sockets)
+@dataclass(frozen=True)
+class SamplerHost:
+    """The process of one base model's sampler on this machine, on the first of `gpus`; its engine starts with the
+    first command."""
 
+    model: str
+    device: Device
+    gpus: Sequence[int] = ()
 
-def rank_name(name: str, rank: int) -> str:
-    """What the process of a base model's trainer rank is called."""
-    return f"trainer {name} rank {rank}"
+    @property
+    def name(self) -> str:
+        """Name in the log."""
+        return f"{self.model}: the sampler"
 
+    @property
+    def process_names(self) -> list[str]:
+        """The one name."""
+        return [f"sampler {self.model}"]
 
-def sampler_name(name: str) -> str:
-    """What the process of a base model's sampler is called."""
-    return f"sampler {name}"
+    async def start(self) -> list[Child]:
+        """Start it."""
+        sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
+        env = {
+            "VLLM_RPC_BASE_PATH": sockets,
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",  # the model is a local directory
+            "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
+            **_for_device(self.device, self.gpus[:1]),
+        }
+        if self.device == "cpu":
+            # The engine without a further worker process, and no inductor builds of half a minute for a
+            # function that counts ranks.
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+        else:
+            # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
+            env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        [name] = self.process_names
+        return [await launch(name, "backends.sampler.process", env, folder=sockets)]
 
 
 def _for_device(device: Device, gpus: Sequence[int]) -> dict[str, str]:

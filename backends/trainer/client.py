@@ -10,8 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Iterator
-from contextvars import Context
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,19 +18,11 @@ from typing import Any, TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.processes.fair_queue import FairTurns
-from backends.processes.launcher import launch_trainer, rank_name
+from backends.processes.launcher import TrainerRanks
 from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
 from backends.processes.spans import Listener, ProcessSpan, current_listener, heard_by
-from backends.protocol import (
-    BackendFailed,
-    EncodedBatch,
-    InvalidInput,
-    Loading,
-    LoadingHearer,
-    ModelLost,
-    ProcessState,
-    unheard,
-)
+from backends.processes.supervisor import Supervisor
+from backends.protocol import EncodedBatch, InvalidInput, ModelLost, OnLoading, ProcessState, ignore_loading
 from backends.trainer import commands
 from backends.trainer.commands import TrainerConfig
 
@@ -42,12 +33,8 @@ PATIENCE_S = 60
 """How much longer than a piece of work may take (`time_limits`) a rank may be silent."""
 _START_PATIENCE_S = 600
 """A new process imports torch and transformers first: more than a minute on a busy machine."""
-_LAST_GRACE_S = 1
-"""For ranks that have failed, to end by themselves."""
 _APART_S = 300.0
 """After ranks have ended at work."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""Before ranks that did not start, or soon ended, are started again: each twice the one before."""
 
 
 @dataclass(eq=False)
@@ -79,10 +66,10 @@ class TrainerClient:
         self._config = config
         self._num_ranks = num_ranks
         self._patience_s = patience_s
-        self._ranks: list[Child] = []
-        self._hear: LoadingHearer = unheard
+        ranks = TrainerRanks(config.name, num_ranks, config.device, config.gpus)
+        self._supervisor = Supervisor(ranks, self._load, on_end=self._lose_models, restart=self._restart)
         self._owners: dict[str, str] = {}
-        """Of the models that are loaded."""
+        """By loaded model."""
         self._begun: dict[str, int] = {}
         """By loaded model, its latest piece of work."""
         self._worked_s: dict[str, float] = {}
@@ -95,50 +82,23 @@ class TrainerClient:
         self._numbers = itertools.count(1)
         self._passes: dict[int, _Pass] = {}
         """By number, the forward_backwards that are not finished."""
-        self._watching: asyncio.Task[None] | None = None
-        self._pause_s = 0.0
-        """Before the next start that nobody waits for."""
-        self._num_restarts = 0
-        self._restart = asyncio.Condition()
 
-    async def start(self, hear: LoadingHearer = unheard) -> None:
-        """Load the base on every rank. `hear` is told of this and of later starts. Raises BackendFailed."""
-        self._hear = hear
-        await self._start()
-
-    async def _start(self) -> None:
-        names, began = [rank_name(self._config.name, rank) for rank in range(self._num_ranks)], time.monotonic()
-        try:
-            for name in names:
-                self._hear(name, Loading("starts"))
-            self._ranks = await launch_trainer(
-                self._config.name, num_ranks=self._num_ranks, device=self._config.device, gpus=self._config.gpus
-            )
-            await self._on_all(commands.Start(self._config), _START_PATIENCE_S, self._hear)
-        except BaseException:
-            await self._end(_LAST_GRACE_S)
-            raise
-        finally:
-            for name in names:
-                self._hear(name, None)
-        log.info("%s: the trainer is ready after %.0f s", self._config.name, time.monotonic() - began)
-        watching = self._watch(self._ranks)
-        self._watching = asyncio.create_task(
-            watching, name=f"watch over trainer {self._config.name}", context=Context()
-        )
+    async def start(self, on_loading: OnLoading = ignore_loading) -> None:
+        """Load the base on every rank. `on_loading` is called during this start and later ones. Raises
+        BackendFailed."""
+        await self._supervisor.start(on_loading)
 
     async def stop(self) -> None:
         """End every rank."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        await self._end(10)
+        await self._supervisor.stop()
 
     async def restarted(self, seen: int) -> int:
         """As the protocol says."""
-        async with self._restart:
-            await self._restart.wait_for(lambda: self._num_restarts > seen)
-            return self._num_restarts
+        return await self._supervisor.restarted(seen)
+
+    def processes(self) -> list[ProcessState]:
+        """Return the states of the ranks that were started last."""
+        return self._supervisor.processes()
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
         """Starts the ranks where they have died."""
@@ -160,19 +120,14 @@ class TrainerClient:
         """As the protocol says."""
         return self._worked_s.get(model_id, 0)
 
-    def processes(self) -> list[ProcessState]:
-        """The ranks that were started last."""
-        return [
-            ProcessState(one.name, one.process.pid, not one.died.is_set(), self._num_restarts) for one in self._ranks
-        ]
-
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """As the protocol says; rank 0 writes."""
         async with self._turns.turn(self._owner(model_id), model_id):
             await self._require(model_id)
             self._begin(model_id)
+            writer = self._supervisor.children[0]
             await self._command(commands.Snapshot(model_id, directory))
-            return asyncio.ensure_future(self._ranks[0].call(commands.SnapshotWritten(directory)))
+            return asyncio.ensure_future(writer.call(commands.SnapshotWritten(directory)))
 
     async def delete_model(self, model_id: str) -> None:
         """As the protocol says."""
@@ -263,7 +218,7 @@ class TrainerClient:
 
     async def _add(self, command: commands.CreateModel | commands.Resume, owner: str) -> None:
         async with self._turns.turn(owner, command.model_id):
-            await self._revive()
+            await self._supervisor.running()
             if self._config.full:
                 self._require_free(command.model_id, owner)
             await self._command(command)
@@ -280,36 +235,13 @@ class TrainerClient:
                     " on each base (setting backend.full): unload it, or finish its session, or wait"
                 )
 
-    async def _watch(self, ranks: list[Child]) -> None:
-        """Start the ranks again once one of them has died, whether anybody needs them or not."""
-        loop = asyncio.get_running_loop()
-        began, deaths = loop.time(), [asyncio.create_task(rank.died.wait()) for rank in ranks]
-        try:
-            await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for death in deaths:
-                death.cancel()
-        lived_long = loop.time() - began > _LONGEST_PAUSE_S
-        self._pause_s = 0 if lived_long else min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
-        await asyncio.sleep(self._pause_s)
-        async with self._turns.turn("", ""):
-            await self._revive()
+    async def _load(self, ranks: list[Child]) -> None:
+        await self._on_all(commands.Start(self._config), ranks, _START_PATIENCE_S, self._supervisor.on_loading)
 
-    async def _revive(self) -> None:
-        """Have the ranks run, however often they must be started for it. Whoever needs them waits."""
-        pause_s = _FIRST_PAUSE_S
-        while not await self._alive():
-            log.warning("starting the trainer of %s again", self._config.name)
-            try:
-                await self._start()
-            except (BackendFailed, OSError) as error:
-                log.error("%s: %s; training waits, the next try is in %s s", self._config.name, error, pause_s)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            async with self._restart:
-                self._num_restarts += 1
-                self._restart.notify_all()
+    async def _restart(self) -> None:
+        """Start the ranks again whether anybody needs them or not. Whoever needs them waits."""
+        async with self._turns.turn("", ""):
+            await self._supervisor.running()
 
     def _begin(self, model_id: str) -> None:
         self._begun[model_id] = next(self._numbers)
@@ -347,40 +279,44 @@ class TrainerClient:
 
     async def _alive(self) -> bool:
         """Whether every rank runs. Where one has died since the last command, the others are ended too."""
-        if any(rank.died.is_set() for rank in self._ranks):
-            log.error("the trainer of %s has died; its models must be loaded again", self._config.name)
-            await self._end(_LAST_GRACE_S)
-        return bool(self._ranks)
+        if not self._supervisor.is_alive:
+            await self._supervisor.end()
+        return self._supervisor.is_alive
 
-    async def _end(self, grace_s: float) -> None:
-        ranks, self._ranks = self._ranks, []
+    def _lose_models(self) -> None:
+        """The ranks have ended."""
+        if self._owners:
+            log.error("%s: the trainer has ended; its models must be loaded again", self._config.name)
         self._owners.clear()
         self._begun.clear()
         self._worked_s.clear()
         for one in self._passes.values():
             if one.taken_up and not one.finished.done():
                 one.finish(ModelLost(f"{one.new.model_id} is no longer loaded: its trainer has ended"))
-        await asyncio.gather(*(rank.stop(grace_s) for rank in ranks))
 
     async def _command(self, command: Command[R]) -> R:
         return await _to_the_end(self._on_all_or_end(command))
 
     async def _on_all_or_end(self, command: Command[R]) -> R:
+        if not (ranks := self._supervisor.children):
+            raise ChildDied(f"{self._config.name}: the trainer has ended")
         try:
-            return await self._on_all(command, self._patience_s)
+            return await self._on_all(command, ranks, self._patience_s)
         except (ChildDied, ChildBroke) as error:
             if self._num_ranks > 1 or isinstance(error, ChildDied):
-                log.error("the trainer of %s ends (%s); its models must be loaded again", self._config.name, error)
+                log.error("%s: the trainer is ended: %s", self._config.name, error)
                 self._apart_until_s = asyncio.get_running_loop().time() + _APART_S
-                await self._end(_LAST_GRACE_S)
+                await self._supervisor.end()
                 raise error if isinstance(error, ChildDied) else ChildDied(str(error)) from error
             raise
 
-    async def _on_all(self, command: Command[R], patience_s: float, hear: LoadingHearer = unheard) -> R:
-        """Rank 0's answer, once every rank has one; `hear` gets what each of them tells before. Raises what the ranks
-        agree on; ChildDied or ChildBroke as soon as one of them will not answer, or has failed by itself."""
+    async def _on_all(
+        self, command: Command[R], ranks: Sequence[Child], patience_s: float, on_loading: OnLoading = ignore_loading
+    ) -> R:
+        """Rank 0's answer, once every rank has one; `on_loading` gets what each of them tells before. Raises what the
+        ranks agree on; ChildDied or ChildBroke as soon as one of them will not answer, or has failed by itself."""
         calls = [
-            asyncio.ensure_future(rank.call(command, patience_s, partial(hear, rank.name))) for rank in self._ranks
+            asyncio.ensure_future(rank.call(command, patience_s, partial(on_loading, rank.name))) for rank in ranks
         ]
         try:
             waiting = set(calls)

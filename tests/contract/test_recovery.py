@@ -19,9 +19,9 @@ import pytest
 from api_schemas.old_clients import results
 from api_schemas.sessions import CreateSessionRequest
 from api_schemas.training import ForwardBackwardRequest, LoraConfig, Trainable
-from backends.processes.launcher import launch_trainer
+from backends.processes import supervisor
+from backends.processes.launcher import TrainerRanks
 from backends.protocol import BackendFailed
-from backends.trainer import client as trainer_client
 from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, datum, make_renderer
 from tests.fakes import FakeBackend
@@ -52,7 +52,7 @@ class RealTrainer(FakeBackend):
         await super().stop()
 
     def signal(self, number: signal.Signals, rank: int = 0) -> None:
-        os.kill(self.trainer._ranks[rank].process.pid, number)
+        os.kill(self.trainer._supervisor.children[rank].process.pid, number)
 
     def kill(self, rank: int = 0) -> None:
         self.signal(signal.SIGKILL, rank)
@@ -201,19 +201,21 @@ async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_
 async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_vl, monkeypatch):
     failures = 2
 
-    async def fail_at_first(*arguments, **options):
+    real = TrainerRanks.start
+
+    async def fail_at_first(ranks):
         nonlocal failures
         if failures:
             failures -= 1
             raise BackendFailed("there is no memory left")
-        return await launch_trainer(*arguments, **options)
+        return await real(ranks)
 
-    monkeypatch.setattr(trainer_client, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
     trainer = TrainerClient(config(tiny_vl), num_ranks=1)
     await trainer.start()
     try:
-        monkeypatch.setattr(trainer_client, "launch_trainer", fail_at_first)
-        await trainer._ranks[0].stop(0)
+        monkeypatch.setattr(TrainerRanks, "start", fail_at_first)
+        await trainer._supervisor.children[0].stop(0)
         async with asyncio.timeout(120):
             await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")
         assert failures == 0 and trainer.holds("m") and await trainer.restarted(0) == 1

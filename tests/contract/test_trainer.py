@@ -511,7 +511,7 @@ async def test_threads_of_a_rank_on_the_cpu_sleep_while_they_wait(tiny_text):
     ranked = TrainerClient(config(tiny_text, max_context_length=64), num_ranks=1)
     await ranked.start()
     try:
-        environment = psutil.Process(ranked._ranks[0].process.pid).environ()
+        environment = psutil.Process(ranked._supervisor.children[0].process.pid).environ()
     finally:
         await ranked.stop()
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -83,11 +83,11 @@ async def test_a_diverged_adapter_leaves_nothing_in_the_cache_for_others(sampler
 
 async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, reference, tmp_path):
     diverged = spoilt(reference, tmp_path / "diverged")
-    process = sampler._child
+    process = sampler._supervisor.children
     for fields in ({"prompt_alt_tokens_k": 2}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}):
         with pytest.raises(InvalidInput, match="not finite"):
             await sample(sampler, request(MIXED["one image"], {"seed": 1}, **fields), diverged)
-    assert sampler._child is process
+    assert sampler._supervisor.children is process
 
 
 async def test_image_placeholders_are_never_drawn_however_likely(sampler, renderer, tmp_path):

@@ -21,7 +21,7 @@ from tinker_server.errors import (
     Superseded,
 )
 from tinker_server.models.admission import Admission
-from tinker_server.models.crash_isolation import Suspects
+from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.models.lane import Lane, lane_after
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.tracing.hooks import Tracing
@@ -85,7 +85,7 @@ class Scheduler:
         self._runner = runner
         self._admission = admission
         self._gap_grace_s = gap_grace_s
-        self._suspects = Suspects(futures)
+        self._left = LeftOperations(futures)
         self._lanes: dict[str, Lane] = {}
         self._samples: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
         """By request_id, those that wait or run."""
@@ -99,7 +99,7 @@ class Scheduler:
         created = {operation.lane for operation in unfinished if operation.seq_id == 0}
         lanes = {operation.lane for operation in unfinished if operation.operation_kind != "sample"}
         alive = {lane for lane in lanes if lane in created or await self._runner.is_to_be_had(lane)}
-        self._suspects.take_up(unfinished)
+        self._left.isolate(unfinished)
         for operation in unfinished:
             self._tracing.accepted(operation, operation.request_id)
             if operation.operation_kind == "sample":
@@ -347,9 +347,9 @@ class Scheduler:
     async def _result(self, operation: Operation, missing: str) -> Result:
         with self._tracing.running(operation):
             try:
-                async with self._suspects.trial(operation):
+                async with self._left.attempt(operation):
                     return await self._tried(operation, missing)
-            except (BackendFailed, Superseded) as error:  # of the trial
+            except (BackendFailed, Superseded) as error:  # of the attempt
                 return self._failed(operation, error)
 
     async def _tried(self, operation: Operation, missing: str) -> Result:
@@ -389,7 +389,7 @@ class Scheduler:
         return Result.of_error(error)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
-        self._suspects.forget(operation.request_id)
+        self._left.release(operation.request_id)
         self._complete(operation, self._failed(operation, error))
 
     def _complete(self, operation: Operation, result: Result, *, logged: bool = False) -> Result:

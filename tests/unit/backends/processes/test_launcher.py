@@ -13,14 +13,14 @@ import psutil
 import pytest
 import uvloop
 
-from backends.processes.launcher import launch, launch_trainer
+from backends.processes.launcher import TrainerRanks, launch
 from backends.processes.rpc import ChildDied
 from backends.protocol import InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
 
 SERVER = """
 import asyncio
-from backends.processes.launcher import launch, launch_trainer
+from backends.processes.launcher import launch
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap
 
 async def main():
@@ -131,7 +131,7 @@ async def environment(pid: int) -> dict[str, str]:
 
 async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7")
-    ranks = await launch_trainer("tiny", num_ranks=2, device="cuda", gpus=(1, 2))
+    ranks = await TrainerRanks("tiny", 2, "cuda", (1, 2)).start()
     try:
         found = [await environment(rank.process.pid) for rank in ranks]
     finally:
