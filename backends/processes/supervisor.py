@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
-from backends.processes.launcher import WorkerGroup
 from backends.processes.rpc import Child
 from backends.protocol import BackendFailed, Loading, OnLoading, ProcessState, ignore_loading
 
@@ -36,21 +35,21 @@ class Supervisor:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        name: str,
+        start: Callable[[], Awaitable[list[Child]]],
         prepare: Callable[[list[Child]], Awaitable[None]],
         *,
-        on_end: Callable[[], None] = lambda: None,
         restart: Callable[[], Awaitable[object]] | None = None,
         silence: Silence | None = None,
     ) -> None:
-        """`prepare` makes processes that have just been started ready for work. `on_end` is called whenever the group
-        ends. `restart` is awaited after a death and calls `running`; without it, the group is started again when
-        somebody else calls that."""
+        """`name` is the group's in the log. `prepare` makes processes that have just been started ready for work.
+        `restart` is awaited after a death and calls `running`; without it, the group is started again when somebody
+        else calls that."""
         self.children: list[Child] = []
         """The processes that are ready; empty while there are none."""
         self.on_loading: OnLoading = ignore_loading
-        self._group, self._prepare = group, prepare
-        self._on_end, self._restart, self._silence = on_end, restart, silence
+        self._name, self._start_processes, self._prepare = name, start, prepare
+        self._restart, self._silence = restart, silence
         self._latest: list[Child] = []
         self._starting: asyncio.Task[list[Child]] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -90,7 +89,7 @@ class Supervisor:
         if self.is_alive:
             return self.children
         if self._starting is None or self._starting.done():
-            name = f"start of {self._group.name}"
+            name = f"start of {self._name}"
             self._starting = asyncio.create_task(self._start_again(), name=name, context=Context())
         return await asyncio.shield(self._starting)
 
@@ -103,7 +102,6 @@ class Supervisor:
     async def end(self, grace_s: float = GRACE_S) -> None:
         """End the group, and wait until all processes that are being ended are gone."""
         children, self.children = self.children, []
-        self._on_end()
         await self._end(children, grace_s)
 
     async def _end(self, children: Sequence[Child], grace_s: float) -> None:
@@ -119,11 +117,11 @@ class Supervisor:
         await self.end()
         pause_s = FIRST_PAUSE_S
         while True:
-            log.warning("%s is started again", self._group.name)
+            log.warning("%s is started again", self._name)
             try:
                 await self._start()
             except (BackendFailed, OSError) as error:
-                log.error("%s does not start: %s; its work waits for %s s", self._group.name, error, pause_s)
+                log.error("%s does not start: %s; its work waits for %s s", self._name, error, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
@@ -135,22 +133,22 @@ class Supervisor:
     async def _start(self) -> None:
         began, children = time.monotonic(), list[Child]()
         try:
-            for name in self._group.process_names:
-                self.on_loading(name, Loading("starts"))
-            self._latest = children = await self._group.start()
+            self._latest = children = await self._start_processes()
+            for child in children:
+                self.on_loading(child.name, Loading("starts"))
             await self._prepare(children)
         except BaseException:
             await self._end(children, GRACE_S)
             raise
         finally:
-            for name in self._group.process_names:
-                self.on_loading(name, None)
-        log.info("%s is ready after %.0f s", self._group.name, time.monotonic() - began)
+            for child in children:
+                self.on_loading(child.name, None)
+        log.info("%s is ready after %.0f s", self._name, time.monotonic() - began)
         self.children = children
         if self._watching is not None:
             self._watching.cancel()
         watching = self._watch(children)
-        self._watching = asyncio.create_task(watching, name=f"watch over {self._group.name}", context=Context())
+        self._watching = asyncio.create_task(watching, name=f"watch over {self._name}", context=Context())
 
     async def _watch(self, children: Sequence[Child]) -> None:
         """End the group once one of it has died or is silent, then have it started again."""

@@ -14,8 +14,9 @@ import numpy as np
 
 from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SampleResponse, SamplingParams
+from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
-from backends.processes.launcher import SamplerHost, WorkerGroup
+from backends.processes.launcher import StartWorkers, launch_sampler
 from backends.processes.rpc import Child, ChildDied, Command
 from backends.processes.supervisor import Silence, Supervisor
 from backends.protocol import (
@@ -29,11 +30,11 @@ from backends.protocol import (
     SamplingTask,
     ignore_loading,
 )
-from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
+from backends.sampler.commands import Chat, CountProgress, CountSequences, Publish, Sample, Start
 
 R = TypeVar("R")
 
-_PROMPT_S = 0.5
+_ENGINE_USE_S = 0.5
 """Longest wait for an engine's use: an answer that is not there at once is not worth waiting for."""
 _FIRST_TASK = SamplingTask(
     prompt=ModelInput(chunks=[EncodedTextChunk(tokens=np.zeros(1, np.int64))]),
@@ -48,12 +49,12 @@ _FIRST_TASK = SamplingTask(
 class SamplerClient:
     """`protocol.Sampler`."""
 
-    def __init__(self, config: SamplerConfig, host: WorkerGroup | None = None) -> None:
-        self._config = config
+    def __init__(self, spec: ModelSpec, start_workers: StartWorkers = launch_sampler) -> None:
+        self._spec = spec
         self._isolation = CrashIsolation(is_exclusive=True)
-        silence = Silence(config.silence_s, lambda: self._isolation.is_busy, lambda child: child.call(CountProgress()))
-        host = host or SamplerHost(config.name, config.device, config.gpus)
-        self._supervisor = Supervisor(host, self._load, silence=silence)
+        silence = Silence(spec.silence_s, lambda: self._isolation.is_busy, lambda child: child.call(CountProgress()))
+        launch = partial(start_workers, spec)
+        self._supervisor = Supervisor(f"{spec.name}: the sampler", launch, self._load, silence=silence)
 
     async def start(self, on_loading: OnLoading = ignore_loading) -> None:
         """Return once the engine can sample. `on_loading` is called during this start and later ones. Raises
@@ -65,11 +66,11 @@ class SamplerClient:
         await self._supervisor.stop()
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
-        """As the protocol says."""
+        """Implement the protocol."""
         return await self._run(task.owner, Sample(task))
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """As the protocol says."""
+        """Implement the protocol."""
         await self._run(owner, Publish(weights, owner))
 
     def processes(self) -> list[ProcessState]:
@@ -77,17 +78,17 @@ class SamplerClient:
         return self._supervisor.processes()
 
     async def engine_use(self) -> EngineUse | None:
-        """As the protocol says of a base model."""
+        """Implement `protocol.BaseModel.engine_use`."""
+        if not (children := self._supervisor.children):
+            return None
         try:
-            async with asyncio.timeout(_PROMPT_S):
-                for child in self._supervisor.children:
-                    return await child.call(CountRows())
+            async with asyncio.timeout(_ENGINE_USE_S):
+                return await children[0].call(CountSequences())
         except (TimeoutError, BackendFailed):
-            pass
-        return None
+            return None
 
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
-        """As the protocol says."""
+        """Implement the protocol."""
         return await self._run(task.owner, Chat(task), emit)
 
     async def _run(self, owner: str, command: Command[R], emit: Callable[[str], None] | None = None) -> R:
@@ -104,7 +105,7 @@ class SamplerClient:
             while not request.is_culprit:
                 async with self._isolation.admitted(request, self._running) as child:
                     try:
-                        return await child.call(command, hear=None if emit is None else on_part)
+                        return await child.call(command, on_part=None if emit is None else on_part)
                     except ChildDied:
                         self._isolation.crashed(child)
                         if has_begun:  # another answer would not begin as this one did
@@ -123,6 +124,6 @@ class SamplerClient:
     async def _load(self, children: list[Child]) -> None:
         [child] = children
         emit = partial(self._supervisor.on_loading, child.name)
-        await child.call(Start(self._config), hear=emit)
+        await child.call(Start(self._spec), on_part=emit)
         emit(Loading("draws a first token"))
         await child.call(Sample(_FIRST_TASK))

@@ -18,8 +18,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.formats.load_check import Canary
+from backends.model_spec import ModelSpec
 from backends.protocol import ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
-from backends.sampler.commands import SamplerConfig
 from backends.sampler.scores import score
 from backends.sampler.sequences import end_process
 
@@ -40,7 +40,7 @@ class WholeModel:
 class EngineModels:
     """The versions of one engine, by the directory they were saved in."""
 
-    def __init__(self, engine: AsyncLLM, config: SamplerConfig, base: Canary) -> None:
+    def __init__(self, engine: AsyncLLM, config: ModelSpec, base: Canary) -> None:
         """Empties the scratch directory. `base` is how the engine scores with the weights it has now, the base's."""
         self._engine = engine
         self._dtype = config.dtype
@@ -48,7 +48,7 @@ class EngineModels:
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
         self._scratch_dir.mkdir(parents=True)
         self._numbers = itertools.count(1)
-        source = Path(config.source)
+        source = Path(config.directory)
         self._base = WholeModel(source, source, asyncio.create_task(_already(base)))
         self._models: dict[Path, WholeModel] = {}
         self._loaded: WholeModel | None = self._base

@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 
 from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
-from backends.formats.model_files import BYTES_PER_NUMBER, count_parameters
 from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
-from backends.trainer.commands import TrainerConfig
 from backends.trainer.distributed import World
 from backends.trainer.full.weights import FullWeights
 from backends.trainer.lora.adapters import Adapters
@@ -40,25 +39,25 @@ _KEPT_BY_GRAPHS = 1 / 6
 class FrozenBase:
     """What all tenants share. `scorer` is the only way through the model, `renderer` the only way into it."""
 
-    def __init__(self, config: TrainerConfig, world: World, progress: Progress) -> None:
+    def __init__(self, config: ModelSpec, world: World, progress: Progress) -> None:
         """Raises BackendFailed for a model that cannot be trained here."""
         # Pixels are kept where towers are trained; else what the vision tower makes of them is.
         self.renderer = Renderer(
-            config.source,
-            image_cache_bytes=config.image_cache_bytes if config.train_vision else 0,
+            config.directory,
+            image_cache_bytes=config.image_cache_bytes if config.trains_vision else 0,
             max_image_pixels=config.max_image_pixels,
             pixel_dtype=torch.uint8,
             pins_pixels=world.device.type == "cuda",
         )
         family = self.renderer.family
-        self.is_sharded = world.size > 1 and (config.full or not _fits_whole(config))
+        self.is_sharded = config.mesh.shard > 1
         """Whether ranks wait for each other within a row. Where each has the whole base, none does."""
-        with counted(Path(config.source), progress):
+        with counted(Path(config.directory), progress):
             root = load(config, family, world, is_sharded=self.is_sharded)
         progress.does("tests the model")
         model = root.model
         self.num_parameters = model.num_parameters()
-        modules = trained_modules(family, model, train_vision=config.train_vision)
+        modules = trained_modules(family, model, train_vision=config.trains_vision)
         self.full = FullWeights(root, modules, world) if config.full else None
         """Where one model trains all weights."""
         own = own_logprobs(root, self.renderer, world.device)
@@ -88,8 +87,8 @@ class FrozenBase:
                 progress.does("compiles")
                 compile_layers(model.get_decoder().layers)
                 warm_up(self.scorer, self.renderer, world)
-            if config.gpu_memory_bytes is not None:
-                self.memory = self._measured(model, world, config.gpu_memory_bytes)
+            if config.placement.trainer_bytes:
+                self.memory = self._measured(model, world, config.placement.trainer_bytes)
             if self.packs and not self.is_sharded and self.full is None:  # a graph would hold collectives
                 self._graphs = self._tested_graphs(config, world)
 
@@ -108,7 +107,7 @@ class FrozenBase:
                     self.memory.set_aside_bytes = self._graphs.memory_bytes
         return cast(Tensor, self.scorer(batch, scales_TR, gradient))
 
-    def _tested_graphs(self, config: TrainerConfig, world: World) -> Graphs | None:
+    def _tested_graphs(self, config: ModelSpec, world: World) -> Graphs | None:
         if self.memory is None:
             graphs = Graphs(self.scorer, world.device)
         else:
@@ -129,9 +128,3 @@ class FrozenBase:
         memory = Memory(model.get_decoder().layers, run_row, world.device, limit_bytes)
         log.info("%s: %s", model.config.model_type, memory.describe())
         return memory
-
-
-def _fits_whole(config: TrainerConfig) -> bool:
-    """Whether each rank may hold the whole base, with as much memory left for rows."""
-    weights = count_parameters(Path(config.source)) * BYTES_PER_NUMBER[config.dtype]
-    return config.gpu_memory_bytes is not None and 2 * weights <= config.gpu_memory_bytes

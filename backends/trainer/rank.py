@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
+from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base_model import FrozenBase
 from backends.trainer.canary import score_canary
-from backends.trainer.commands import ComputedRows, FinishedPass, NewPass, TrainerConfig
+from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
 from backends.trainer.distributed import World, agreed, agreed_each, gather_objects
 from backends.trainer.full.files import FullFiles
 from backends.trainer.full.tenant import FullTenant
@@ -41,7 +42,7 @@ class TrainerRank:
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: ModelSpec,
         world: World,
         keep_waiting: Callable[[float], None] = lambda seconds: None,
         progress: Progress | None = None,
@@ -78,7 +79,7 @@ class TrainerRank:
     def _make_files(self) -> AnyFiles:
         if self.base.full is None:
             return WeightFiles(self._config.name, getattr(torch, self._config.dtype), self._world)
-        return FullFiles(self._config.source, self.base.full, self._world)
+        return FullFiles(self._config.directory, self.base.full, self._world)
 
     def delete_model(self, model_id: str) -> None:
         """Nothing happens where it is not held."""
@@ -92,7 +93,7 @@ class TrainerRank:
 
     # ---- training
 
-    def compute_rows(self, new: Sequence[NewPass], order: Sequence[int]) -> ComputedRows:
+    def compute_rows(self, new: Sequence[NewRequest], order: Sequence[int]) -> ComputedMicrobatch:
         """Take up `new` forward_backwards, then compute one row: of the first in `order`, and where there is room of
         the others with it. The gradient of those that fail is then incomplete.
         """
@@ -101,13 +102,13 @@ class TrainerRank:
             if number not in self._passes and number not in failures:
                 failures[number] = BackendFailed("this forward_backward is not under way")
         passes = [self._passes[number] for number in order if number in self._passes]
-        in_rows: tuple[int, ...] = ()
+        members: tuple[int, ...] = ()
         if passes:
             rows = choose_rows(passes, self._world.size, min(self._max_tokens, self._longest_row))
-            in_rows = tuple({one.number for row in rows for one in row})
+            members = tuple({one.number for row in rows for one in row})
             failures |= {one.number: error for one, error in self._rows.compute(rows).items()}
         self.drop_passes(list(failures))
-        finished: list[FinishedPass] = list(failures.items())
+        finished: list[FinishedRequest] = list(failures.items())
         done = [one for one in passes if one.is_done and one.number not in failures]
         everyones = gather_objects([one.share for one in done], self._world) if done else []
         for one, *shares in zip(done, *everyones, strict=True):
@@ -118,9 +119,9 @@ class TrainerRank:
                 finished.append((one.number, one.output(shares)))
         if not self._passes:
             self._rows.forget_expected()
-        return ComputedRows(finished, in_rows)
+        return ComputedMicrobatch(finished, members)
 
-    def _take_up(self, new: Sequence[NewPass]) -> dict[int, Exception]:
+    def _take_up(self, new: Sequence[NewRequest]) -> dict[int, Exception]:
         """Those that fail."""
         failures: dict[int, Exception] = {
             one.number: ModelLost(f"{one.model_id} is not loaded") for one in new if one.model_id not in self.tenants

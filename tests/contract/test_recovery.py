@@ -20,7 +20,7 @@ from api_schemas.old_clients import results
 from api_schemas.sessions import CreateSessionRequest
 from api_schemas.training import ForwardBackwardRequest, LoraConfig, Trainable
 from backends.processes import supervisor
-from backends.processes.launcher import TrainerRanks
+from backends.processes.launcher import launch_trainer
 from backends.protocol import BackendFailed
 from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, datum, make_renderer
@@ -40,7 +40,7 @@ class RealTrainer(FakeBackend):
 
     def __init__(self, source: Path, num_ranks: int = 1) -> None:
         super().__init__()
-        self.trainer = TrainerClient(config(source), num_ranks=num_ranks, patience_s=60)
+        self.trainer = TrainerClient(config(source, num_ranks=num_ranks), patience_s=60)
         self.tiny.trainer = self.trainer  # type: ignore[assignment]
 
     async def start(self) -> None:
@@ -68,7 +68,7 @@ async def server(data_dir: Path, backend: RealTrainer, session_id: str | None = 
 
 async def forward_backward(client: Client, seq_id: int, model_id: str | None = None) -> str:
     lane, items = model_id or client.model_id, list(MIXED.values())
-    renderer = make_renderer(Path(client.trainer._config.source))  # type: ignore[attr-defined]
+    renderer = make_renderer(Path(client.trainer._spec.directory))  # type: ignore[attr-defined]
     data = [datum(items[(seq_id + n) % len(items)], renderer, seq_id) for n in range(2)]
     loss_input = {"data": data, "loss_fn": "cross_entropy"}
     request = ForwardBackwardRequest(model_id=lane, seq_id=seq_id, forward_backward_input=loss_input)
@@ -199,22 +199,20 @@ async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_
 
 
 async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_vl, monkeypatch):
-    failures = 2
+    failures = 0
 
-    real = TrainerRanks.start
-
-    async def fail_at_first(ranks):
+    async def fail_at_times(spec):
         nonlocal failures
         if failures:
             failures -= 1
             raise BackendFailed("there is no memory left")
-        return await real(ranks)
+        return await launch_trainer(spec)
 
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
-    trainer = TrainerClient(config(tiny_vl), num_ranks=1)
+    trainer = TrainerClient(config(tiny_vl), fail_at_times)
     await trainer.start()
     try:
-        monkeypatch.setattr(TrainerRanks, "start", fail_at_first)
+        failures = 2
         await trainer._supervisor.children[0].stop(0)
         async with asyncio.timeout(120):
             await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")

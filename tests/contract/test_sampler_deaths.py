@@ -13,8 +13,9 @@ import pytest
 import pytest_asyncio
 
 from api_schemas.sampling import SamplingParams
+from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
-from backends.processes.launcher import SamplerHost, launch
+from backends.processes.launcher import launch
 from backends.processes.rpc import Child
 from backends.processes.supervisor import Silence, Supervisor
 from backends.protocol import BackendFailed, ChatTask, SamplingTask, ignore_loading
@@ -25,16 +26,15 @@ from tests.sampling import sampler_config
 STARTS: list[float] = []
 
 
-class LightHost(SamplerHost):
-    async def start(self) -> list[Child]:
-        STARTS.append(asyncio.get_running_loop().time())
-        return [await launch(self.model, "tests.fake_sampler_process", {})]
+async def launch_light(spec: ModelSpec) -> list[Child]:
+    STARTS.append(asyncio.get_running_loop().time())
+    return [await launch(spec.name, "tests.fake_sampler_process", {})]
 
 
 @pytest_asyncio.fixture
 async def sampler(tmp_path: Path) -> AsyncIterator[SamplerClient]:
     STARTS.clear()
-    running = SamplerClient(replace(sampler_config(tmp_path, tmp_path), silence_s=4), LightHost("tiny", "cpu"))
+    running = SamplerClient(replace(sampler_config(tmp_path, tmp_path), silence_s=4), launch_light)
     await running.start()
     yield running
     await running.stop()
@@ -122,10 +122,9 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(tmp_path: Path, turns: 
         return await answer
 
     child = Mock(died=asyncio.Event(), call=ask_progress, stop=AsyncMock())
-    host = Mock(process_names=["light"], start=AsyncMock(return_value=[child]))
     isolation = CrashIsolation(is_exclusive=True)
     silence = Silence(0.4, lambda: isolation.is_busy, lambda child: child.call(None))
-    running = Supervisor(host, AsyncMock(), silence=silence)
+    running = Supervisor("light", AsyncMock(return_value=[child]), AsyncMock(), silence=silence)
     await running.start(ignore_loading)
 
     async def work() -> None:

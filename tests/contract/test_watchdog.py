@@ -22,7 +22,7 @@ from tests.trainers import LORA, SMOOTH, config
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_ranks_that_die_or_hang_are_started_again_by_the_next_model(tiny_text: Path, num_ranks: int) -> None:
     batch = cross_entropy([datum(prompt(words(9)), make_renderer(tiny_text))])
-    client = TrainerClient(config(tiny_text), num_ranks=num_ranks, patience_s=20)
+    client = TrainerClient(config(tiny_text, num_ranks=num_ranks), patience_s=20)
     await client.start()
     try:
         await client.create_model("first", LORA, "owner")

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from backends.families.family import Family
+from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed
-from backends.trainer.commands import TrainerConfig
 from backends.trainer.distributed import Root, World, shard
 from backends.trainer.model import attention
 
@@ -24,7 +24,7 @@ _MAX_NAMES = 5
 """In one error."""
 
 
-def load(config: TrainerConfig, family: Family, world: World, *, is_sharded: bool) -> Root:
+def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -> Root:
     """The frozen base on this rank's device: its part of each parameter where `is_sharded`, else the whole.
 
     Raises BackendFailed with the names of tensors that the files lack, that have another shape than the model's, or
@@ -36,7 +36,7 @@ def load(config: TrainerConfig, family: Family, world: World, *, is_sharded: boo
     hook = register_module_parameter_registration_hook(parts.take)  # type: ignore[arg-type]
     try:
         model, found = family.model_class.from_pretrained(
-            config.source,
+            config.directory,
             dtype=dtype,
             attn_implementation=attention_name,
             output_loading_info=True,
@@ -44,8 +44,8 @@ def load(config: TrainerConfig, family: Family, world: World, *, is_sharded: boo
         )
     finally:
         hook.remove()
-    _check(found, config.source)
-    own = parts.of(model, config.source)
+    _check(found, config.directory)
+    own = parts.of(model, config.directory)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)

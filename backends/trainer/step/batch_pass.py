@@ -11,7 +11,7 @@ import numpy as np
 from api_schemas.inputs import Datum, ImageChunk
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
 from backends.protocol import InvalidInput
-from backends.trainer.commands import NewPass
+from backends.trainer.commands import NewRequest
 from backends.trainer.model.packing import plan_steps
 from backends.trainer.step.loss_metrics import metrics
 from backends.trainer.step.losses import LOSSES
@@ -39,7 +39,7 @@ class BatchPass:
 
     def __init__(
         self,
-        new: NewPass,
+        new: NewRequest,
         tenant: AnyTenant,
         loss_input: ForwardBackwardInput,
         plan: Sequence[Sequence[Sequence[int]]],

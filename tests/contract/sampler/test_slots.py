@@ -32,7 +32,7 @@ async def engine(
 ) -> AsyncIterator[AsyncLLM]:
     """With two slots, of a decoder, its head and a vision tower."""
     scratch = tmp_path_factory.mktemp("scratch")
-    wanted = replace(sampler_config(tiny_vl, scratch), dtype="bfloat16", adapter_slots=1, train_vision=True)
+    wanted = replace(sampler_config(tiny_vl, scratch), dtype="bfloat16", adapter_slots=1, trains_vision=True)
     arguments = engine_args(wanted, renderer.family.vision)
     arguments.worker_extension_cls = "tests.loading_wrongly.LoadsWrongly"
     with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
@@ -48,7 +48,7 @@ async def engine(
 @pytest.fixture(scope="module")
 def saved(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three models' weights, of a trainer that trains towers: small as after a few steps."""
-    rank = TrainerRank(replace(config(tiny_vl), dtype="bfloat16", train_vision=True), World(0, 1, torch.device("cpu")))
+    rank = TrainerRank(replace(config(tiny_vl), dtype="bfloat16", trains_vision=True), World(0, 1, torch.device("cpu")))
     directories = []
     for number in range(3):
         rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))
