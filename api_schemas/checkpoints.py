@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, Field
 
 from api_schemas.base import NOTED, Request, Response
-from api_schemas.fields import AccessToken, BaseModelName, TinkerPathText, TtlSeconds
+from api_schemas.fields import AccessToken, BaseModelName, Integer, TinkerPathText, TtlSeconds
 from api_schemas.listing import Cursor, Metadata
 from api_schemas.training import OptimizerConfig
 from api_schemas.weights import Kind
@@ -84,9 +84,9 @@ class CopyWeightsRequest(Request):
     """Project the copy goes to."""
     session_id: str | None = None
     """Session the copy goes to; with `model_seq_id`."""
-    model_seq_id: int | None = Field(default=None, ge=0, lt=2**63)
+    model_seq_id: Integer | None = Field(default=None, ge=0, lt=2**63)
     """The client's number of the copy's training run in that session."""
-    ttl_seconds: int | None = None
+    ttl_seconds: Integer | None = None
     """Seconds until the copy is deleted; absent: it is kept, also where the source expires."""
     weights_access_token: AccessToken = None
 

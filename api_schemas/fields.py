@@ -8,15 +8,21 @@ from pydantic_core import PydanticCustomError
 from api_schemas.base import NOTED
 
 
-def _as_a_number(value: Any) -> Any:
-    """The value. Raises for what pydantic would turn into an integer that nobody sent: "2", true."""
-    if isinstance(value, bool | str):
-        raise PydanticCustomError("no_integer", "must be an integer")
-    return value
+def _sent_as_number(kind: str) -> BeforeValidator:
+    """Raises for what pydantic would turn into a number that nobody sent: "2", true."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool | str):
+            raise PydanticCustomError("no_number", "must be {kind}", {"kind": kind})
+        return value
+
+    return BeforeValidator(check)
 
 
-Integer = Annotated[int, BeforeValidator(_as_a_number)]
+Integer = Annotated[int, _sent_as_number("an integer")]
 """An integer that a client has to send as one."""
+Real = Annotated[float, _sent_as_number("a number")]
+"""A number that a client has to send as one."""
 
 SessionId = Annotated[str, Field(description="A session, which is one client.")]
 ModelId = Annotated[
@@ -32,16 +38,16 @@ TinkerPathText = Annotated[
 ]
 ProjectId = Annotated[str, Field(description="A project, which is a mere name here.")]
 SeqId = Annotated[
-    int,
+    Integer,
     Field(description="Number of the operation; a client counts a model's from 1. A repeat is the same operation."),
 ]
-ModelSeqId = Annotated[int, Field(description="The client's number of the model in its session.")]
+ModelSeqId = Annotated[Integer, Field(description="The client's number of the model in its session.")]
 CheckpointName = Annotated[str, Field(description="Name of the saved weights within their training run.")]
 Overwrite = Annotated[
     bool, Field(description="Replace weights of this name. Without it, a name in use fails the save.")
 ]
 TtlSeconds = Annotated[
-    int | None, Field(description="Seconds until the weights are deleted, counted from now; null: they are kept.")
+    Integer | None, Field(description="Seconds until the weights are deleted, counted from now; null: they are kept.")
 ]
 ClientMetadata = Annotated[
     dict[str, Any] | None,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from api_schemas.base import FirstError, Request, Response
-from api_schemas.fields import RequestId, SamplingSessionId
+from api_schemas.fields import Integer, Real, RequestId, SamplingSessionId
 
 
 class UntypedFuture(Response):
@@ -50,7 +50,7 @@ class SamplingSessionTarget(Request):
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: SamplingSessionId
-    cloned_sampler_id: int = Field(default=0, ge=0, le=10**9)
+    cloned_sampler_id: Integer = Field(default=0, ge=0, le=10**9)
     """Those whose seq_id is from this number times 10^9."""
 
 
@@ -59,9 +59,9 @@ class RetrieveFuturesRequest(Request):
 
     target: SamplingSessionTarget
     """Whose results."""
-    prev_cursor: int = Field(default=0, ge=0)
+    prev_cursor: Integer = Field(default=0, ge=0)
     """Of the previous answer; 0 starts from the beginning."""
-    timeout: float | None = Field(default=None, ge=0)
+    timeout: Real | None = Field(default=None, ge=0)
     """Seconds to wait for something; absent: as long as the server holds polls. 0 only acknowledges."""
     retrieved_request_ids: Annotated[list[str], FirstError()] = []
     """Results that the client has; the server deletes them."""

@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    StrictInt,
     Tag,
     WithJsonSchema,
     model_validator,
@@ -23,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import SLICE, FirstError, Request, at_most, slices
+from api_schemas.fields import Integer
 from api_schemas.old_clients.fields import chunk_type, image_fields
 
 MAX_CHUNKS = 1 << 14
@@ -93,11 +95,11 @@ class ImageChunk(Request):
     """The file, in base64."""
     format: Literal["png", "jpeg"]
     """File format of the image."""
-    expected_tokens: int | None = None
+    expected_tokens: Integer | None = None
     """Token count the client computed; a different count on the server fails the request."""
-    height: int | None = None
+    height: Integer | None = None
     """In pixels, from clients before 0.6; the file itself decides."""
-    width: int | None = None
+    width: Integer | None = None
     """In pixels, from clients before 0.6; the file itself decides."""
 
     @model_validator(mode="before")
@@ -114,7 +116,7 @@ class ImageAssetPointerChunk(Request):
     """File format of the image."""
     location: str
     """Where the image is."""
-    expected_tokens: int | None = None
+    expected_tokens: Integer | None = None
     """Token count the client computed."""
 
 
@@ -176,11 +178,11 @@ class TensorData(Request):
     """The values, row by row; of compressed sparse rows, those that are not left out."""
     dtype: Literal["int64", "float32"]
     """Type of the values."""
-    shape: Annotated[list[Annotated[int, Field(ge=0)]], FirstError(), Field(max_length=8)] | None = None
+    shape: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], FirstError(), Field(max_length=8)] | None = None
     """Sizes of the dimensions; absent: one dimension."""
-    sparse_crow_indices: Annotated[list[int], FirstError()] | None = None
+    sparse_crow_indices: Annotated[list[StrictInt], FirstError()] | None = None
     """Of compressed sparse rows: where each row begins, and where the last ends."""
-    sparse_col_indices: Annotated[list[int], FirstError()] | None = None
+    sparse_col_indices: Annotated[list[StrictInt], FirstError()] | None = None
     """Of compressed sparse rows: the column of each value."""
 
     def to_array(self, fill: float = 0) -> np.ndarray:

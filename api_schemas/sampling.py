@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import FirstError, Request, Response, require_storable
-from api_schemas.fields import BaseModelName, Integer, SamplingSessionId, SessionId
+from api_schemas.fields import BaseModelName, Integer, Real, SamplingSessionId, SessionId
 from api_schemas.inputs import ModelInput, TensorData
 
 T = TypeVar("T")
@@ -23,13 +23,13 @@ class SamplingParams(Request):
     """Absent: up to the context limit."""
     seed: Integer | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Any 64 bits, signed or not. The same seed and request give the same tokens."""
-    stop: str | Stops[str] | Stops[int] | None = None
+    stop: str | Stops[str] | Stops[Integer] | None = None
     """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Real = Field(default=1.0, ge=0)
     """0 is greedy."""
     top_k: Integer = Field(default=-1, ge=-1)
     """-1 (or 0) is off."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Real = Field(default=1.0, gt=0, le=1)
     """Draw from the likeliest tokens that together have this probability; 1 is off."""
 
     @field_validator("stop")
@@ -140,7 +140,7 @@ class CreateSamplingSessionRequest(Request):
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     session_id: SessionId
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Integer = Field(ge=0)
     """The client's number of the sampling session in its session."""
     base_model: str | None = None
     """Public name of the base model; with `model_path`, that of the weights."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AwareDatetime, Field
 
 from api_schemas.base import NOTED, FirstError, Request, Response, at_most
-from api_schemas.fields import ModelId, ProjectId, SamplingSessionId, SessionId
+from api_schemas.fields import Integer, ModelId, ProjectId, SamplingSessionId, SessionId
 from api_schemas.listing import Metadata
 
 
@@ -128,7 +128,7 @@ class SearchSessionsRequest(Request):
     """Whose sessions."""
     statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=20)
     """In any of these states."""
-    limit: int = Field(default=50, ge=1, le=200)
+    limit: Integer = Field(default=50, ge=1, le=200)
     """Most entries to answer."""
     cursor: SearchCursor | None = None
     """`next_cursor` of the page before; absent: the first page."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from api_schemas.base import NOTED, FirstError, Request, Response, at_most
-from api_schemas.fields import BaseModelName, Integer, ModelId, ModelSeqId, SeqId, SessionId
+from api_schemas.fields import BaseModelName, Integer, ModelId, ModelSeqId, Real, SeqId, SessionId
 from api_schemas.inputs import Datum, require_few_cells, sparse_cells
 
 MAX_DATUMS = 4096
@@ -155,7 +155,7 @@ class ForwardBackwardInput(Request):
     """The training examples."""
     loss_fn: str
     """Name of the loss."""
-    loss_fn_config: Annotated[dict[str, float | str], at_most(MAX_CONFIG)] | None = None
+    loss_fn_config: Annotated[dict[str, Real | str], at_most(MAX_CONFIG)] | None = None
     """Numbers of the loss, by name; absent: its defaults."""
 
     @model_validator(mode="before")
@@ -198,19 +198,19 @@ def _not_zero_in_float32(eps: float) -> float:
 class AdamParams(Request):
     """Sent with every optim_step: the server keeps no schedule. Meanings as in torch.optim.AdamW."""
 
-    learning_rate: float = Field(default=1e-4, ge=0)
+    learning_rate: Real = Field(default=1e-4, ge=0)
     """Size of the step."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta1: Real = Field(default=0.9, ge=0, lt=1)
     """Decay of the gradient's running mean."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
+    beta2: Real = Field(default=0.95, ge=0, lt=1)
     """Decay of the running mean of its square."""
-    eps: Annotated[float, AfterValidator(_not_zero_in_float32)] = Field(
+    eps: Annotated[Real, AfterValidator(_not_zero_in_float32)] = Field(
         default=1e-12, json_schema_extra={"minimum": SMALLEST_EPS}
     )
     """Added to the denominator."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Real = Field(default=0.0, ge=0)
     """Part of the weights that a step takes away, times learning_rate."""
-    grad_clip_norm: float = Field(default=0.0, ge=0)
+    grad_clip_norm: Real = Field(default=0.0, ge=0)
     """Largest global L2 norm of the gradient; 0 leaves it alone."""
 
 

@@ -10,6 +10,7 @@ from api_schemas.fields import (
     AccessToken,
     CheckpointName,
     ClientMetadata,
+    Integer,
     ModelId,
     Overwrite,
     SeqId,
@@ -78,7 +79,7 @@ class SaveWeightsForSamplerRequest(Request):
     seq_id: SeqId
     path: str | None = None
     """Name of the saved weights within their training run."""
-    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    sampling_session_seq_id: Integer | None = Field(default=None, ge=0)
     """Without a path: the client's number of the new sampling session in its session."""
     kind: Literal["snapshot", "inflight"] = "snapshot"
     """Whether the sampling session stays with these weights (snapshot) or follows later ones (inflight)."""
@@ -129,7 +130,7 @@ class LoadWeightsRequest(Request):
     """Also restore the optimizer's state and step count."""
     session_id: str | None = None
     """To create a model: its session."""
-    model_seq_id: int | None = Field(default=None, ge=0)
+    model_seq_id: Integer | None = Field(default=None, ge=0)
     """To create a model: the client's number of it in its session."""
     base_model: str | None = None
     """Public name of the base model, which must be the checkpoint's."""
@@ -139,7 +140,7 @@ class LoadWeightsRequest(Request):
     weights_access_token: AccessToken = None
     model_id: str | None = None
     """To load into a model: which."""
-    seq_id: int | None = None
+    seq_id: Integer | None = None
     """To load into a model: the number of the operation."""
 
 

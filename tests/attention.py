@@ -7,6 +7,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def span_rows(long: int) -> dict[str, list[int]]:
+    """Lengths of samples, by what is special of the spans that a row of them is cut into.
+
+    Samples of `long` tokens have a kernel call of their own. The others are as for one of 4,096, and shorter in
+    proportion where it is less.
+    """
+
+    def part(num_tokens: int) -> int:
+        return max(1, num_tokens * long // 4096)
+
+    edges = [1, 2, 127, 128, 129, long - 1, long, long + 1]
+    short, shorter, middle = part(300), part(17), part(700)
+    longer = long + part(905)
+    return {
+        **{f"one sample of {length}": [length] for length in edges},
+        "several": [short, shorter, middle],
+        "all of one token": [1] * 4,
+        "130 of one token": [1] * 130,
+        "a row of graphs' padding": [part(40), 1, 3, part(212)],
+        "one token among short ones": [short, 1, shorter],
+        "one token between long ones": [long + 5, 1, long],
+        "one token first": [1, long, short],
+        "several of one token behind long ones": [long + part(1253), long + part(2189), 1, 1, 1, 1],
+        "several of one token before a long one": [1, 1, 1, long + part(100)],
+        "130 of one token between long ones": [long, *[1] * 130, long + 1],
+        "several of two tokens behind a long one": [long, 2, 2, 2, 2],
+        "several of three tokens behind a long one": [long, 3, 3, 3, 3],
+        "one and two tokens behind a long one": [long, 1, 2, 1],
+        "a long one first": [long + part(1904), short, shorter],
+        "a long one last": [short, shorter, long + part(1904)],
+        "a long one twice": [longer, longer],
+        "long and short in turn": [short, longer, shorter, long, long + part(1904), 2, middle],
+        "every edge": edges,
+    }
+
+
 def one_by_one(qkv: list[Tensor], lengths: list[int], scale: float) -> Tensor:
     """[T, H, D]: causal attention of each sample alone, by torch's own, of query [T, H, D], key and value [T, G, D]."""
     parts = []

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from vllm.lora.layers import FusedMoEWithLoRA
 
 from backends.sampler.vllm_patches.install import WorkerExtension
 
@@ -44,10 +45,16 @@ def _spoil(manager: Any, name: str, other: str, how: str, times: int) -> None:
         if how == "slices turned":
             assert isinstance(a, list) and isinstance(b, list)
             return right(slot, a[1:] + a[:1], b)
+        if how == "experts turned":
+            assert isinstance(a, list)
+            return right(slot, [one if one is None else one.roll(1, 0) for one in a], b)
+        if how == "gate and up swapped":
+            assert isinstance(a, list) and isinstance(b, list)
+            return right(slot, a[::-1], b[::-1])
         if how == "left from before":
-            stacked = module.lora_a_stacked
             right(slot, a, b)
-            (stacked if isinstance(stacked, Tensor) else stacked[0])[slot, 0, -1, -1] = 1.0
+            stacked = module.w13_lora_a_stacked if isinstance(module, FusedMoEWithLoRA) else module.lora_a_stacked
+            (stacked if isinstance(stacked, Tensor) else stacked[0])[slot, -1, -1, -1] = 1.0
             return None
         raise ValueError(how)
 

@@ -106,7 +106,7 @@ NOTES = """
   model. Within that length trainer and engine are right; a server whose context is longer does not start with them.
 - Windows are refused in bfloat16 on CUDA, and of Qwen2 MoE everywhere where only some layers have one: the engine
   leaves them out. StableLM and Nemotron are refused when they have been loaded: in transformers their attention is not
-  told which samples a row holds.
+  told which samples a row holds. So is a model that scales or caps its logits (Cohere, Granite, Gemma 2).
 
 ## Refused
 

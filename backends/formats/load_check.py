@@ -3,20 +3,28 @@
 Weights that are loaded wrongly (a module left out, another scale, another model's slot) give numbers that are wrong
 without an error. So whoever loads them scores the text too, and uses them only where the scores agree. In bfloat16 that
 finds large mistakes alone; that an engine's slot holds the file's values is seen to in `sampler/slot_check.py`.
+
+A text says nothing of a vision tower: weights that have one are scored behind an image as well.
 """
 
+import base64
+import io
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
 
+from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.protocol import BackendFailed, InvalidInput
 
 _KEY = "canary"
 _NUM_TOKENS, _PERIOD = 15, 5
 """With the token that an engine draws after them they fit into the smallest context window. They repeat, so that the
 later ones are likely and the first are not."""
+_IMAGE_SIDE = 64
+"""Pixels; processors enlarge it to the least that their model takes."""
 _TOLERANCE = {"float32": (1e-3, 1e-4), "bfloat16": (0.05, 0.01)}
 """Nats, and of the mean magnitude of the scores: what the mean difference may be. Trainer and engine were seen to
 differ by 8e-6 at most in float32, in bfloat16 by 0.016 on average; what is loaded wrongly, by 0.3 and more."""
@@ -30,10 +38,19 @@ class Canary:
     logprobs: list[float]
     model_id: str = ""
     """Of the model whose weights they are."""
+    image: bytes = b""
+    """A PNG file; empty for weights without a vision tower."""
+    logprobs_behind_image: Sequence[float] = ()
+    """Of each token of the text where it follows the image, in nats."""
+
+    @property
+    def behind_image(self) -> ModelInput:
+        """The image and the text."""
+        return image_and_text(self.image, self.token_ids)
 
     def check_finite(self) -> None:
         """Raises InvalidInput for weights that no sampler could use."""
-        if not np.isfinite(self.logprobs).all():
+        if not np.isfinite([*self.logprobs, *self.logprobs_behind_image]).all():
             raise InvalidInput(
                 "the model's log probabilities are not finite: its weights have diverged; load a checkpoint, and"
                 " train with a smaller learning_rate"
@@ -41,27 +58,54 @@ class Canary:
 
     def check_same(self, logprobs: np.ndarray, dtype: str) -> None:
         """`logprobs` are those of whoever loaded the weights, in this precision. Raises BackendFailed."""
-        expected = np.array(self.logprobs)
-        absolute, relative = _TOLERANCE[dtype]
-        difference = np.abs(logprobs - expected).mean()
-        if not difference <= absolute + relative * np.abs(expected).mean():
-            raise BackendFailed(
-                "the sampler's log probabilities of a test text are not the trainer's: with these weights they differ"
-                f" by {difference:.3g} nats on average; the weights are not used"
-            )
+        _check_same("a test text", np.array(self.logprobs), logprobs, dtype)
+
+    def check_same_behind_image(self, logprobs: np.ndarray, dtype: str) -> None:
+        """As `check_same`, of the text behind the image."""
+        _check_same("a text behind a test image", np.array(self.logprobs_behind_image), logprobs, dtype)
 
     def to_metadata(self) -> dict[str, str]:
         """For the header of a safetensors file."""
-        return {_KEY: json.dumps([self.token_ids, self.logprobs, self.model_id])}
+        image = [base64.b64encode(self.image).decode(), list(self.logprobs_behind_image)] if self.image else []
+        return {_KEY: json.dumps([self.token_ids, self.logprobs, self.model_id, *image])}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str] | None) -> "Canary | None":
         """None for files that were written without one."""
         text = (metadata or {}).get(_KEY)
-        return None if text is None else cls(*json.loads(text))
+        if text is None:
+            return None
+        token_ids, logprobs, model_id, *image = json.loads(text)
+        return cls(token_ids, logprobs, model_id, *([base64.b64decode(image[0]), image[1]] if image else []))
+
+
+def _check_same(what: str, expected: np.ndarray, logprobs: np.ndarray, dtype: str) -> None:
+    absolute, relative = _TOLERANCE[dtype]
+    difference = np.abs(logprobs - expected).mean()
+    if not difference <= absolute + relative * np.abs(expected).mean():
+        raise BackendFailed(
+            f"the sampler's log probabilities of {what} are not the trainer's: with these weights they differ by"
+            f" {difference:.3g} nats on average; the weights are not used"
+        )
 
 
 def canary_tokens(vocab_size: int, placeholders: Collection[int]) -> np.ndarray:
     """[T] int64: a few ids from the first half of the vocabulary, again and again; none of an image's."""
     ids = [token for token in range(1, vocab_size // 2, max(1, vocab_size // 20)) if token not in placeholders]
     return np.resize(np.array(ids[:_PERIOD], np.int64), _NUM_TOKENS)
+
+
+def canary_image() -> bytes:
+    """A PNG file with edges and colours, for a vision tower to see."""
+    ramp = np.arange(_IMAGE_SIDE, dtype=np.uint8)
+    columns, rows = np.meshgrid(ramp, ramp)
+    pixels = np.stack([columns * 4, rows * 4, ((columns // 8 + rows // 8) % 2) * np.uint8(255)], axis=-1)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def image_and_text(image: bytes, token_ids: Sequence[int]) -> ModelInput:
+    """A text behind an image."""
+    text = EncodedTextChunk(tokens=np.array(token_ids, np.int32))
+    return ModelInput(chunks=[ImageChunk(data=image, format="png"), text])

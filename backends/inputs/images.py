@@ -18,6 +18,8 @@ _TURNINGS = {
     8: Image.Transpose.ROTATE_90,
 }
 """By an EXIF orientation (CIPA DC-008, tag 0x0112)."""
+_NOTES = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
+"""Where Pillow, and so the loaders of transformers and vLLM, look for an orientation: EXIF, and without it XMP."""
 _ON_THEIR_SIDE = (
     Image.Transpose.TRANSPOSE,
     Image.Transpose.ROTATE_270,
@@ -78,10 +80,11 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
 def _turning(image: Image.Image) -> Image.Transpose | None:
     """What shows an image upright, by its header; None where it is, or what says so cannot be read."""
-    if "exif" not in image.info:  # Pillow would look for it behind the pixels
+    if _NOTES.isdisjoint(image.info):
         return None
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        # The base class's own: a PNG's would read all pixels, to look behind them.
+        orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
     except Exception:  # noqa: BLE001 - as above: a broken note of a camera is no reason to refuse its image
         return None
     return _TURNINGS.get(orientation) if isinstance(orientation, int) else None

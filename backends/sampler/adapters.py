@@ -22,9 +22,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.formats.load_check import Canary
 from backends.formats.stacked_adapters import other_files
+from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
-from backends.sampler.scores import score
+from backends.sampler.scores import check_scores
 
 _MAX_NAMES = 5
 """In one error."""
@@ -44,9 +45,10 @@ class Adapter:
 class EngineAdapters:
     """The adapters of one engine, by the directory they were saved in."""
 
-    def __init__(self, engine: AsyncLLM, scratch_dir: Path, dtype: str) -> None:
+    def __init__(self, engine: AsyncLLM, renderer: Renderer, scratch_dir: Path, dtype: str) -> None:
         """Empties `scratch_dir`. The engine computes in `dtype`."""
         self._engine = engine
+        self._renderer = renderer
         self._dtype = dtype
         self._scratch_dir = scratch_dir.absolute()
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
@@ -122,7 +124,7 @@ class EngineAdapters:
                 f" {', '.join(ignored[:_MAX_NAMES])}{others}"
             )
         if canary is not None:
-            canary.check_same(await score(self._engine, canary.token_ids, request), self._dtype)
+            await check_scores(self._engine, canary, request, self._renderer, self._dtype)
 
     def _drop_idle(self) -> None:
         """Forget the adapters least recently used while there are too many."""

@@ -18,9 +18,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.formats.load_check import Canary
+from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.protocol import ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
-from backends.sampler.scores import score
+from backends.sampler.scores import check_scores
 from backends.sampler.sequences import end_process
 
 _TRIES, _PAUSE_S = 100, 0.05
@@ -40,9 +41,10 @@ class WholeModel:
 class EngineModels:
     """The versions of one engine, by the directory they were saved in."""
 
-    def __init__(self, engine: AsyncLLM, config: ModelSpec, base: Canary) -> None:
+    def __init__(self, engine: AsyncLLM, renderer: Renderer, config: ModelSpec, base: Canary) -> None:
         """Empties the scratch directory. `base` is how the engine scores with the weights it has now, the base's."""
         self._engine = engine
+        self._renderer = renderer
         self._dtype = config.dtype
         self._scratch_dir = config.scratch_dir.absolute()
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
@@ -110,7 +112,7 @@ class EngineModels:
             if missing:
                 raise BackendFailed(f"the sampler cannot use these weights: they lack {', '.join(missing[:5])}")
             canary = model.linking.result()
-            canary.check_same(await score(self._engine, canary.token_ids, None), self._dtype)
+            await check_scores(self._engine, canary, None, self._renderer, self._dtype)
             self._loaded = model
             self._drop_idle()
 

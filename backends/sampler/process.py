@@ -178,10 +178,10 @@ class SamplerProcess:
 async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> EngineWeights:
     """Make the weights that the engine samples from."""
     if not spec.full:
-        return EngineAdapters(engine, spec.scratch_dir, spec.dtype)
+        return EngineAdapters(engine, renderer, spec.scratch_dir, spec.dtype)
     token_ids = canary_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
     base = Canary(token_ids, (await score(engine, token_ids, None)).tolist())
-    return EngineModels(engine, spec, base)
+    return EngineModels(engine, renderer, spec, base)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -205,7 +205,8 @@ class TrainerRank:
     def save_sampler_weights(self, model_id: str, directory: Path, for_elsewhere: bool) -> None:
         """The adapter alone, or the whole model."""
         tenant = self._about_to_move(model_id)
-        canary = score_canary(self.base, self._world.device, tenant.adapter, model_id)
+        context = self._config.max_context_length
+        canary = score_canary(self.base, self._world.device, tenant.adapter, model_id, context)
         self._files.save_adapter(tenant, directory, canary, for_elsewhere=for_elsewhere)
 
     def load_state(self, model_id: str, directory: Path, with_optimizer: bool) -> None:

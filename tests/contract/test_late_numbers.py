@@ -3,21 +3,67 @@
 pytest tests/contract/test_late_numbers.py
 """
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import tinker
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tinker import types
 
-from api_schemas.wire import PROTOBUF
+from api_schemas.wire import PROTOBUF, envelope_of
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
 
 GRACE_S = 0.1
+UPLOAD_S = 1.0
+"""How long the one slow part of a batch takes to arrive: as many times the grace as a real server's 5 s are 50."""
+
+
+class SlowUplink:
+    """Brings the body of one part of a batch late, once it has begun."""
+
+    def __init__(self) -> None:
+        self.slow_number = 0
+        """Of the part; 0: none."""
+        self.arrived: list[int] = []
+        """Numbers of parts, in the order in which their bodies were whole."""
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """`app`, behind it."""
+
+        async def delayed(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or not scope["path"].endswith("/forward_backward"):
+                return await app(scope, receive, send)
+            messages = [await receive()]
+            while messages[-1].get("more_body"):
+                messages.append(await receive())
+            number = envelope_of(b"".join(message["body"] for message in messages))[1]
+
+            async def read() -> Message:
+                if number == self.slow_number and len(messages) == 1:
+                    await asyncio.sleep(UPLOAD_S)
+                if len(messages) == 1:
+                    self.arrived.append(number)
+                return messages.pop(0) if messages else await receive()
+
+            await app(scope, read, send)
+
+        return delayed
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("late") / "data", backend=FakeBackend(), gap_grace_s=GRACE_S)
+def uplink() -> SlowUplink:
+    return SlowUplink()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, uplink: SlowUplink) -> Iterator[Running]:
+    running = Running(
+        tmp_path_factory.mktemp("late") / "data", backend=FakeBackend(), around=uplink.around, gap_grace_s=GRACE_S
+    )
     yield running
     running.stop()
 
@@ -97,6 +143,31 @@ def test_a_repeat_of_what_has_run_gets_its_first_request_id(server):
     for number, answer in answers.items():
         assert client.send(number).json() == answer.json()
     assert [sorted(step) for step in client.steps] == [[1, 2, 3]]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.parametrize("slow_number", [1, 2, 5, 8])
+def test_a_part_of_the_sdks_that_uploads_slowly_beside_seven_others_is_in_the_step(server, uplink, slow_number):
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-test") as client:
+        training = client.create_lora_training_client("tiny", rank=8).result()
+        side_by_side = {"parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1}
+        client.holder._client_config = client.holder.get_client_config().model_copy(update=side_by_side)
+        uplink.slow_number, uplink.arrived = slow_number, []
+        try:
+            outputs = training.forward_backward([token_datum(token) for token in range(10, 18)], "cross_entropy")
+            stepped = training.optim_step(types.AdamParams())
+            assert len(outputs.result().loss_fn_outputs) == 8
+            stepped.result()
+        finally:
+            uplink.slow_number = 0
+    assert len(uplink.arrived) == 8 and uplink.arrived[-1] == 1, "the SDK sends the first part last"
+    applied = [gradient for model_id, gradient in server.backend.tiny.trainer.applied if model_id == training.model_id]
+    assert [sorted(gradient) for gradient in applied] == [list(range(10, 18))]
+
+
+def token_datum(token: int) -> types.Datum:
+    target = types.TensorData.from_numpy(np.array([token]))
+    return types.Datum(model_input=types.ModelInput.from_ints([token]), loss_fn_inputs={"target_tokens": target})
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3, 4)))[::2], ids=str)

@@ -80,6 +80,17 @@ def test_a_rope_type_of_one_kind_of_layer_is_refused_like_one_of_all() -> None:
         check_rotation(config, ORIGINAL + 1, "dir")
 
 
+def test_phi_3_is_served_within_its_original_length_alone(tmp_path: Path) -> None:
+    """Whose config names that length beside the rope's parameters, and not in them."""
+    factors = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    sizes = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    AutoConfig.for_model("phi3", rope_scaling=factors, **sizes).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    check_rotation(config, 4096, "dir")
+    with pytest.raises(BackendFailed, match=r"rope type longrope .* original length of 4096 tokens .* would be 4097"):
+        check_rotation(config, 4097, "dir")
+
+
 def test_dynamic_is_refused_beyond_the_length_from_which_it_changes() -> None:
     config = AutoConfig.for_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     config.max_position_embeddings = CONTEXT

@@ -212,7 +212,7 @@ def test_a_collector_that_is_away_costs_its_spans_and_one_line(
 
 def lines_on_tracing(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     """Level and text of what is logged of it, by whomever."""
-    names = ("opentelemetry", "tinker_server.tracing", "urllib3")
+    names = ("opentelemetry", "tinker_server.observability.tracing", "urllib3")
     said = [one for one in caplog.records if one.name.startswith(names) and one.levelno > logging.DEBUG]
     return [(one.levelname, one.getMessage()) for one in said]
 
@@ -245,7 +245,7 @@ def _until(holds: Callable[[], bool]) -> None:
 
 def test_a_collector_without_the_extra_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in ("exporter", "collector"):
-        monkeypatch.delitem(sys.modules, f"tinker_server.tracing.{module}")
+        monkeypatch.delitem(sys.modules, f"tinker_server.observability.tracing.{module}")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(StartFailed, match=r"otel_endpoint is set, .* pip install 'tinker-server\[otel\]'"):
         start_tracing(Settings(data_dir=tmp_path, otel_endpoint="http://127.0.0.1:4318"))

@@ -8,31 +8,10 @@ import torch
 from torch import Tensor
 
 from backends.kernels.varlen_attention import LONG, _cudnn_serves, packed_attention
-from tests.attention import masked_softmax
+from tests.attention import masked_softmax, span_rows
 
 pytestmark = pytest.mark.gpu
-EDGES = [1, 2, 127, 128, 129, LONG - 1, LONG, LONG + 1]
-ROWS = {
-    **{f"one sample of {length}": [length] for length in EDGES},
-    "several": [300, 17, 700],
-    "all of one token": [1] * 4,
-    "130 of one token": [1] * 130,
-    "a row of graphs' padding": [40, 1, 3, 212],
-    "one token among short ones": [300, 1, 17],
-    "one token between long ones": [LONG + 5, 1, LONG],
-    "one token first": [1, LONG, 300],
-    "several of one token behind long ones": [5349, 6285, 1, 1, 1, 1],
-    "several of one token before a long one": [1, 1, 1, LONG + 100],
-    "130 of one token between long ones": [LONG, *[1] * 130, LONG + 1],
-    "several of two tokens behind a long one": [LONG, 2, 2, 2, 2],
-    "several of three tokens behind a long one": [LONG, 3, 3, 3, 3],
-    "one and two tokens behind a long one": [LONG, 1, 2, 1],
-    "a long one first": [6000, 300, 17],
-    "a long one last": [300, 17, 6000],
-    "a long one twice": [LONG + 905, LONG + 905],
-    "long and short in turn": [300, LONG + 905, 17, LONG, 6000, 2, 700],
-    "every edge": EDGES,
-}
+ROWS = span_rows(LONG)
 
 
 def random_row(lengths: list[int], heads: tuple[int, int, int], *, heads_first: bool) -> list[Tensor]:

@@ -11,6 +11,7 @@ from backends.families.processors import ImageProcessor
 from backends.kernels import log_softmax
 from backends.kernels.rotary import rotate
 from backends.sampler.vllm_patches.float32_residual import add_and_norm
+from backends.trainer.lora.experts import _add_grouped_product
 from backends.trainer.lora.linear import add_product, scaled
 from tests.models import make_tiny_internvl
 
@@ -104,3 +105,20 @@ def test_no_token_is_left_out_of_a_product_over_a_rows_tokens(width, outputs):
         total = torch.zeros(width, outputs, device="cuda")
         add_product(total, left[:num_tokens], right[:num_tokens])
         assert torch.equal(total, left[:num_tokens].float().T @ right[:num_tokens].float()), num_tokens
+
+
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("outputs", [768, 2048])
+def test_no_token_is_left_out_of_the_products_over_each_experts_tokens(width, outputs):
+    """Experts of no tokens, of few, and of some that are left for a last step of 64; sums are exact in bfloat16."""
+    torch.manual_seed(0)
+    counts = [0, 1, 2, 3, 63, 64, 0, *(base + left for base in (64, 128, 1024) for left in range(8)), 0]
+    left = torch.zeros(sum(counts), width, dtype=torch.bfloat16, device="cuda")
+    for part in left.split(counts):
+        part[-64:] = 1
+    right = torch.randint(-1, 2, (sum(counts), outputs), device="cuda").bfloat16()
+    ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+    total = torch.zeros(len(counts), width, outputs, device="cuda")
+    _add_grouped_product(total, left, right, ends)
+    for expert, (rows, others) in enumerate(zip(left.split(counts), right.split(counts), strict=True)):
+        assert torch.equal(total[expert], rows.float().T @ others.float()), counts[expert]

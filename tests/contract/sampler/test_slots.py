@@ -1,26 +1,20 @@
 """In bfloat16, where no text tells a wrong adapter from the right one, each slot of the engine is compared with the
 adapter's files."""
 
+import shutil
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from api_schemas.training import Trainable
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
 from backends.sampler.adapters import EngineAdapters
-from backends.sampler.engine import engine_args
 from backends.sampler.scores import score
-from backends.trainer.distributed import World
-from backends.trainer.rank import TrainerRank
-from tests.sampling import sampler_config
-from tests.trainers import config
+from tests.slots import running_engine, seeing_trainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = list(range(10, 40))
@@ -30,40 +24,23 @@ TEXT = list(range(10, 40))
 async def engine(
     tiny_vl: Path, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[AsyncLLM]:
-    """With two slots, of a decoder, its head and a vision tower."""
-    scratch = tmp_path_factory.mktemp("scratch")
-    wanted = replace(sampler_config(tiny_vl, scratch), dtype="bfloat16", adapter_slots=1, trains_vision=True)
-    arguments = engine_args(wanted, renderer.family.vision)
-    arguments.worker_extension_cls = "tests.loading_wrongly.LoadsWrongly"
-    with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        running = AsyncLLM.from_engine_args(arguments)
-    await running.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders), True))
-    yield running
-    running.shutdown()
+    async with running_engine(tiny_vl, renderer, tmp_path_factory.mktemp("scratch")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def saved(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three models' weights, of a trainer that trains towers: small as after a few steps."""
-    rank = TrainerRank(replace(config(tiny_vl), dtype="bfloat16", trains_vision=True), World(0, 1, torch.device("cpu")))
-    directories = []
-    for number in range(3):
-        rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))
-        with torch.no_grad():
-            for half in rank.tenants[f"m{number}"].adapter.tensors.values():
-                half.add_(torch.randn_like(half) * 1e-4)
-        directories.append(tmp_path_factory.mktemp(f"m{number}") / "saved")
-        rank.save_sampler_weights(f"m{number}", directories[-1], for_elsewhere=False)
+    rank = seeing_trainer(tiny_vl, 1e-4, 1e-4, 1e-4)
+    directories = [tmp_path_factory.mktemp(name) / "saved" for name in rank.tenants]
+    for name, directory in zip(rank.tenants, directories, strict=True):
+        rank.save_sampler_weights(name, directory, for_elsewhere=False)
     return directories
 
 
-@pytest.fixture
-def adapters(engine: AsyncLLM, tmp_path: Path) -> EngineAdapters:
-    """None of them loaded."""
-    return EngineAdapters(engine, tmp_path / "scratch", "bfloat16")
+@pytest.fixture(scope="module")
+def adapters(engine: AsyncLLM, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> EngineAdapters:
+    return EngineAdapters(engine, renderer, tmp_path_factory.mktemp("scratch"), "bfloat16")
 
 
 async def test_what_was_trained_and_saved_is_what_the_slots_hold(engine, adapters, saved):
@@ -86,14 +63,15 @@ async def test_what_was_trained_and_saved_is_what_the_slots_hold(engine, adapter
     ],
 )
 async def test_an_adapter_that_is_put_wrongly_into_its_slot_is_not_sampled_from(
-    engine, adapters, saved, how, part_of_name
+    engine, adapters, saved, how, part_of_name, tmp_path
 ):
+    weights = shutil.copytree(saved[0], tmp_path / "never loaded")
     (names,) = await engine.collective_rpc("fill_wrongly", args=(how, part_of_name, 2))
     assert names
-    async with adapters.hold(saved[0]) as held:
+    async with adapters.hold(weights) as held:
         with pytest.raises(BackendFailed, match=f"in the engine's slot .*{names[0]}.* hold other values than the file"):
             await adapters.load(held)
-    async with adapters.hold(saved[0]) as held:
+    async with adapters.hold(weights) as held:
         await adapters.load(held)
 
 

@@ -1,17 +1,22 @@
 """What no request may hold, since a database could not: told by the field's name, whatever the route."""
 
+import importlib
 import json
+import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError, create_model
 
+import api_schemas
 from api_schemas import wire
 from api_schemas.base import MAX_DEPTH, Request
 from api_schemas.sampling import SampleRequest, SamplingParams
 from api_schemas.service import TelemetryRequest
 from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest
-from api_schemas.training import AdamParams, CreateModelRequest, LoraConfig, OptimStepRequest
+from api_schemas.training import AdamParams, CreateModelRequest, ForwardBackwardInput, LoraConfig, OptimStepRequest
 from api_schemas.weights import SaveWeightsRequest
 from tests.fake_server import forward_backward_body
 
@@ -80,3 +85,57 @@ def test_a_number_that_is_no_number_is_refused_and_not_guessed(field, value):
             SamplingParams.model_validate({name: value})
     with pytest.raises(ValidationError, match="must be an integer"):
         LoraConfig.model_validate({"rank": value})
+
+
+def requests() -> Iterator[type[Request]]:
+    """Every type that a client sends."""
+    for module in pkgutil.walk_packages(api_schemas.__path__, "api_schemas."):
+        importlib.import_module(module.name)
+    kinds: list[type[Request]] = [Request]
+    while kinds:
+        yield (kind := kinds.pop())
+        kinds += [one for one in kind.__subclasses__() if one.__module__.startswith("api_schemas.")]
+
+
+def inner(value: Any) -> Any:
+    """The one value of lists and objects in each other."""
+    while isinstance(value, list | dict) and value:
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return value
+
+
+def with_one(kind: type[Request], name: str) -> Any:
+    """A type with just this field, named `value`."""
+    field = kind.model_fields[name]
+    return create_model("Only", __config__=ConfigDict(arbitrary_types_allowed=True), value=(field.annotation, field))
+
+
+FIELDS = [(kind, name) for kind in requests() for name in kind.model_fields]
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, name in FIELDS])
+def test_no_field_makes_a_number_of_a_text_or_a_boolean(kind: type[Request], name: str) -> None:
+    only = with_one(kind, name)
+    for value in ("2", True):
+        for sent in (value, [value], {"key": value}):
+            try:
+                got = inner(only.model_validate({"value": sent}).value)
+            except ValidationError:
+                continue
+            assert not isinstance(got, int | float | np.ndarray) or type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "values"),
+    [
+        (AdamParams, "learning_rate", [0, 1, 1e-4, 3.0]),
+        (SamplingParams, "temperature", [0, 1, 0.7]),
+        (SamplingParams, "max_tokens", [1, 2.0]),
+        (ForwardBackwardInput, "loss_fn_config", [{"clip": 1}, {"clip": 0.2}, {"clip": "0.2"}]),
+    ],
+)
+def test_numbers_are_taken_however_they_are_written(kind: type[Request], field: str, values: list[Any]) -> None:
+    """Python's clients write 1.0 as 1 where a user wrote so."""
+    only = with_one(kind, field)
+    for value in values:
+        assert only.model_validate({"value": value}).value == value

@@ -191,8 +191,40 @@ def test_an_image_is_turned_as_its_exif_says_and_measured_so_by_its_header(orien
         assert size_of(opened) == found.size
 
 
-@pytest.mark.parametrize("exif", [b"", b"Exif\0\0"])
-def test_an_empty_note_of_a_camera_changes_nothing(exif):
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+@pytest.mark.parametrize("format", ["jpeg", "png"])
+def test_an_image_without_exif_is_turned_as_its_xmp_says(orientation, format):
+    note, buffer = f'<x:xmpmeta><rdf:Description tiff:Orientation="{orientation}"/></x:xmpmeta>', io.BytesIO()
+    stored = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 50, 3), np.uint8))
+    if format == "jpeg":
+        stored.save(buffer, format, xmp=note.encode())
+    else:
+        info = PngImagePlugin.PngInfo()
+        info.add_itxt("XML:com.adobe.xmp", note)
+        stored.save(buffer, format, pnginfo=info)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(buffer.getvalue()))).convert("RGB")
+    assert expected.size == ((30, 50) if orientation == 6 else (50, 30))
+    assert np.array_equal(np.asarray(decode(buffer.getvalue(), 10**6)), np.asarray(expected))
+    with open_image(buffer.getvalue(), 10**6) as opened:
+        assert size_of(opened) == expected.size
+
+
+def test_the_orientation_of_a_png_is_found_without_its_pixels():
+    buffer = io.BytesIO()
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    Image.new("RGB", (50, 30)).save(buffer, "png", pnginfo=info)
+    header = buffer.getvalue()[: buffer.getvalue().index(b"IDAT") + 6]
+    with open_image(header, 10**6) as opened:
+        assert size_of(opened) == (30, 50)
+
+
+BROKEN = [b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0XX"]
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.parametrize("exif", [b"", b"Exif\0\0", *BROKEN])
+def test_an_empty_or_broken_note_of_a_camera_changes_nothing(exif):
     buffer = io.BytesIO()
     Image.new("RGB", (30, 20), "red").save(buffer, "jpeg", exif=exif)
     assert decode(buffer.getvalue(), 10**6).size == (30, 20)

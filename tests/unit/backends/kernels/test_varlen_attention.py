@@ -1,18 +1,36 @@
 """How samples are shared out between the two kernels of a packed row, on kernels of plain operations in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backends.kernels import varlen_attention as packed
 from backends.kernels.varlen_attention import Span, filled_length, packed_attention
-from tests.attention import one_by_one
+from backends.trainer.model import attention
+from tests.attention import masked_softmax, one_by_one, span_rows
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 SCALE = 0.3
+LONG = 512
+SPAN_ROWS = span_rows(LONG)
+
+
+class Attention(torch.nn.Module):
+    """What transformers' attention reads of a layer's."""
+
+    is_causal = True
+    num_key_value_groups = HEADS // KEY_HEADS
+
+
+def per_sample_attention() -> Callable[..., tuple[Tensor, None]]:
+    """As transformers finds it."""
+    name = attention.implementation(torch.device("cpu"), torch.float32)
+    found: Callable[..., tuple[Tensor, None]] = ALL_ATTENTION_FUNCTIONS[name]
+    return found
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -110,6 +128,40 @@ def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, len
     assert (out - expected).abs().max() < 1e-12
     for one, other in zip(got, wanted, strict=True):
         assert (one - other).norm() < 1e-6 * other.norm()  # the log-sum-exp is float32
+
+
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
+@pytest.mark.parametrize("row_of", SPAN_ROWS)
+def test_every_kind_of_span_is_near_a_masked_softmax_forward_and_backward(flash, row_of, heads_first, monkeypatch):
+    """The rows that tests/gpu/test_attention.py gives to the kernels of a GPU."""
+    monkeypatch.setattr(packed, "LONG", LONG)
+    lengths = SPAN_ROWS[row_of]
+    qkv = [one.detach() for one in row(lengths)]
+    if heads_first:
+        qkv = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in qkv]
+    for one in qkv:
+        one.requires_grad_()
+    grad_THD = torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    out, lse_HT = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE)
+    got = [out, lse_HT, *torch.autograd.grad(out, qkv, grad_THD)]
+    for one, wanted in zip(got, masked_softmax(qkv, grad_THD, lengths, SCALE), strict=True):
+        assert (one - wanted).abs().max() < 1e-4  # in float32 as it is written out
+
+
+@pytest.mark.parametrize("row_of", SPAN_ROWS)
+def test_attention_sample_by_sample_on_the_cpu_is_near_the_same_masked_softmax(row_of):
+    lengths = SPAN_ROWS[row_of]
+    qkv = [one.detach().float().requires_grad_() for one in row(lengths)]
+    grad_THD = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1))
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    module = Attention()
+    heads_first = [one.transpose(0, 1)[None] for one in qkv]
+    out, _ = per_sample_attention()(module, *heads_first, None, packed_bounds=bounds, scaling=SCALE)
+    got = [out[0], *torch.autograd.grad(out[0], qkv, grad_THD)]
+    out_wanted, _, *wanted = masked_softmax(qkv, grad_THD, lengths, SCALE)
+    for one, other in zip(got, [out_wanted, *wanted], strict=True):
+        assert (one - other).abs().max() < 1e-4
 
 
 def test_tokens_that_lie_side_by_side_are_taken_as_they_lie(flash):

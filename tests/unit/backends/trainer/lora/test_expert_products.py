@@ -1,5 +1,7 @@
 """Products of experts' rows by one kernel, and how many numbers adapters of experts hold."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,9 +9,11 @@ from transformers import AutoConfig
 
 from backends.families.coverage import check_coverage
 from backends.families.registry import find_family
+from backends.trainer.distributed import World
 from backends.trainer.lora import experts
+from backends.trainer.rank import TrainerRank
 from tests.models import FAMILIES
-from tests.trainers import LORA, trainer
+from tests.trainers import LORA, config
 
 
 def left_unwritten(left_RS: Tensor, right_SN: Tensor, offs: Tensor) -> Tensor:
@@ -36,11 +40,15 @@ def test_an_expert_without_tokens_has_no_gradient(counts, monkeypatch):
         torch.testing.assert_close(total[expert], before[expert] + rows.T @ others)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3 MoE", "Mixtral", "Qwen2 MoE", "Qwen3-VL MoE", "Qwen3.5 MoE"])
-def test_as_many_numbers_of_an_adapter_are_planned_as_it_has(kind, tmp_path):
+@pytest.mark.parametrize("train_vision", [False, True], ids=["", "with its tower"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_as_many_numbers_of_an_adapter_are_planned_as_it_has(kind, train_vision, tmp_path):
     source = FAMILIES[kind](tmp_path / "model")
-    config = AutoConfig.from_pretrained(source)
-    planned = check_coverage(find_family(config, str(source)), config, str(source)).adapter
-    rank = trainer(source)
-    rank.create_model("m", LORA)
+    model_config = AutoConfig.from_pretrained(source)
+    family = find_family(model_config, str(source))
+    if train_vision and (family.vision is None or family.vision.lora is None):
+        pytest.skip("has no tower that can be trained")
+    planned = check_coverage(family, model_config, str(source), train_vision=train_vision).adapter
+    rank = TrainerRank(replace(config(source), trains_vision=train_vision), World(0, 1, torch.device("cpu")))
+    rank.create_model("m", LORA.model_copy(update={"train_vision": train_vision}))
     assert sum(one.numel() for one in rank.tenants["m"].adapter.parameters) == LORA.rank * planned

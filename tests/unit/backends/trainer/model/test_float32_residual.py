@@ -33,9 +33,10 @@ def rank_in(dtype: str, source: Path) -> TrainerRank:
 
 
 def test_bfloat16_is_then_nearer_to_float32_than_transformers_own(tmp_path):
-    source = make_tiny_of("qwen3", tmp_path, num_hidden_layers=NUM_LAYERS)
+    # Deep, over 600 tokens: products in bfloat16 round differently on each processor, which few tokens do not even out.
+    source = make_tiny_of("qwen3", tmp_path, num_hidden_layers=2 * NUM_LAYERS)
     renderer = make_renderer(source)
-    items = [datum(prompt(words(length, length)), renderer, length) for length in (40, 90)]
+    items = [datum(prompt(words(length, length)), renderer, length) for length in (120, 150, 130, 200)]
     exact, ours = (logprobs(rank_in(dtype, source), items) for dtype in ("float32", "bfloat16"))
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     far, near = [], []
@@ -50,7 +51,7 @@ def test_bfloat16_is_then_nearer_to_float32_than_transformers_own(tmp_path):
         own = scores.gather(-1, targets[:, None])[:, 0].numpy()
         far.append(abs(own - one).mean())
         near.append(abs(other - one).mean())
-    print(f"from float32: transformers {sum(far) / 2:.5f}, ours {sum(near) / 2:.5f} nats")
+    print(f"from float32: transformers {sum(far) / 4:.5f}, ours {sum(near) / 4:.5f} nats")
     assert sum(near) < 0.85 * sum(far)
 
 

@@ -1,15 +1,67 @@
 """Checks of a trainer at start."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from backends.protocol import BackendFailed
+from backends.trainer import base_model
+from backends.trainer.distributed import World
 from backends.trainer.lora.linear import add_product
 from backends.trainer.model import self_test
-from backends.trainer.model.self_test import require_whole_products
+from backends.trainer.model.self_test import packing_is_exact, require_whole_products
+from backends.trainer.rank import TrainerRank
+from tests.models import make_tiny_of
+from tests.trainers import config
 
 CPU = torch.device("cpu")
+
+
+def start(source: Path, dtype: str) -> None:
+    TrainerRank(replace(config(source), dtype=dtype), World(0, 1, CPU))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("cohere", {"logit_scale": 0.95}),
+        ("granite", {"logits_scaling": 1.05}),
+        ("gemma2", {"final_logit_softcapping": 30.0, "attn_logit_softcapping": None}),
+    ],
+)
+def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_does(
+    kind: str, sizes: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    """By 0.01 to 0.07 nats on average, which in bfloat16 is not far from rounding."""
+    source = make_tiny_of(kind, tmp_path / "model", **sizes)
+    with pytest.raises(BackendFailed, match="ForCausalLM is not supported: it does more with its decoder's output"):
+        start(source, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "allowed", "refused"), [("float32", 1e-4, 0.002), ("bfloat16", 0.05, 0.15)])
+def test_scores_that_are_a_little_off_for_every_token_are_told_from_rounding(
+    dtype: str, allowed: float, refused: float, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def note(*asked: Any) -> bool:
+        seen.append(asked)
+        return True
+
+    monkeypatch.setattr(base_model, "packing_is_exact", note)
+    start(tiny_text, dtype)
+    ((scorer, renderer, own, device),) = seen
+    assert packing_is_exact(scorer, renderer, [one + allowed for one in own], device)
+    with pytest.raises(BackendFailed, match=r"differ by 0\.\d+ nats on average"):
+        packing_is_exact(scorer, renderer, [one + refused for one in own], device)
+    own[1][0] = torch.nan
+    with pytest.raises(BackendFailed, match="differ by nan nats"):
+        packing_is_exact(scorer, renderer, own, device)
 
 
 def test_products_over_tokens_that_are_whole_let_the_trainer_start():

@@ -1,0 +1,155 @@
+"""Adapters of a mixture's experts and of a vision tower: slots are compared with the files, and images are scored.
+
+pytest tests/contract/sampler/test_tower_and_expert_slots.py
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from backends.formats.load_check import Canary
+from backends.formats.stacked_adapters import open_adapter
+from backends.inputs.rendering import Renderer
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
+from backends.sampler.adapters import EngineAdapters
+from backends.trainer.rank import TrainerRank
+from tests.factories import cross_entropy, datum, make_renderer
+from tests.models import make_tiny_vl
+from tests.slots import running_engine, seeing_trainer
+from tests.trainers import forward_backward
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture that sees."""
+    return make_tiny_vl(tmp_path_factory.mktemp("models") / "experts", moe=True)
+
+
+@pytest.fixture(scope="module")
+def seeing(source: Path) -> Renderer:
+    return make_renderer(source)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(source: Path, seeing: Renderer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncLLM]:
+    async with running_engine(source, seeing, tmp_path_factory.mktemp("scratch")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def rank(source: Path) -> TrainerRank:
+    """`m0` and `m1` as after a few steps, `m2` and `m3` as after many."""
+    return seeing_trainer(source, 1e-4, 1e-4, 0.05, 0.05)
+
+
+@pytest.fixture(scope="module")
+def saved(rank: TrainerRank, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("saved")
+    for name in rank.tenants:
+        rank.save_sampler_weights(name, root / name, for_elsewhere=False)
+    return {name: root / name for name in rank.tenants}
+
+
+@pytest.fixture(scope="module")
+def adapters(engine: AsyncLLM, seeing: Renderer, tmp_path_factory: pytest.TempPathFactory) -> EngineAdapters:
+    return EngineAdapters(engine, seeing, tmp_path_factory.mktemp("scratch"), "bfloat16")
+
+
+async def load(adapters: EngineAdapters, weights: Path) -> None:
+    async with adapters.hold(weights) as held:
+        await adapters.load(held)
+
+
+async def test_what_was_trained_and_saved_is_loaded_again_and_again(adapters, saved):
+    for weights in (*saved.values(), *saved.values()):  # more than there are slots, so that each is filled again
+        await load(adapters, weights)
+
+
+async def test_experts_that_are_saved_matrix_by_matrix_are_loaded_too(adapters, rank, tmp_path):
+    rank.save_sampler_weights("m0", tmp_path / "apart", for_elsewhere=True)
+    with safe_open(tmp_path / "apart" / ADAPTER_FILE, "pt") as file:
+        assert any("experts.7.up_proj" in name for name in file.keys())  # noqa: SIM118 - the file is no mapping
+    await load(adapters, tmp_path / "apart")
+
+
+@pytest.mark.parametrize("form", ["stacks", "apart"])
+@pytest.mark.parametrize(
+    "how", ["missing", "doubled", "another layer's", "experts turned", "gate and up swapped", "left from before"]
+)
+async def test_experts_that_are_put_wrongly_into_their_slot_are_not_sampled_from(
+    engine, adapters, rank, how, form, tmp_path
+):
+    weights = tmp_path / "never loaded"
+    rank.save_sampler_weights("m0", weights, for_elsewhere=form == "apart")
+    (names,) = await engine.collective_rpc("fill_wrongly", args=(how, "mlp.experts", 2))
+    assert len(names) == 2
+    with pytest.raises(BackendFailed, match=f"in the engine's slot .*{names[0]}.* hold other values than the file"):
+        await load(adapters, weights)
+    await load(adapters, weights)
+
+
+def tower(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if "visual" in name}
+
+
+def scaled_by(factor: float) -> Callable[[Tensors, Tensors], Tensors]:
+    """The tower's B times a factor."""
+    return lambda own, other: {name: one * factor for name, one in tower(own).items() if ".lora_B." in name}
+
+
+CHANGES: dict[str, Callable[[Tensors, Tensors], Tensors]] = {
+    "three times": scaled_by(3),
+    "none": scaled_by(0),
+    "negated": scaled_by(-1),
+    "another model's": lambda own, other: tower(other),
+}
+
+
+def read(directory: Path) -> tuple[Tensors, Canary]:
+    with safe_open(directory / ADAPTER_FILE, "pt") as file:
+        canary = Canary.from_metadata(file.metadata())
+    assert canary is not None
+    with open_adapter(str(directory / ADAPTER_FILE), "pt") as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, canary  # noqa: SIM118
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_another_tower_than_the_trainers_is_not_sampled_from(adapters, saved, change, tmp_path):
+    """Whose file is as wrong as the slot, so that only an image tells."""
+    (own, canary), (other, _) = read(saved["m2"]), read(saved["m3"])
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    save_file(own | CHANGES[change](own, other), wrong / ADAPTER_FILE, canary.to_metadata())
+    config = json.loads((saved["m2"] / ADAPTER_CONFIG_FILE).read_text())
+    (wrong / ADAPTER_CONFIG_FILE).write_text(json.dumps(config))
+    with pytest.raises(BackendFailed, match="of a text behind a test image are not the trainer's: with these weights"):
+        await load(adapters, wrong)
+    await load(adapters, saved["m2"])
+
+
+async def test_an_image_is_scored_as_a_datum_of_the_same_model_is(rank, saved, seeing):
+    _, canary = read(saved["m2"])
+    rendered = seeing.render(canary.behind_image, "image")
+    own = datum(canary.behind_image, seeing)
+    following = torch.from_numpy(rendered.token_ids_T).roll(-1).numpy()
+    own = own.model_copy(update={"loss_fn_inputs": {**own.loss_fn_inputs, "target_tokens": following}})
+    (output,) = forward_backward(rank, "m2", cross_entropy([own]), False).loss_fn_outputs
+    assert output["logprobs"][-len(canary.token_ids) - 1 : -1].tolist() == canary.logprobs_behind_image
+
+
+async def test_a_model_that_trains_no_tower_scores_no_image_and_is_loaded(rank, adapters, tmp_path):
+    rank.create_model("frozen", rank.tenants["m0"].adapter.config.model_copy(update={"train_vision": False}))
+    rank.save_sampler_weights("frozen", tmp_path / "frozen", for_elsewhere=False)
+    assert read(tmp_path / "frozen")[1].image == b""
+    await load(adapters, tmp_path / "frozen")

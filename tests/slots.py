@@ -1,0 +1,47 @@
+"""An engine in bfloat16 whose slots can be filled wrongly, and models of a trainer to fill them with."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from api_schemas.training import Trainable
+from backends.inputs.rendering import Renderer
+from backends.sampler.engine import engine_args
+from backends.trainer.distributed import World
+from backends.trainer.rank import TrainerRank
+from tests.sampling import sampler_config
+from tests.trainers import config
+
+
+@asynccontextmanager
+async def running_engine(source: Path, renderer: Renderer, scratch: Path) -> AsyncIterator[AsyncLLM]:
+    """With two slots, of a decoder, its head and a vision tower."""
+    wanted = replace(sampler_config(source, scratch), dtype="bfloat16", adapter_slots=1, trains_vision=True)
+    arguments = engine_args(wanted, renderer.family.vision)
+    arguments.worker_extension_cls = "tests.loading_wrongly.LoadsWrongly"
+    with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        running = AsyncLLM.from_engine_args(arguments)
+    await running.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders), True))
+    yield running
+    running.shutdown()
+
+
+def seeing_trainer(source: Path, *change_sizes: float) -> TrainerRank:
+    """In bfloat16, of models `m0`, `m1` and so on that train the tower, each tensor off its start by so much."""
+    settings = replace(config(source), dtype="bfloat16", trains_vision=True)
+    rank = TrainerRank(settings, World(0, 1, torch.device("cpu")))
+    for number, size in enumerate(change_sizes):
+        rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for half in rank.tenants[f"m{number}"].adapter.tensors.values():
+                half.add_(torch.empty(half.shape).normal_(0, size, generator=generator))
+    return rank
