@@ -1,4 +1,4 @@
-"""What one served base model is: read by configuration, clients, trainer ranks and sampler alike, and passed whole."""
+"""The description of one served base model, passed whole from configuration to clients, trainer ranks and sampler."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """How a trainer's ranks divide the work: `size` of them, along three axes."""
+    """The axes along which a trainer's ranks divide the work."""
 
     replicate: int = 1
     """Ranks with the whole base each, which compute different samples."""
@@ -27,7 +27,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one base model computes."""
+    """The GPUs of one base model, and its parts of their memory."""
 
     gpus: tuple[int, ...] = ()
     """One for each trainer rank, by the server's numbers, and the first for the sampler too; none on the CPU."""
@@ -41,8 +41,8 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(BaseModelInfo):
-    """One served base model: what the server says of it, and how trainer and sampler run it. Settings mean what
-    BackendConfig says of them."""
+    """One served base model, as the server knows it, and with the settings by which trainer and sampler run it.
+    BackendConfig explains the settings."""
 
     directory: str
     """The local directory of its files."""
@@ -53,8 +53,8 @@ class ModelSpec(BaseModelInfo):
     mesh: Mesh = Mesh()
     placement: Placement = Placement()
     max_tokens_per_microbatch: int
-    shares_rows: bool = False
-    """Whether datums of several models are computed in one microbatch, where that of one model leaves room."""
+    shares_microbatches: bool = False
+    """True if datums of several models may be computed in one microbatch."""
     stable_reinforce: str | None = None
     max_concurrent_samples: int
     adapter_slots: int
@@ -64,9 +64,9 @@ class ModelSpec(BaseModelInfo):
     kv_cache_bytes: int | None
     """None, on CUDA alone: what weights and activations leave of `placement.sampler_fraction`."""
     silence_s: float
-    """A sampler that has work and takes no step for so long is taken to hang."""
+    """A sampler that has work and takes no step for so long is ended."""
     scratch_dir: Path
     """The sampler's own links to adapters in use, on its machine."""
     routing_dir: Path | None = None
-    """Where the sampler keeps which experts it sent tokens to, for a trainer on the same machine; None: routers
+    """Directory in which the sampler records the experts of tokens, for a trainer on the same machine; None: routers
     choose."""

@@ -126,10 +126,10 @@ class EngineBatch:
 class EngineUse:
     """Load of a sampler's engine."""
 
-    rows_running: int
+    sequences_running: int
     """Sequences that are decoded."""
-    rows_waiting: int
-    max_rows: int
+    sequences_waiting: int
+    max_sequences: int
     adapters: int
     """Adapters that have a slot."""
     max_adapters: int

@@ -167,7 +167,7 @@ def make_config(source: Path, gpu_memory_bytes: int, num_ranks: int = 1) -> Mode
         image_cache_bytes=1 << 30,
         mesh=Mesh(replicate=num_ranks),
         placement=Placement(trainer_bytes=gpu_memory_bytes),
-        shares_rows=True,
+        shares_microbatches=True,
     )
 
 

@@ -140,7 +140,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         full=config.full,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or DEFAULT_MICROBATCH_TOKENS[device],
         # On a CPU a full microbatch is no faster than two, and a model's numbers then do not depend on others' at all.
-        shares_rows=device == "cuda" and not config.full,
+        shares_microbatches=device == "cuda" and not config.full,
         stable_reinforce=config.stable_reinforce,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots,

@@ -59,6 +59,17 @@ class _Request:
             self.finished.set_result(outcome)
 
 
+@dataclass
+class _Model:
+    """A loaded model."""
+
+    owner: str
+    latest: int
+    """Number of its latest work."""
+    worked_s: float = 0.0
+    """Seconds that its work has taken."""
+
+
 class TrainerClient:
     """`protocol.Trainer` over child processes, one command at a time."""
 
@@ -69,12 +80,7 @@ class TrainerClient:
         self._patience_s = patience_s
         name, launch = f"{spec.name}: the trainer", partial(start_workers, spec)
         self._supervisor = Supervisor(name, launch, self._load, restart=self._restart)
-        self._owners: dict[str, str] = {}
-        """Owner of each loaded model."""
-        self._begun: dict[str, int] = {}
-        """Number of the latest work of each loaded model."""
-        self._worked_s: dict[str, float] = {}
-        """Seconds that the work of each loaded model has taken."""
+        self._models: dict[str, _Model] = {}
         self._turns = FairTurns()
         """One command runs at a time: all ranks see the same order, time limits count from a command's own beginning,
         and no command meets ranks that are being started."""
@@ -112,15 +118,15 @@ class TrainerClient:
 
     def holds(self, model_id: str) -> bool:
         """Implement the protocol."""
-        return model_id in self._owners
+        return model_id in self._models
 
     def last_turn(self, model_id: str) -> int:
         """Implement the protocol."""
-        return self._begun.get(model_id, 0)
+        return 0 if (model := self._models.get(model_id)) is None else model.latest
 
     def worked_s(self, model_id: str) -> float:
         """Implement the protocol."""
-        return self._worked_s.get(model_id, 0)
+        return 0 if (model := self._models.get(model_id)) is None else model.worked_s
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """Implement the protocol; rank 0 writes."""
@@ -133,12 +139,12 @@ class TrainerClient:
 
     async def delete_model(self, model_id: str) -> None:
         """Implement the protocol."""
-        if (owner := self._owners.get(model_id)) is None:
+        if (model := self._models.get(model_id)) is None:
             return
-        async with self._turns.turn(owner, model_id):
+        async with self._turns.turn(model.owner, model_id):
             if await self._alive():
                 await self._command(commands.DeleteModel(model_id))
-            self._forget(model_id)
+            self._models.pop(model_id, None)
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Implement the protocol; the batch is decoded and checked on the ranks."""
@@ -158,9 +164,9 @@ class TrainerClient:
         """Compute one microbatch of this request. Others that wait for their turn may have datums in it."""
         await self._require(first.new.model_id)
         batch_mates: list[_Request] = []
-        if self._spec.shares_rows and asyncio.get_running_loop().time() > self._exclusive_until_s:
+        if self._spec.shares_microbatches and asyncio.get_running_loop().time() > self._exclusive_until_s:
             waiting = [one for one in self._requests.values() if one is not first and not one.finished.done()]
-            waiting = [one for one in waiting if one.new.model_id in self._owners]
+            waiting = [one for one in waiting if one.new.model_id in self._models]
             batch_mates = sorted(waiting, key=lambda one: self._turns.standing(one.new.owner, one.new.model_id))
         requests = [first, *batch_mates]
         new = tuple(one.new for one in requests if not one.admitted)
@@ -194,7 +200,7 @@ class TrainerClient:
     async def _discard(self, this: "_Request") -> None:
         """Forget a request, which is cancelled on the ranks if it was abandoned."""
         del self._requests[this.new.number]
-        if this.admitted and not this.finished.done() and this.new.model_id in self._owners:
+        if this.admitted and not this.finished.done() and this.new.model_id in self._models:
             async with self._turns.turn(this.new.owner, this.new.model_id):
                 if await self._alive():
                     await self._command(commands.CancelRequests((this.new.number,)))
@@ -225,14 +231,13 @@ class TrainerClient:
             if self._spec.full:
                 self._require_free(command.model_id, owner)
             await self._command(command)
-            self._owners[command.model_id] = owner
-            self._begin(command.model_id)
+            self._models[command.model_id] = _Model(owner, next(self._numbers))
 
     def _require_free(self, model_id: str, owner: str) -> None:
         """Raises InvalidInput if another model trains the weights of the base. Other users' ids are kept secret."""
-        for other, its_owner in self._owners.items():
+        for other, model in self._models.items():
             if other != model_id:
-                holder = f"model {other}" if its_owner == owner else "a model of another user"
+                holder = f"model {other}" if model.owner == owner else "a model of another user"
                 raise InvalidInput(
                     f"{holder} trains all weights of {self._spec.name}, and this server has one such model at a time"
                     " on each base (setting backend.full): unload it, or finish its session, or wait"
@@ -251,7 +256,7 @@ class TrainerClient:
             await self._supervisor.running()
 
     def _begin(self, model_id: str) -> None:
-        self._begun[model_id] = next(self._numbers)
+        self._models[model_id].latest = next(self._numbers)
 
     @contextlib.contextmanager
     def _working(self, *model_ids: str) -> Iterator[None]:
@@ -259,13 +264,8 @@ class TrainerClient:
         try:
             yield
         finally:
-            for model_id in self._owners.keys() & model_ids:
-                self._worked_s[model_id] = self.worked_s(model_id) + time.monotonic() - began
-
-    def _forget(self, model_id: str) -> None:
-        self._owners.pop(model_id, None)
-        self._begun.pop(model_id, None)
-        self._worked_s.pop(model_id, None)
+            for model_id in self._models.keys() & model_ids:
+                self._models[model_id].worked_s += time.monotonic() - began
 
     async def _run(self, model_id: str, command: Command[R]) -> R:
         async with self._turns.turn(self._owner(model_id), model_id):
@@ -275,9 +275,9 @@ class TrainerClient:
                 return await self._command(command)
 
     def _owner(self, model_id: str) -> str:
-        if model_id not in self._owners:
+        if model_id not in self._models:
             raise ModelLost(f"{model_id} is no longer loaded: create it again, from a checkpoint to go on where it was")
-        return self._owners[model_id]
+        return self._models[model_id].owner
 
     async def _require(self, model_id: str) -> None:
         """Raises ModelLost if the model has ended with its ranks."""
@@ -291,11 +291,9 @@ class TrainerClient:
         return self._supervisor.is_alive
 
     async def _end(self) -> None:
-        if self._owners:
+        if self._models:
             log.error("%s: the trainer has ended; its models must be loaded again", self._spec.name)
-        self._owners.clear()
-        self._begun.clear()
-        self._worked_s.clear()
+        self._models.clear()
         for one in self._requests.values():
             if one.admitted and not one.finished.done():
                 one.finish(ModelLost(f"{one.new.model_id} is no longer loaded: its trainer has ended"))

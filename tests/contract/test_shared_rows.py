@@ -288,7 +288,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_text: Path, renderer: Renderer) -> None:
     large = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(64)])
     small = cross_entropy([datum(prompt(words(8)), renderer)])
-    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_rows=True))
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
     await client.start()
     try:
         await client.create_model("flood", LORA, "a")
@@ -319,7 +319,7 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_
 async def test_each_is_told_of_the_rows_that_held_its_datums(tiny_text: Path, renderer: Renderer) -> None:
     long = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(4)])
     short = cross_entropy([datum(prompt(words(24)), renderer)])
-    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_rows=True))
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
     told: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
 
     async def compute(name: str, batch: EncodedBatch) -> None:
@@ -348,7 +348,7 @@ async def test_each_is_told_of_the_rows_that_held_its_datums(tiny_text: Path, re
 
 async def test_a_caller_who_leaves_harms_nobody_in_the_row(tiny_text: Path, renderer: Renderer) -> None:
     data = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(16)])
-    client = TrainerClient(dataclasses.replace(config(tiny_text, 256), shares_rows=True))
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 256), shares_microbatches=True))
     await client.start()
     try:
         for name in ("leaves", "stays"):

@@ -84,7 +84,7 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, c
         settings = dataclasses.replace(
             config(tiny_vl, max_tokens=60),
             dtype=dtype,
-            shares_rows=True,
+            shares_microbatches=True,
             mesh=Mesh(shard=num_ranks) if memory is None else Mesh(replicate=num_ranks),
             placement=Placement(trainer_bytes=memory or 0),
             **CUDA,

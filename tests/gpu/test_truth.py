@@ -118,7 +118,7 @@ def rank(source: Path) -> TrainerRank:
         config(source, MAX_TOKENS, 8192),
         device="cuda",
         dtype="bfloat16",
-        shares_rows=True,
+        shares_microbatches=True,
         placement=Placement(trainer_bytes=30 << 30),
     )
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))

@@ -200,7 +200,7 @@ def test_models_in_one_row_have_each_its_own_routing(tmp_path: Path) -> None:
     renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
     data = data_of(renderer)
     keep(files, renderer, data[1], 1)
-    rank = replaying(source, tmp_path / "routing", shares_rows=True)
+    rank = replaying(source, tmp_path / "routing", shares_microbatches=True)
     rank.create_model("n", LORA)
     batch = cross_entropy(data)
     alone = [forward_backward(rank, name, batch, False) for name in ("m", "n")]
