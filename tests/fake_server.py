@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,7 @@ class Running:
         *,
         around: Callable[[ASGIApp], ASGIApp] | None = None,
         backend: FakeBackend | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         **settings: Any,
     ) -> None:
         self.backend = backend or FakeBackend()

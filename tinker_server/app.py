@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -24,7 +23,7 @@ from tinker_server.models.snapshots import SnapshotLimits, Snapshots
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
-from tinker_server.operations.housekeeping import Housekeeper, Periods, Stores
+from tinker_server.operations.housekeeping import Housekeeper, Periods, SteadyClock, Stores
 from tinker_server.operations.recording import Recording
 from tinker_server.operations.sampling import Sampling
 from tinker_server.operations.table import Executors, OperationRunner
@@ -82,13 +81,13 @@ QUEUED_BODIES = 4
 def create_app(
     settings: Settings,
     backend: Backend | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     on_loading: OnLoading = ignore_loading,
 ) -> FastAPI:
     """The server; without a `backend`, the one that the settings describe is made and loaded, and `on_loading` gets how
     far that is.
 
-    `clock` says how old things are, in Unix seconds.
+    `clock` says how old things are, in Unix seconds; without one, the machine's does, where it is not set ahead.
     """
 
     @asynccontextmanager
@@ -118,7 +117,7 @@ def create_app(
 async def serving(
     settings: Settings,
     backend: Backend | None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     on_loading: OnLoading = ignore_loading,
 ) -> AsyncIterator[Services]:
     """All services, from an open database and loaded models to the end of the last child process.
@@ -135,7 +134,7 @@ async def serving(
         backend = backend or _described_backend(settings, on_loading)
         stack.push_async_callback(backend.stop)
         await backend.start()
-        services = build_services(settings, db, backend, tracing, clock)
+        services = build_services(settings, db, backend, tracing, clock or SteadyClock())
         stack.callback(services.archives.close)
         stack.push_async_callback(tracing.close)
         await stack.enter_async_context(working(services))

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -35,16 +35,24 @@ class FairTurns:
         self._count = itertools.count(1)
 
     @asynccontextmanager
-    async def turn(self, owner: str, key: str, size: int = 1) -> AsyncIterator[None]:
-        """Hold `size` units, all of them where there are fewer, while the block runs."""
+    async def turn(self, owner: str, key: str, size: int = 1) -> AsyncIterator[Callable[[int], None]]:
+        """Hold `size` units, all of them where there are fewer, while the block runs, or until it says that so many
+        are enough."""
         size = min(size, self._capacity)
+
+        def shrink(enough: int) -> None:
+            nonlocal size
+            self._free += max(0, size - enough)
+            size = min(size, enough)
+            self._grant()
+
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault((owner, key), _Queue(owner, key))
         queue.waiting.append((granted, size))
         self._grant()
         try:
             await granted
-            yield
+            yield shrink
         finally:
             if granted.done() and not granted.cancelled():
                 self._free += size

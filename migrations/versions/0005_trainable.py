@@ -64,13 +64,17 @@ def trainable(rank: int, seed: int, unembed: bool, mlp: bool, attn: bool) -> dic
 
 
 def give_usage_an_owner() -> None:
-    """A primary key cannot be changed in SQLite, so the table is made again."""
+    """A primary key cannot be changed in SQLite, so the table is made again.
+
+    Samples drawn outside of any session have none to tell an owner: they belong to who owns everything without keys.
+    """
     metadata = sa.MetaData()
     sessions = sa.Table("sessions", metadata, sa.Column("session_id", sa.String), sa.Column("owner", sa.String))
     names = [column.name for column in USAGE if column.name != "owner"]
     usage = sa.Table("usage", metadata, *(sa.Column(name) for name in names))
-    columns = [sessions.c.owner, *(usage.c[name] for name in names)]
-    query = sa.select(*columns).join_from(usage, sessions, usage.c.session_id == sessions.c.session_id)
+    owner = sa.func.coalesce(sessions.c.owner, "local").label("owner")
+    columns = [owner, *(usage.c[name] for name in names)]
+    query = sa.select(*columns).outerjoin_from(usage, sessions, usage.c.session_id == sessions.c.session_id)
     rows = [dict(row._mapping) for row in op.get_bind().execute(query)]
     op.drop_table("usage")
     table = op.create_table("usage", *USAGE)

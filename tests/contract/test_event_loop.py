@@ -6,9 +6,11 @@ pytest tests/contract/test_event_loop.py -s    prints the longest stall of each 
 import asyncio
 import base64
 import json
+import posixpath
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from tests.stalls import longest_stall_until
 LONGEST_STALL_S = 0.05
 JSON = "application/json"
 MIB = 1 << 20
+CHAT = "../../v1"
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +81,17 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
     old_body = json.dumps(old).encode().replace(b'"DATA"', old_datum.replace(b'"ONES"', ones(MIB // 2 - 2)))
     refused = {"model_id": "m", "seq_id": 1, "forward_backward_input": 1, "more": "ONES"}
     large = [datum(4000) for _ in range(256)]
+    deep = b"[" * 60 + b"]" * 60 + b","
+    lists = b'{"prompt":[' + b"[[[[[[1]]]]]]," * 900_000 + b"1]}"
     return {
         "24 MiB without a key": ("telemetry", JSON, b'{"events":' + ones(24 * MIB) + b"}", "X-Key: none"),
         "96 MiB of telemetry": ("telemetry", JSON, b'{"events":' + ones(96 * MIB) + b"}", ""),
         "telemetry of 80 kB of text": ("telemetry", JSON, words, ""),
         "metadata of 8,000 lists": ("create_session", JSON, nested, ""),
+        "metadata of 8,000 lists 60 deep": ("create_session", JSON, b'{"a":[' + deep * 8000 + b"1]}", ""),
+        "a chat of 5 million lists": (f"{CHAT}/completions", JSON, lists, ""),
+        "a chat that is called protobuf": (f"{CHAT}/completions", PROTOBUF, b'{"prompt":' + ones(24 * MIB) + b"}", ""),
+        "a chat of 60,000 values": (f"{CHAT}/chat/completions", JSON, b'{"tools":[{"a":' + ones(120_000) + b"}]}", ""),
         "8,000 acknowledgements": ("retrieve_futures", JSON, json.dumps(poll).encode(), ""),
         "0.8 MiB of wrong chunks": ("asample", JSON, sample(b'{"chunks":' + ones(8 * MIB // 10) + b"}"), ""),
         "a prompt of a million tokens": ("asample", JSON, sample(ids), ""),
@@ -117,8 +126,9 @@ BODIES = bodies()
 def post(server: Running, path: str, content_type: str, body: bytes, header: str) -> int:
     """Status of the answer. Plain sockets, so that the client itself takes no turn of the interpreter's."""
     key = "" if header.startswith("X-Key") else "X-API-Key: tml-test\r\n"
+    url = posixpath.normpath(f"/api/v1/{path}")
     head = (
-        f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n{key}"
+        f"POST {url} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n{key}"
         f"Content-Length: {len(body)}\r\n{header}{chr(13) + chr(10) if header else ''}\r\n"
     )
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as connection:
@@ -150,9 +160,10 @@ def test_the_loop_comes_round_while_a_body_is_read_checked_and_refused(server: R
     assert server.http.get("/healthz").status_code == 200
 
 
-def test_the_loop_comes_round_while_a_large_result_is_sent_as_json(server: Running) -> None:
-    """Of fifteen megabytes of log probabilities, to a client that takes no protobuf."""
-    length = 2_000_000
+@pytest.mark.parametrize("num_polls", [1, 8])
+def test_the_loop_comes_round_while_large_results_are_sent_as_json(server: Running, num_polls: int) -> None:
+    """Of log probabilities, fifteen megabytes where there is one, to clients that take no protobuf."""
+    length = 2_000_000 if num_polls == 1 else 500_000
     numbers = np.ones(length, "<f4").tobytes()
     one = pb.Datum(
         model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.ones(length, "<i4").tobytes()))],
@@ -166,14 +177,20 @@ def test_the_loop_comes_round_while_a_large_result_is_sent_as_json(server: Runni
     submitted = server.http.post("/forward_backward", content=request.SerializeToString(), headers=protobuf)
     poll = json.dumps({"request_id": server.result(submitted) and submitted.json()["request_id"]}).encode()
     stalls: list[float] = []
+    headers = {"accept": JSON, "content-type": JSON}
     while len(stalls) < 4 and min(stalls, default=1) > LONGEST_STALL_S / 2:  # the machine is shared
         done = asyncio.Event()
         watch = asyncio.run_coroutine_threadsafe(longest_stall_until(done), server.loop)
-        headers = {"accept": JSON, "content-type": JSON}
-        answer = server.http.post("/retrieve_future", content=poll, headers=headers, timeout=120)
+        with ThreadPoolExecutor(num_polls) as polls:
+            asked = [
+                polls.submit(server.http.post, "/retrieve_future", content=poll, headers=headers, timeout=120)
+                for _ in range(num_polls)
+            ]
+            answers = [one.result() for one in asked]
         server.loop.call_soon_threadsafe(done.set)
         stalls.append(watch.result(60))
-    print(f"{len(answer.content) / 1e6:.0f} MB as JSON: longest stall {min(stalls) * 1e3:.1f} ms")
-    outputs = answer.json()["loss_fn_outputs"]
+    print(f"{num_polls} x {len(answers[0].content) / 1e6:.0f} MB as JSON: longest stall {min(stalls) * 1e3:.1f} ms")
+    assert all(answer.content == answers[0].content for answer in answers)
+    outputs = answers[0].json()["loss_fn_outputs"]
     assert [len(output["logprobs"]["data"]) for output in outputs] == [length] * 2
     assert min(stalls) < LONGEST_STALL_S, stalls

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import zstandard
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.wire import PROTOBUF
-from tests.fake_server import Running
+from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
 from tinker_server.web import ledger, limits
 
@@ -132,6 +133,25 @@ def test_bodies_beyond_an_owners_account_wait_and_another_owners_do_not(tmp_path
             assert create_session(bob) == 200 and time.monotonic() - began < 0.5
             first.close()
             assert create_session(alice) == 200
+    finally:
+        server.stop()
+
+
+def test_a_body_whose_length_was_not_said_costs_what_it_has_once_it_is_there(tmp_path, monkeypatch):
+    """Eight polls that are held, each with its body in chunks, where four of the largest bodies are allowed."""
+    monkeypatch.setattr(ledger, "WAIT_S", 0.5)
+    server = Running(tmp_path / "data", max_body_bytes=MIB, poll_hold_s=3, gap_grace_s=30)
+    try:
+        body, kind = forward_backward_body(server.model(), 2), {"content-type": PROTOBUF}  # number 1 does not come
+        request_id = server.http.post("/forward_backward", content=body, headers=kind).json()["request_id"]
+
+        def poll(_: int) -> int:
+            body = iter([b'{"request_id":', f'"{request_id}"}}'.encode()])
+            headers = {"content-type": "application/json"}
+            return server.http.post("/retrieve_future", content=body, headers=headers).status_code
+
+        with ThreadPoolExecutor(8) as polls:
+            assert list(polls.map(poll, range(8))) == [408] * 8
     finally:
         server.stop()
 

@@ -49,6 +49,7 @@ def require_bounded(body: Mapping[str, Any]) -> None:
     for field in ("response_format", "tools"):
         for pattern in _patterns(body.get(field)):
             _require_quick_pattern(pattern, field)
+    _require_format(body.get("response_format"))
     for field in ("stop", "stop_sequences", "stop_token_ids"):
         _require_stops(body.get(field), field)
     _require_biases(body.get("logit_bias"))
@@ -77,6 +78,12 @@ def _require_objects(value: Any, where: str, most: int) -> None:
     for index, one in enumerate(value):
         if not isinstance(one, dict):
             raise BadField(f"{where}.{index} is {_named(one)}; it must be an object", where.partition(".")[0])
+
+
+def _require_format(value: Any) -> None:
+    """Lists of structures are of a form that no answer here follows."""
+    if isinstance(value, dict) and not value.keys().isdisjoint(("structures", "triggers")):
+        raise BadField("response_format.structures is not supported; structural_tag takes a format", "response_format")
 
 
 def _require_stops(value: Any, field: str) -> None:

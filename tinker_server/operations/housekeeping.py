@@ -6,6 +6,7 @@ next operation, gradient and optimizer as they were.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,30 @@ from tinker_server.store.usage import UsageStore
 log = logging.getLogger(__name__)
 SNAPSHOT_KEPT_S = 7 * 24 * 3600
 """How long a suspended model waits for its client."""
+AHEAD_S, HELD_S = 60.0, 24 * 3600.0
+"""A clock that is set ahead by more is not followed until it has stayed so for a day."""
+
+
+class SteadyClock:
+    """Unix seconds, by which nothing grows old because the machine's clock is set ahead."""
+
+    def __init__(self) -> None:
+        self._epoch = time.time() - time.monotonic()
+        self._ahead_since: float | None = None
+
+    def __call__(self) -> float:
+        wall, passed = time.time(), time.monotonic()
+        ahead = wall - passed - self._epoch
+        if ahead <= AHEAD_S:
+            self._ahead_since = None
+            return wall
+        if self._ahead_since is None:
+            self._ahead_since = passed
+            log.warning("the clock was set ahead by %d s: what is old is deleted a day later", ahead)
+        if passed - self._ahead_since >= HELD_S:
+            self._epoch = wall - passed
+            return wall
+        return wall - ahead
 
 
 @dataclass(frozen=True)

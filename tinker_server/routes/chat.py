@@ -13,6 +13,7 @@ from api_schemas.wire import JSON
 from backends.protocol import ChatEndpoint, InvalidInput
 from tinker_server.chat.requests import read
 from tinker_server.errors import BadRequest, TinkerServerError
+from tinker_server.offload import off_loop
 from tinker_server.web import vendors
 from tinker_server.web.deps import Server
 from tinker_server.web.handlers import CLIENT_GONE
@@ -20,8 +21,6 @@ from tinker_server.web.handlers import CLIENT_GONE
 T = TypeVar("T")
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """A proxy should pass each event on at once."""
-_SLOW_BYTES = 1 << 20
-"""A larger body is parsed on a thread."""
 Handler = Callable[[Request, Server], Awaitable[Response]]
 
 
@@ -58,8 +57,7 @@ def _answering(endpoint: ChatEndpoint) -> Handler:
     async def answer(http: Request, server: Server) -> Response:
         server.scheduler.require_open()
         content = await http.body()
-        slow = len(content) > _SLOW_BYTES
-        request = await asyncio.to_thread(read, endpoint, content) if slow else read(endpoint, content)
+        request = await off_loop(len(content), read, endpoint, content)
         parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
         told = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
         if told is None:

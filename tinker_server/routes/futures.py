@@ -1,6 +1,8 @@
 """Fetching results by long poll, one by one or by the log of a sampling session, and cancelling samples."""
 
+import asyncio
 import re
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
@@ -31,7 +33,8 @@ from tinker_server.operations.table import OPERATIONS
 from tinker_server.store.futures.notifications import Target
 from tinker_server.store.futures.results import Result
 from tinker_server.web.callers import Caller
-from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep
+from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep, Server
+from tinker_server.web.ledger import Ledger
 from tinker_server.web.refusals import BINARY, Described, refused
 
 router = APIRouter()
@@ -67,6 +70,7 @@ async def retrieve_future(
     poll: RetrieveFutureRequest,
     futures: Futures,
     settings: AppSettings,
+    server: Server,
     caller: Caller,
     accept: Annotated[str, Header(description=ACCEPT)] = "",
 ) -> Response:
@@ -79,7 +83,7 @@ async def retrieve_future(
     if result.content_type != wire.PROTOBUF:
         return Response(result.body, media_type=result.content_type)
     if wire.PROTOBUF not in accept:
-        return _json_form(result)
+        return _json_form(result, server.ledger, caller)
     size_bytes = len(result.body)
     if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
@@ -128,11 +132,20 @@ def _checked(request_id: str) -> str:
     return request_id
 
 
-def _json_form(result: Result) -> Response:
+def _json_form(result: Result, ledger: Ledger, owner: str) -> Response:
     """A protobuf result for clients that take no protobuf; a large one is encoded while it is sent."""
     json_form = OPERATIONS[result.operation_kind].json_form
     assert json_form is not None, f"{result.operation_kind} has a result in protobuf"
     parts = json_form(result.body)
     if len(result.body) <= INLINE_BYTES:
         return Response(b"".join(parts), media_type="application/json")
-    return StreamingResponse(parts, media_type="application/json")
+    return StreamingResponse(_one_by_one(parts, ledger, owner), media_type="application/json")
+
+
+async def _one_by_one(parts: Iterator[bytes], ledger: Ledger, owner: str) -> AsyncIterator[bytes]:
+    while True:
+        async with ledger.encoding(owner):
+            part = await asyncio.to_thread(next, parts, None)
+        if part is None:
+            return
+        yield part

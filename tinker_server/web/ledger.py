@@ -1,12 +1,12 @@
 """Bytes of requests' bodies in flight: one account for each owner, taken before the first byte of a body is read.
 
 A body costs its length while it is received and handled, and once more, by what it decompresses to, while it is
-decoded. Owners take turns at both. Who has no account, as before a key is known, shares one.
+decoded. Owners take turns at both, and at encoding results. Who has no account, as before a key is known, shares one.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 
 from backends.processes.fair_queue import FairTurns
@@ -33,6 +33,7 @@ class Ledger:
         self._all = FairTurns(BODIES_OF_ALL * max_body_bytes)
         self._decoded_bytes = BODIES_DECODED * max_body_bytes
         self._decoding = FairTurns(self._decoded_bytes)
+        self._encoding = FairTurns()
         self._owners: dict[str, FairTurns] = {}
         self._in_flight: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
@@ -47,8 +48,9 @@ class Ledger:
         return self._receiving[owner] > 0
 
     @asynccontextmanager
-    async def body(self, owner: str, size_bytes: int) -> AsyncIterator[None]:
-        """Hold room for a body of so many bytes. Raises Busy where there is none for a while."""
+    async def body(self, owner: str, size_bytes: int) -> AsyncIterator[Callable[[int], None]]:
+        """Hold room for a body of so many bytes at most, until it is told how many came. Raises Busy where there is
+        none for a while."""
         size_bytes = max(size_bytes, LEAST_BYTES)
         turns = self._owners.setdefault(owner, FairTurns(self._of_owner))
         self._in_flight[owner] += 1
@@ -56,13 +58,18 @@ class Ledger:
             async with AsyncExitStack() as held:
                 try:
                     async with asyncio.timeout(WAIT_S):
-                        await held.enter_async_context(turns.turn(owner, "", size_bytes))
-                        await held.enter_async_context(self._all.turn(owner, "", size_bytes))
+                        shrink_own = await held.enter_async_context(turns.turn(owner, "", size_bytes))
+                        shrink_all = await held.enter_async_context(self._all.turn(owner, "", size_bytes))
                 except TimeoutError:
                     raise Busy(
                         f"requests of {self._of_owner} bytes are in flight, for {WAIT_S:g} s; send this one later"
                     ) from None
-                yield
+
+                def came(num_bytes: int) -> None:
+                    for shrink in (shrink_own, shrink_all):
+                        shrink(max(num_bytes, LEAST_BYTES))
+
+                yield came
         finally:
             self._in_flight[owner] -= 1
             if not self._in_flight[owner]:
@@ -79,6 +86,11 @@ class Ledger:
             if not self._receiving[owner]:
                 del self._receiving[owner]
 
-    def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
+    def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
         """Hold a turn at decoding a body that decompresses to so many bytes."""
         return self._decoding.turn(owner, "", max(size_bytes, self._decoded_bytes // DECODED_AT_ONCE))
+
+    def encoding(self, owner: str) -> AbstractAsyncContextManager[object]:
+        """Hold a turn at encoding one part of a result: threads that encode together would leave the event loop no
+        turn of the interpreter."""
+        return self._encoding.turn(owner, "")

@@ -17,9 +17,7 @@ LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "a
 """What carries batches and prompts. All else is small."""
 SMALL_BODY_BYTES = 1 << 20
 SMALL_BODY_VALUES = 1 << 13
-"""Commas, of which JSON has one less than it has values: so many are parsed and checked in a few milliseconds."""
-
-
+"""So many are parsed and checked in a few milliseconds."""
 LARGE_BODY_VALUES = 1 << 20
 """Of a JSON body that carries a batch or a prompt: Python parses it in one go, and nothing else runs meanwhile."""
 _SLICE_BYTES = 1 << 20
@@ -32,7 +30,8 @@ def largest_body(path: str, max_body_bytes: int) -> int:
 
 def require_few_values(body: bytes) -> None:
     """Of a JSON body that came compressed. Raises BodyTooLarge."""
-    if sum(body.count(b",", at, at + _SLICE_BYTES) for at in range(0, len(body), _SLICE_BYTES)) > LARGE_BODY_VALUES:
+    slices = (body[at : at + _SLICE_BYTES] for at in range(0, len(body), _SLICE_BYTES))
+    if sum(map(_num_values, slices)) > LARGE_BODY_VALUES:
         raise BodyTooLarge(_too_many_values(LARGE_BODY_VALUES))
 
 
@@ -65,15 +64,16 @@ class BodyLimit:
             except TimeoutError:
                 raise HTTPException(408, _too_slow(num_bytes, size_bytes), {"Connection": "close"}) from None
             is_whole = not message.get("more_body", False)
-            if is_whole:
-                receiving.close()
             body = message.get("body", b"")
             num_bytes += len(body)
-            num_values += 0 if most_values is None else body.count(b",")
+            num_values += 0 if most_values is None else _num_values(body)
             if num_bytes > limit:
                 raise HTTPException(BodyTooLarge.status, _too_large(limit))  # FastAPI makes a 400 of any other error
             if most_values is not None and num_values > most_values:
                 raise HTTPException(BodyTooLarge.status, _too_many_values(most_values))
+            if is_whole:
+                receiving.close()
+                came(num_bytes)
             return message
 
         if declared > limit:
@@ -84,7 +84,7 @@ class BodyLimit:
             if not size_bytes:
                 return await self.app(scope, counted, send)
             try:
-                async with ledger.body(owner, size_bytes):
+                async with ledger.body(owner, size_bytes) as came:
                     receiving.enter_context(ledger.received(owner))
                     await self.app(scope, counted, send)
             except Busy as error:
@@ -94,11 +94,17 @@ class BodyLimit:
 
 
 def _most_values(path: str, headers: Headers) -> int | None:
-    """None where the body is not JSON yet: one byte in 256 of any other is a comma."""
+    """None where the body is not JSON yet: one byte in 256 of any other is a comma. A chat is JSON, whatever it is
+    called."""
     if path not in LARGE_BODIES:
         return SMALL_BODY_VALUES
     is_json = "content-encoding" not in headers and not headers.get("content-type", "").startswith(PROTOBUF)
-    return LARGE_BODY_VALUES if is_json else None
+    return LARGE_BODY_VALUES if is_json or path in vendors.LARGE else None
+
+
+def _num_values(body: bytes) -> int:
+    """Values of a piece of JSON at most: a comma is between two, and a bracket begins one, whatever is in it."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 def _too_slow(num_bytes: int, size_bytes: int) -> str:
@@ -113,4 +119,7 @@ def _too_large(limit: int) -> str:
 
 
 def _too_many_values(limit: int) -> str:
-    return f"the request's body has more than {limit} values (commas); send less at once, or protobuf where it may be"
+    return (
+        f"the request's body has more than {limit} values (commas and brackets); send less at once, or protobuf where"
+        " it may be"
+    )

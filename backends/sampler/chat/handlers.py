@@ -3,18 +3,13 @@
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
-from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -27,14 +22,9 @@ from backends.families.tool_calls import tool_parser
 from backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
 from backends.sampler.chat.engine_client import ChatEngine, Room
 from backends.sampler.chat.prompts import chat_renderer
+from backends.sampler.chat.requests import parsed
 
 log = logging.getLogger(__name__)
-_REQUESTS: dict[ChatEndpoint, Any] = {
-    "chat_completions": ChatCompletionRequest,
-    "completions": CompletionRequest,
-    "messages": AnthropicMessagesRequest,
-    "count_tokens": AnthropicCountTokensRequest,
-}
 _CALLS: dict[ChatEndpoint, Callable[[Any, Any], Awaitable[Any]]] = {
     "chat_completions": OpenAIServingChat.create_chat_completion,
     "completions": OpenAIServingCompletion.create_completion,
@@ -104,7 +94,7 @@ class Chats:
             raise InvalidInput("tools: the model's chat template teaches it no calls that this server can read")
         handler = copy.copy(self._handlers[task.endpoint])
         handler.engine_client, handler.models = engine, _Names(task.body["model"])
-        request = await asyncio.to_thread(_parsed, task)  # of thousands of messages it takes a second
+        request = await asyncio.to_thread(parsed, task)  # of thousands of messages it takes a second
         answer = await _CALLS[task.endpoint](handler, request)
         if isinstance(answer, ErrorResponse):
             raise engine.failure or _refusal(answer)
@@ -116,44 +106,6 @@ class Chats:
                 if engine.failure is not None:  # the handler makes an event of it, in words of its own
                     raise engine.failure
                 tell(event)
-
-
-def _parsed(task: ChatTask) -> Any:
-    """The vendor's request. Raises InvalidInput.
-
-    Items of lists are validated one by one first: pydantic goes on after an error, and keeps kilobytes of each.
-    """
-    request = _REQUESTS[task.endpoint]
-    for field, adapter in _item_adapters(request).items():
-        items = task.body.get(field)
-        for index, item in enumerate(items if isinstance(items, list) else ()):
-            with _refusing(f"{field}.{index}"):
-                adapter.validate_python(item)
-    with _refusing():
-        return request.model_validate(task.body)
-
-
-@contextmanager
-def _refusing(*where: str) -> Iterator[None]:
-    """Raises InvalidInput for pydantic's first error, at a place in the body."""
-    try:
-        yield
-    except ValidationError as error:
-        first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join([*where, *map(str, first["loc"])])
-        raise InvalidInput(f"{place or 'the body'}: {first['msg']}") from None
-
-
-@cache
-def _item_adapters(request: Any) -> dict[str, TypeAdapter[Any]]:
-    """By field what validates an item of its list."""
-    found = {}
-    for field in ("messages", "tools", "system"):
-        if field in request.model_fields:
-            kind = request.model_fields[field].annotation
-            lists = [one for one in (kind, *get_args(kind)) if get_origin(one) is list]
-            found[field] = TypeAdapter(get_args(lists[0])[0])
-    return found
 
 
 def _refusal(answer: ErrorResponse, cause: Exception | None = None) -> InvalidInput | BackendFailed:

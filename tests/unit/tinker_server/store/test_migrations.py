@@ -15,7 +15,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
-from tinker_server.store.usage import UsageStore
+from tinker_server.store.usage import NO_SESSION, UsageStore
 
 FLAGS = list(itertools.product([True, False], repeat=3))
 SEEDS = [0, 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 7, 8]
@@ -94,6 +94,8 @@ async def migrated(database_url: str) -> AsyncIterator[Database]:
     for hour, amount in ((3600, 5), (7200, 2**40)):
         usage = {"hour": hour, "kind": "training", "session_id": "s", "base_model": "tiny", "amount": amount}
         await insert(db, "usage", usage)
+    drawn = {"hour": 3600, "kind": "sampled", "session_id": NO_SESSION, "base_model": "tiny", "amount": 7}
+    await insert(db, "usage", drawn)
     await db.migrate()
     yield db
     await db.close()
@@ -121,3 +123,8 @@ async def test_usage_belongs_to_the_owner_of_its_session(migrated: Database) -> 
     assert amounts[0].session == await SessionStore(migrated).get("s")
     assert amounts[0].session.user_metadata == {"größe": "fünf"}
     assert await usage.between("bob", 0, 10_000) == []
+
+
+async def test_usage_of_samples_outside_of_any_session_is_kept(migrated: Database) -> None:
+    (drawn,) = await UsageStore(migrated).between("local", 0, 10_000)
+    assert (drawn.hour, drawn.kind, drawn.amount, drawn.session) == (3600, "sampled", 7, None)

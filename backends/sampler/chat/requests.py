@@ -1,0 +1,52 @@
+"""A chat's body as vLLM's models read it, at a cost that is bounded by the body.
+
+pydantic goes on after an error, and keeps kilobytes of each. So in the models that are used here every list, however
+deep, ends at its first error.
+"""
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import SchemaValidator
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from backends.protocol import ChatEndpoint, ChatTask, InvalidInput
+
+_REQUESTS: dict[ChatEndpoint, type[BaseModel]] = {
+    "chat_completions": ChatCompletionRequest,
+    "completions": CompletionRequest,
+    "messages": AnthropicMessagesRequest,
+    "count_tokens": AnthropicCountTokensRequest,
+}
+_LISTS = ("list", "tuple", "set", "frozenset")
+
+
+def parsed(task: ChatTask) -> Any:
+    """The vendor's request. Raises InvalidInput, which names the first error."""
+    try:
+        return _validator(_REQUESTS[task.endpoint]).validate_python(task.body)
+    except ValidationError as error:
+        first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InvalidInput(f"{place or 'the body'}: {first['msg']}") from None
+
+
+@cache
+def _validator(request: type[BaseModel]) -> SchemaValidator:
+    """Models within the request have validators already, which know nothing of this: they are made again too."""
+    return SchemaValidator(_failing_fast(request.__pydantic_core_schema__), _use_prebuilt=False)
+
+
+def _failing_fast(schema: Any) -> Any:
+    """The same schema, with lists that end at their first error."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_failing_fast, schema))
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: _failing_fast(value) for key, value in schema.items()}
+    if copy.get("type") in _LISTS:
+        copy["fail_fast"] = True
+    return copy

@@ -1,0 +1,53 @@
+"""What vLLM's models keep of a chat body that is wrong in every place."""
+
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from backends.protocol import ChatEndpoint, ChatTask, InvalidInput
+from backends.sampler.chat.requests import parsed
+
+USER = {"role": "user", "content": "hello"}
+COUNT = 20_000
+WRONG: dict[str, tuple[ChatEndpoint, dict[str, Any]]] = {
+    "token ids below 0": ("completions", {"prompt": [-1] * COUNT}),
+    "lists of token ids below 0": ("completions", {"prompt": [[-1] * COUNT]}),
+    "messages": ("chat_completions", {"messages": [{}] * COUNT}),
+    "tools": ("chat_completions", {"messages": [USER], "tools": [{}] * COUNT}),
+    "calls of tools": ("chat_completions", {"messages": [{"role": "assistant", "tool_calls": [{}] * COUNT}]}),
+    "stop tokens": ("chat_completions", {"messages": [USER], "stop_token_ids": ["a"] * COUNT}),
+    "parts of a message of Anthropic's": ("messages", {"messages": [{"role": "user", "content": [{}] * COUNT}]}),
+    "parts of its system prompt": ("messages", {"messages": [USER], "system": [{}] * COUNT}),
+    "messages to count": ("count_tokens", {"messages": [{}] * COUNT}),
+}
+
+
+def read(endpoint: ChatEndpoint, fields: dict[str, Any]) -> Any:
+    return parsed(ChatTask(endpoint, {"model": "m", "max_tokens": 1, **fields}, None, "somebody"))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_first_error_of_a_list_is_the_last_that_is_kept(name: str) -> None:
+    endpoint, fields = WRONG[name]
+    with pytest.raises(InvalidInput):
+        read(endpoint, fields)  # so that what is made once is there
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput) as refused:
+            read(endpoint, fields)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert str(refused.value).split(".")[0] in (*fields, "0")  # vLLM validates some fields beforehand
+    assert most < 50 * COUNT
+
+
+def test_right_requests_are_read_as_vllm_reads_them() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "hello"}]}] * 3
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    request = read("chat_completions", {"messages": messages, "tools": tools, "stop": ["a", "b"], "stream": True})
+    assert len(request.messages) == 3 and request.tools[0].function.name == "f" and request.stop == ["a", "b"]
+    assert read("completions", {"prompt": [[1, 2], [3]]}).prompt == [[1, 2], [3]]
+    assert read("messages", {"messages": [USER] * 2}).messages[1].content == "hello"

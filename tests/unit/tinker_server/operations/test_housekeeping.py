@@ -1,0 +1,103 @@
+"""What is old: told by a clock that may be set ahead."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fake_server import Running
+from tinker_server.operations import housekeeping
+from tinker_server.operations.housekeeping import HELD_S, SteadyClock
+
+DAY_S = 24 * 3600.0
+NOW = 1e9
+
+
+@dataclass
+class Machine:
+    """Its two clocks: what it says, and how long it has run."""
+
+    wall: float = NOW
+    passed: float = 100.0
+
+    def time(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.passed
+
+    def wait(self, seconds: float) -> None:
+        self.wall += seconds
+        self.passed += seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(housekeeping, "time", machine)
+    return machine
+
+
+@pytest.fixture
+def steady(machine: Machine) -> SteadyClock:
+    return SteadyClock()
+
+
+def test_a_clock_that_is_set_ahead_makes_nothing_old_at_once(
+    machine: Machine, steady: SteadyClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.wait(50)
+    machine.wall += 365 * DAY_S
+    assert steady() == NOW + 50
+    machine.wait(3600)
+    assert steady() == NOW + 3650
+    assert caplog.text.count("set ahead by 31536000 s") == 1
+    machine.wall -= 365 * DAY_S
+    assert steady() == NOW + 3650
+
+
+def test_a_clock_that_stays_ahead_is_followed_in_the_end(machine: Machine, steady: SteadyClock) -> None:
+    machine.wall += 10 * DAY_S
+    assert steady() == NOW
+    machine.wait(HELD_S)
+    assert steady() == machine.wall == NOW + 11 * DAY_S
+    machine.wait(5)
+    assert steady() == machine.wall
+
+
+def test_small_changes_and_a_clock_that_is_set_back_are_followed(machine: Machine, steady: SteadyClock) -> None:
+    machine.wall += 30
+    assert steady() == NOW + 30
+    machine.wall -= DAY_S
+    assert steady() == NOW + 30 - DAY_S
+    machine.wall += DAY_S
+    assert steady() == NOW + 30
+
+
+def test_a_server_whose_clock_is_set_ahead_keeps_snapshots_and_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = time.time
+    running = Running(tmp_path, session_timeout_s=1)  # so that house is kept four times a second
+    try:
+        model_id = running.model()
+        saved = running.post("/save_weights", model_id=model_id, seq_id=1, path="a")
+        running.result(saved)
+        until = time.monotonic() + 10
+        while not suspended(tmp_path):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        (snapshot,) = suspended(tmp_path)
+        monkeypatch.setattr(time, "time", lambda: right() + 365 * DAY_S)
+        time.sleep(1)
+        monkeypatch.undo()
+        assert suspended(tmp_path) == [snapshot]
+        assert running.result(saved).status_code == 200
+    finally:
+        running.stop()
+
+
+def suspended(data_dir: Path) -> list[Path]:
+    """Snapshots of models that are on disk."""
+    return [one for one in data_dir.glob("checkpoints/*/snapshots/model~*") if one.is_dir()]
