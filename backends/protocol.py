@@ -2,7 +2,7 @@
 
 `Backend.start` is called first, then anything from any task, and `Backend.stop` last. The server serialises a model's
 training operations by seq_id. Operations of several models may be given at once: owners take turns on the trainer, and
-then their models.
+then their models. Directories are given by paths that are the same to server, trainer and sampler.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

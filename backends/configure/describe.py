@@ -83,7 +83,7 @@ def chosen_device(config: BackendConfig, machine: Machine) -> Device:
 
 
 def placed(found: Sequence[FoundModel], config: BackendConfig, machine: Machine) -> dict[str, Placement]:
-    """Return each model's placement. Raises BackendFailed where they do not all fit."""
+    """Return each model's placement. Raises BackendFailed if they do not all fit."""
     return place(
         [model.size for model in found],
         machine,
@@ -97,13 +97,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     """Read a model's files; `number` tells its directories from other models'. Raises BackendFailed for files that are
     no model that can be served."""
     source, device = config.models[name], chosen_device(config, machine)
-    try:
-        renderer = Renderer(
-            str(directory), image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels
-        )
-    except (OSError, ValueError) as error:
-        raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
-    check_tokenizer(directory)
+    renderer = _renderer(directory, config, source)
     numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
     dtype = _dtype(renderer.family, device, config, source)
     number_bytes = BYTES_PER_NUMBER[dtype]
@@ -119,7 +113,6 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         gathered_bytes=numbers.gathered * number_bytes,
         training_bytes=_training_bytes(numbers, number_bytes, device, source) if config.full else 0,
     )
-    room = machine.main_bytes if device == "cpu" else min(machine.gpu_bytes, default=0) * config.gpu_memory_fraction
     rank_bytes = config.adapter_slots * numbers.adapter * number_bytes
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
@@ -135,7 +128,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         dtype=dtype,
         weight_bytes=size.weight_bytes,
         max_context_length=context,
-        max_lora_rank=config.max_lora_rank or default_lora_rank(rank_bytes, room),
+        max_lora_rank=config.max_lora_rank or default_lora_rank(rank_bytes, _sampler_room(device, config, machine)),
         trains_vision=config.train_vision and renderer.takes_images,
         full=config.full,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or DEFAULT_MICROBATCH_TOKENS[device],
@@ -154,6 +147,25 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         routing_dir=scratch_dir.with_name(f"{number}-routing").absolute() if replays_routing else None,
     )
     return FoundModel(spec, renderer, size)
+
+
+def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
+    """Raises BackendFailed if config, tokenizer or processor cannot be used."""
+    try:
+        renderer = Renderer(
+            str(directory), image_cache_bytes=config.image_cache_bytes, max_image_pixels=config.max_image_pixels
+        )
+    except (OSError, ValueError) as error:
+        raise BackendFailed(f"{source}: no usable model: {str(error).splitlines()[0]}") from None
+    check_tokenizer(directory)
+    return renderer
+
+
+def _sampler_room(device: Device, config: BackendConfig, machine: Machine) -> float:
+    """Return the bytes that samplers may fill."""
+    if device == "cpu":
+        return machine.main_bytes
+    return min(machine.gpu_bytes, default=0) * config.gpu_memory_fraction
 
 
 def _training_bytes(numbers: Numbers, number_bytes: int, device: Device, source: str) -> int:
