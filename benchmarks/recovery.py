@@ -29,7 +29,7 @@ from tests.photographs import photographs
 from tests.submitting import Client
 from tinker_server.app import REPLAY_S
 from tinker_server.models import snapshots
-from tinker_server.web import image_places
+from tinker_server.web import submission
 
 MODEL = Path(__file__).resolve().parents[1] / "tinker_server" / "tiny_vl"
 LOGGED: tuple[str, ...] = snapshots.LOGGED
@@ -79,7 +79,7 @@ async def log_bytes(num_steps: int) -> int:
 async def measure_disk(num_steps: int) -> None:
     """With images once, and with each in every body that has it."""
     once = await log_bytes(num_steps)
-    image_places.SMALLEST_BYTES = 1 << 40
+    submission.SMALLEST_IMAGE_BYTES = 1 << 40
     in_bodies = await log_bytes(num_steps)
     for how, found in (("once", once), ("in every body", in_bodies)):
         print(f"images {how}: {found / (2 * num_steps) * 1000 / 2**20:.1f} MiB on disk for 1,000 operations")

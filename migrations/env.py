@@ -1,4 +1,4 @@
-"""Runs the migrations on the connection that `tinker_server.store.database.Database.migrate` gives."""
+"""Runs the migrations on the connection that `tinker_server.store.database.Database.migrate` passes."""
 
 from alembic import context
 

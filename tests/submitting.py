@@ -28,11 +28,10 @@ from tests.fakes import FakeBackend
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings
-from tinker_server.store.futures.records import Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.records import SamplingSession
 from tinker_server.web.deps import Services
-from tinker_server.web.image_places import image_places
+from tinker_server.web.submission import image_places
 
 GRACE_S = 0.3
 

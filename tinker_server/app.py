@@ -56,13 +56,10 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi
-from tinker_server.web.callers import caller
-from tinker_server.web.deps import Services
-from tinker_server.web.gate import Gate
+from tinker_server.web.deps import Services, caller
+from tinker_server.web.gate import BodyLimit, Gate, Measured
 from tinker_server.web.handlers import install, storable_parameters
 from tinker_server.web.ledger import Ledger
-from tinker_server.web.limits import BodyLimit
-from tinker_server.web.measured import Measured
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.saving import Saving
@@ -226,7 +223,7 @@ async def working(services: Services) -> AsyncIterator[None]:
     """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
-        await services.runs.forget_unanswered({one.lane for one in unfinished if one.seq_id == 0})
+        await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
         for save in (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save):

@@ -1,4 +1,4 @@
-"""The first tables: sessions, training runs, sampling sessions, checkpoints, futures."""
+"""Creates the first tables: sessions, training runs, sampling sessions, checkpoints, futures."""
 
 from typing import Any
 

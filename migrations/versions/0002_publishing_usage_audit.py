@@ -1,4 +1,4 @@
-"""Checkpoints can be public and copies; what was used, and what was done."""
+"""Adds public and copied checkpoints, usage, and the audit log."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,6 +1,6 @@
-"""Everything has an owner, the name of the API key it was made with; what is there already is `local`'s.
+"""Gives every row an owner, the name of the API key it was made with; existing rows are `local`'s.
 
-Models of silent clients are on disk, and sampler weights without a name are deleted after their use.
+Records snapshots of suspended models, and the deletion of sampler weights without a name.
 """
 
 import sqlalchemy as sa

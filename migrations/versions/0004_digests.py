@@ -1,4 +1,4 @@
-"""Of an operation, a hash of its body, and how it failed: both are known when body and result are gone."""
+"""Adds a hash of an operation's body and its failure category, which are known when body and result are deleted."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,6 +1,6 @@
-"""What a model trains is one value. Usage has an owner. Directories that no row owns are listed.
+"""Makes what a model trains one value, gives usage an owner, and lists directories that no row references.
 
-Runs and checkpoints know which base model's files they are for, sampling sessions when they were used last.
+Runs and checkpoints get the fingerprint of their base model's files, sampling sessions the time of their last use.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def upgrade() -> None:
 
 
 def unite_lora_columns(name: str, key: str) -> None:
-    # SQLite adds no column that may not be null without a default.
+    # SQLite adds a column that must not be null only with a default.
     op.add_column(name, sa.Column("trainable", sa.JSON, nullable=False, server_default="{}"))
     columns: list[sa.Column[Any]] = [sa.Column(column, kind) for column, kind in LORA.items()]
     table = sa.Table(name, sa.MetaData(), sa.Column(key, sa.String), sa.Column("trainable", sa.JSON), *columns)
@@ -64,9 +64,9 @@ def trainable(rank: int, seed: int, unembed: bool, mlp: bool, attn: bool) -> dic
 
 
 def give_usage_an_owner() -> None:
-    """A primary key cannot be changed in SQLite, so the table is made again.
+    """Add the owner to the primary key. SQLite cannot change one, so the table is made again.
 
-    Samples drawn outside of any session have none to tell an owner: they belong to who owns everything without keys.
+    Samples drawn outside of any session name no owner: they belong to `local`, who owns everything without keys.
     """
     metadata = sa.MetaData()
     sessions = sa.Table("sessions", metadata, sa.Column("session_id", sa.String), sa.Column("owner", sa.String))

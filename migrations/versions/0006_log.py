@@ -1,6 +1,6 @@
-"""Operations that a model's snapshot does not hold have a place in its log, and runs say what they were computed with.
+"""Adds the positions of operations in the logs of their models, and the numerics that runs were computed with.
 
-Models that an earlier server lost or left in memory have no whole log: those without a snapshot are lost.
+Models that an earlier server left in memory have no complete log: those without a snapshot are lost.
 """
 
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""Images of requests that may run again are stored once, beside the bodies that have them."""
+"""Stores images of requests that may be replayed once, apart from the bodies that have them."""
 
 import sqlalchemy as sa
 from alembic import op

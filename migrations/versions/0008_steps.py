@@ -1,4 +1,4 @@
-"""Finished forward_backwards and optim_steps leave a row each, for the curves of their runs."""
+"""Adds a row for each finished forward_backward and optim_step, for the curves of their runs."""
 
 import sqlalchemy as sa
 from alembic import op

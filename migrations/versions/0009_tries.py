@@ -1,4 +1,4 @@
-"""How often servers began an operation that an earlier one had left unfinished."""
+"""Counts the servers that began an operation that an earlier one left unfinished."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""A number that each server raises when it takes the database, so that an earlier one can tell that it was replaced."""
+"""Adds a number that each server raises when it takes the database, so that an earlier one notices."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -20,7 +20,7 @@ from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.wire import PROTOBUF
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
-from tinker_server.web import ledger, limits
+from tinker_server.web import gate, ledger
 
 MIB = 1 << 20
 
@@ -92,7 +92,7 @@ def test_small_bodies_that_grow_large_are_decoded_one_after_the_other(server):
 
 
 def test_a_body_that_does_not_go_on_is_ended(server, monkeypatch):
-    monkeypatch.setattr(limits, "STALL_S", 0.3)
+    monkeypatch.setattr(gate, "STALL_S", 0.3)
     with begun(server, 1000) as connection:
         connection.sendall(b"x")
         assert status(connection) == 408
@@ -101,8 +101,8 @@ def test_a_body_that_does_not_go_on_is_ended(server, monkeypatch):
 
 
 def test_a_body_that_comes_in_drops_is_ended_too(server, monkeypatch):
-    monkeypatch.setattr(limits, "STALL_S", 1.0)
-    monkeypatch.setattr(limits, "BYTES_PER_S", 1_000_000)
+    monkeypatch.setattr(gate, "STALL_S", 1.0)
+    monkeypatch.setattr(gate, "BYTES_PER_S", 1_000_000)
     began = time.monotonic()
     with begun(server, 100_000) as connection:
         connection.settimeout(0.1)

@@ -30,7 +30,7 @@ from tests.trainers import config
 from tinker_server.app import serving
 from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Result
 
 STEPS = 3
 

@@ -1,9 +1,12 @@
-"""A data directory as an older server left it, and what that server computed from it.
+"""Data directories as older servers left them, and the numbers that these servers computed from them.
 
-`python -m tests.e2e.old_directory CHECKOUT` runs the server of a checkout (073f48b made the one in tests/data) with
-the embedded model, fills a data directory, stops, serves a copy of it again and records what `measure` finds there.
+`python -m tests.e2e.old_directory CHECKOUT NAME` makes one with the server of a checkout and the embedded model. It
+fills a data directory, ends the server, serves a copy again and records the numbers. 073f48b made `stopped`, whose
+server was stopped; ab350a7 made `killed`, whose server was killed, so that it has a log.
 """
 
+import base64
+import contextlib
 import json
 import shutil
 import sqlite3
@@ -11,18 +14,24 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+from sqlalchemy import JSON, Boolean, Connection, MetaData
 
+from tests.factories import photo
 from tests.servers import KEY, Server
+from tinker_server.store.database import Database
 
 DATA = Path(__file__).parents[1] / "data"
-ARCHIVE, EXPECTED = DATA / "directory-of-073f48b.tar.xz", DATA / "directory-of-073f48b.json"
+SCHEMA_OF_AB350A7 = "0009"
 MODEL = "tinker-server/tiny-vl"
 TOKENS = [41, 7, 300, 12, 99, 640, 5, 18]
 ADAM = {"learning_rate": 0.01}
+IMAGE, IMAGE_TOKENS = photo(56, 56), 25
+SNAPSHOT_EVERY_S = 4.0
 
 
 class Client:
@@ -48,14 +57,21 @@ class Client:
         """An operation's result."""
         return self.result(self.post(path, **body)["request_id"])
 
-    def forward_backward(self, model_id: str, seq_id: int, shift: int = 0, *, backward: bool = True) -> list[float]:
-        """Log probabilities of a datum."""
-        targets = [(token + shift) % 2000 for token in TOKENS[1:]]
+    def forward_backward(
+        self, model_id: str, seq_id: int, shift: int = 0, *, backward: bool = True, image: bytes = b""
+    ) -> list[float]:
+        """Log probabilities of a datum, which begins with an image if there is one."""
+        targets, weights = [(token + shift) % 2000 for token in TOKENS[1:]], [1.0] * len(TOKENS[1:])
+        chunks: list[Any] = [{"type": "encoded_text", "tokens": TOKENS[:-1]}]
+        if image:
+            data = base64.b64encode(image).decode()
+            chunks.insert(0, {"type": "image", "data": data, "format": "png", "expected_tokens": IMAGE_TOKENS})
+            targets, weights = [0] * IMAGE_TOKENS + targets, [0.0] * IMAGE_TOKENS + weights
         datum = {
-            "model_input": {"chunks": [{"type": "encoded_text", "tokens": TOKENS[:-1]}]},
+            "model_input": {"chunks": chunks},
             "loss_fn_inputs": {
                 "target_tokens": {"data": targets, "dtype": "int64", "shape": [len(targets)]},
-                "weights": {"data": [1.0] * len(targets), "dtype": "float32", "shape": [len(targets)]},
+                "weights": {"data": weights, "dtype": "float32", "shape": [len(targets)]},
             },
         }
         content = {"data": [datum], "loss_fn": "cross_entropy"}
@@ -146,6 +162,84 @@ def measure(client: Client, parts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def fill_killed(client: Client) -> dict[str, Any]:
+    """Make three models: one with a snapshot and a log, one with a log alone, one with an operation that waits."""
+    session_id = client.post("/create_session", sdk_version="0.38.0", tags=[])["session_id"]
+    models = [
+        client.run(
+            "/create_model",
+            session_id=session_id,
+            base_model=MODEL,
+            model_seq_id=number,
+            lora_config={"rank": 1, "seed": number, "train_mlp": False, "train_unembed": False},
+        )["model_id"]
+        for number in range(3)
+    ]
+    client.forward_backward(models[0], 1)
+    time.sleep(SNAPSHOT_EVERY_S)
+    stepped = client.post("/optim_step", model_id=models[0], seq_id=2, adam_params=ADAM)["request_id"]
+    client.result(stepped)  # a snapshot is taken now
+    client.forward_backward(models[0], 3, 1, image=IMAGE)
+    client.run("/optim_step", model_id=models[0], seq_id=4, adam_params=ADAM)
+    client.forward_backward(models[0], 5, 2, image=IMAGE)
+    client.forward_backward(models[1], 1, 3)
+    client.run("/optim_step", model_id=models[1], seq_id=2, adam_params=ADAM)
+    client.forward_backward(models[1], 3, 4)
+    waiting = client.post("/save_weights", model_id=models[2], seq_id=3, path="late")["request_id"]
+    return {"models": models, "stepped": stepped, "waiting": waiting}
+
+
+def measure_killed(client: Client, parts: dict[str, Any]) -> dict[str, Any]:
+    """Measure what a server makes of the logs and of the operation that waits."""
+    snapshot_and_log, log, _ = parts["models"]
+    measured: dict[str, Any] = {"stepped": client.result(parts["stepped"])["metrics"]}
+    for name, model, seq_id, image in (("both", snapshot_and_log, 6, IMAGE), ("log", log, 4, b"")):
+        measured[name] = [
+            client.run("/optim_step", model_id=model, seq_id=seq_id, adam_params=ADAM)["metrics"],
+            client.forward_backward(model, seq_id + 1, backward=False, image=image),
+        ]
+    measured["waiting"] = client.result(parts["waiting"])["path"]
+    return measured
+
+
+def require_logs(data_dir: Path, parts: dict[str, Any]) -> None:
+    """Check what lies in the directory of a server that was killed."""
+    with contextlib.closing(sqlite3.connect(data_dir / "tinker-server.db")) as db:
+        runs = dict(db.execute("SELECT model_id, snapshot FROM training_runs"))
+        logged = dict(db.execute("SELECT lane, count(*) FROM futures WHERE position IS NOT NULL GROUP BY lane"))
+        (queued,) = db.execute("SELECT request_id FROM futures WHERE status = 'queued'").fetchone()
+        images = db.execute("SELECT count(*) FROM images").fetchone(), db.execute("SELECT count(*) FROM image_places")
+        assert db.execute("SELECT version_num FROM alembic_version").fetchone() == (SCHEMA_OF_AB350A7,)
+        assert (images[0], images[1].fetchone()) == ((1,), (2,))
+    assert [runs[model] is not None for model in parts["models"]] == [True, False, False], runs
+    assert [logged[model] for model in parts["models"][:2]] == [3, 3], logged
+    assert queued == parts["waiting"]
+
+
+async def copy_database(file: Path, url: str) -> None:
+    """Copy the tables of an older server from its file to an empty database of another kind."""
+    db = Database(url)
+    await db.migrate(SCHEMA_OF_AB350A7)
+    async with db.write_rows() as connection:
+        await connection.run_sync(_insert_all, file)
+    await db.close()
+
+
+def _insert_all(connection: Connection, file: Path) -> None:
+    metadata = MetaData()
+    metadata.reflect(connection)
+    with contextlib.closing(sqlite3.connect(file)) as source:
+        source.row_factory = sqlite3.Row
+        for table in metadata.sorted_tables:
+            rows = [dict(row) for row in source.execute(f"SELECT * FROM {table.name}")]
+            for column in table.columns:
+                convert = {JSON: json.loads, Boolean: bool}.get(column.type._type_affinity)
+                for row in rows if convert is not None else ():
+                    row[column.name] = None if row[column.name] is None else convert(row[column.name])
+            if rows and table.name != "alembic_version":
+                connection.execute(table.insert(), rows)
+
+
 def make_young(data_dir: Path) -> None:
     """Move all its times to now: what is old is deleted, and clients that are silent for long are forgotten."""
     with sqlite3.connect(data_dir / "tinker-server.db") as db:
@@ -161,26 +255,52 @@ def make_young(data_dir: Path) -> None:
     db.close()
 
 
-def main(checkout: Path) -> None:
+class Made(NamedTuple):
+    """A data directory in tests/data, with the numbers that belong to it."""
+
+    name: str
+    fill: Callable[[Client], dict[str, Any]]
+    measure: Callable[[Client, dict[str, Any]], dict[str, Any]]
+
+    @property
+    def archive(self) -> Path:
+        return DATA / f"{self.name}.tar.xz"
+
+    @property
+    def expected(self) -> Path:
+        return DATA / f"{self.name}.json"
+
+
+STOPPED = Made("directory-of-073f48b", fill, measure)
+KILLED = Made("directory-of-ab350a7", fill_killed, measure_killed)
+
+
+def main(checkout: Path, name: str) -> None:
+    made = {"stopped": STOPPED, "killed": KILLED}[name]
     DATA.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         data_dir, again = Path(scratch) / "data", Path(scratch) / "again"
         models = {MODEL: checkout / "tinker_server" / "tiny_vl"}
-        server = Server(data_dir, models, checkout=checkout, session_timeout_s=2).start()
-        parts = fill(Client(server.base_url))
-        while len(list(data_dir.glob("checkpoints/*/suspended/*"))) < 2:
-            time.sleep(0.2)
-        server.stop()
-        (data_dir / "link-secret").unlink()
+        settings = {"session_timeout_s": 2} if made is STOPPED else {"snapshot_every_s": SNAPSHOT_EVERY_S}
+        server = Server(data_dir, models, checkout=checkout, **settings).start()
+        parts = made.fill(Client(server.base_url))
+        if made is STOPPED:
+            while len(list(data_dir.glob("checkpoints/*/suspended/*"))) < 2:
+                time.sleep(0.2)
+            server.stop()
+        else:
+            server.kill()
+            require_logs(data_dir, parts)
+        (data_dir / "link-secret").unlink(missing_ok=True)
         shutil.rmtree(data_dir / "scratch", ignore_errors=True)
-        with tarfile.open(ARCHIVE, "w:xz") as tar:
+        with tarfile.open(made.archive, "w:xz") as tar:
             tar.add(data_dir, ".")
         shutil.copytree(data_dir, again)
         server = Server(again, models, checkout=checkout).start()
-        expected = measure(Client(server.base_url), parts)
+        expected = made.measure(Client(server.base_url), parts)
         server.stop()
-    EXPECTED.write_text(json.dumps({"parts": parts, "expected": expected}, indent=1, ensure_ascii=False) + "\n")
+    made.expected.write_text(json.dumps({"parts": parts, "expected": expected}, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    main(Path(sys.argv[1]).resolve(), sys.argv[2])

@@ -1,10 +1,13 @@
-"""A data directory of an older server goes on under this one, with the numbers that the older one gave.
+"""Data directories of older servers go on under this one, with the numbers that the older ones gave.
 
-`tests/data/directory-of-073f48b.tar.xz` and the `.json` beside it were made by that commit's server:
-`git worktree add /tmp/old 073f48b && python -m tests.e2e.old_directory /tmp/old`. It holds a training checkpoint,
-named, unnamed and exported weights, two suspended models, one with a gradient, finished futures and two sessions.
+The archives in `tests/data` and the `.json` beside each were made by the server of the commit in their name:
+`git worktree add /tmp/old 073f48b && python -m tests.e2e.old_directory /tmp/old stopped`. That one holds a training
+checkpoint, named, unnamed and exported weights, two suspended models, one with a gradient, finished futures and two
+sessions. The server of ab350a7 was killed: its directory holds a snapshot, two logs, an image in one of them, and an
+operation that waits.
 """
 
+import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.old_directory import ARCHIVE, EXPECTED, MODEL, Client, make_young, measure
+from tests.e2e.old_directory import KILLED, MODEL, STOPPED, Client, Made, copy_database, make_young
 from tests.servers import Server
 from tinker_server.embedded import DIRECTORIES
 
@@ -29,16 +32,40 @@ def approximately(value: Any) -> Any:
     return value
 
 
-@pytest.mark.slow
-def test_an_older_servers_directory_goes_on_with_its_numbers(tmp_path: Path) -> None:
-    recorded = json.loads(EXPECTED.read_text())
-    (tmp_path / "data").mkdir()
-    subprocess.run(["tar", "-xf", ARCHIVE, "-C", tmp_path / "data"], check=True)
-    make_young(tmp_path / "data")
-    server = Server(tmp_path / "data", {MODEL: DIRECTORIES[MODEL]}).start()
+def unpack(made: Made, data_dir: Path) -> None:
+    data_dir.mkdir()
+    subprocess.run(["tar", "-xf", made.archive, "-C", data_dir], check=True)
+    make_young(data_dir)
+
+
+def require_same_numbers(made: Made, data_dir: Path, **settings: Any) -> None:
+    recorded = json.loads(made.expected.read_text())
+    server = Server(data_dir, {MODEL: DIRECTORIES[MODEL]}, **settings).start()
     try:
-        measured = measure(Client(server.base_url), recorded["parts"])
+        measured = made.measure(Client(server.base_url), recorded["parts"])
     finally:
         assert server.stop() == 0
     for name, expected in recorded["expected"].items():
         assert measured[name] == approximately(expected), name
+
+
+@pytest.mark.slow
+def test_an_older_servers_directory_goes_on_with_its_numbers(tmp_path: Path) -> None:
+    unpack(STOPPED, tmp_path / "data")
+    require_same_numbers(STOPPED, tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_snapshots_and_logs_of_an_older_server_that_was_killed_give_its_models_again(
+    tmp_path: Path, database_url: str
+) -> None:
+    data_dir = tmp_path / "data"
+    unpack(KILLED, data_dir)
+    if database_url.startswith("sqlite"):
+        require_same_numbers(KILLED, data_dir)
+    else:
+        file = data_dir / "tinker-server.db"
+        asyncio.run(copy_database(file, database_url))
+        for part in data_dir.glob(f"{file.name}*"):
+            part.unlink()
+        require_same_numbers(KILLED, data_dir, database_url=database_url)

@@ -67,7 +67,7 @@ class LeftOperations:
     async def _note(self, request_id: str, number: int) -> None:
         while True:
             try:
-                return await self._futures.note_try(request_id, number)
+                return await self._futures.rows.note_try(request_id, number)
             except Superseded:
                 raise  # for good
             except DatabaseUnavailable:

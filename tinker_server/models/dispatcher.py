@@ -26,8 +26,7 @@ from tinker_server.models.lane import Lane, lane_after
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.tracing.hooks import Tracing
 from tinker_server.offload import INLINE_BYTES
-from tinker_server.store.futures.records import UNLOAD_SUFFIX, Accepted, Operation, PastOperation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import UNLOAD_SUFFIX, Accepted, Operation, PastOperation, Result
 from tinker_server.store.futures.store import FutureStore
 
 log = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class Scheduler:
 
     async def _resume_sample(self, operation: Operation) -> None:
         try:
-            body = await self._futures.body(operation.request_id)
+            body = await self._futures.rows.body(operation.request_id)
             again = self._runner.decoded(replace(operation, body=body))
         except Exception as error:  # noqa: BLE001 - one that cannot be read any more must not stop the server
             self._fail(operation, error)
@@ -173,7 +172,7 @@ class Scheduler:
             f"{operation.operation_kind} {operation.seq_id} of {operation.lane} comes too late: operations after it"
             " have run, and only a part of a batch whose optim_step was not taken is let in then"
         )
-        if not await self._futures.knows(operation.lane, operation.seq_id):
+        if not await self._futures.rows.knows(operation.lane, operation.seq_id):
             raise late
         accepted = await self._enqueue(operation)
         if accepted.is_new:  # stored by a commit that had seemed to fail
@@ -181,7 +180,7 @@ class Scheduler:
         return accepted.request_id
 
     async def _enqueue(self, operation: Operation) -> Accepted:
-        accepted = await self._futures.enqueue(operation)
+        accepted = await self._futures.queue.enqueue(operation)
         if accepted.is_new:
             self._metrics.accepted(operation.operation_kind)
             self._tracing.accepted(operation, accepted.request_id)
@@ -229,7 +228,7 @@ class Scheduler:
         lane = self._lanes.get(model_id)
         if lane is None:
             return True
-        if lane.is_busy or self._futures.has_unstored(model_id):
+        if lane.is_busy or self._futures.queue.has_unstored(model_id):
             return False
         return lane.last_arrival_s + for_s <= asyncio.get_running_loop().time()
 
@@ -237,7 +236,7 @@ class Scheduler:
         """Whether what has been done to a model is stored, and nothing is under way: the rest waits or is to come."""
         lane = self._lanes.get(model_id)
         driven = lane is not None and lane.driver is not None and not lane.driver.done()
-        return model_id not in self._cut_off and not driven and not self._futures.has_unstored(model_id)
+        return model_id not in self._cut_off and not driven and not self._futures.queue.has_unstored(model_id)
 
     def forget(self, model_id: str) -> None:
         """A model is gone for good: drop what is kept of its numbers, unless something has just arrived."""
@@ -280,7 +279,7 @@ class Scheduler:
 
     async def _past(self, model_id: str) -> AsyncIterator[PastOperation]:
         before = None
-        while page := await self._futures.past(model_id, before):
+        while page := await self._futures.rows.past(model_id, before):
             for operation in page:
                 yield operation
             before = page[-1].seq_id
@@ -379,7 +378,7 @@ class Scheduler:
 
     async def _try(self, operation: Operation, missing: str) -> Result:
         if operation.body is None:
-            operation = replace(operation, body=await self._futures.body(operation.request_id))
+            operation = replace(operation, body=await self._futures.rows.body(operation.request_id))
         if missing and operation.operation_kind == "optim_step":
             await self._runner.mark_incomplete(operation.lane)
         return await self._runner.run(operation)
@@ -393,7 +392,7 @@ class Scheduler:
         self._complete(operation, self._failed(operation, error))
 
     def _complete(self, operation: Operation, result: Result, *, logged: bool = False) -> Result:
-        stored = self._futures.complete(operation.request_id, result, logged=logged)
+        stored = self._futures.queue.complete(operation.request_id, result, logged=logged)
         self._metrics.ended(operation.operation_kind, stored.failure_category)
         self._tracing.ended(operation.request_id, stored.failure_category)
         return stored

@@ -52,7 +52,7 @@ class Recovery:
         if entry.failure_category is not None:
             await self._fail_again(entry, model_id, trainer)
             return
-        body = await self._futures.body(entry.request_id)
+        body = await self._futures.rows.body(entry.request_id)
         try:
             match entry.operation_kind:
                 case "forward_backward":

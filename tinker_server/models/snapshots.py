@@ -132,7 +132,7 @@ class Snapshots:
     async def _take(self, model_id: str) -> None:
         before, self._logs[model_id] = self._logs[model_id], _Log()
         try:
-            run, position = await self._runs.get(model_id), self._futures.last_position
+            run, position = await self._runs.get(model_id), self._futures.queue.last_position
             directory = await self._storage.reserve(model_id, "snapshots", "model")
             written = await self._models.snapshot(run, directory)
         except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
@@ -145,8 +145,8 @@ class Snapshots:
     ) -> bool:
         try:
             await written
-            await self._futures.flush()
-            if self._futures.has_unstored(run.model_id, position):
+            await self._futures.queue.flush()
+            if self._futures.queue.has_unstored(run.model_id, position):
                 return False  # the server stops while the database takes nothing
             numerics = dict(self._models.base(run.base_model).info.numerics)
             left = (await self._runs.get(run.model_id)).snapshot
@@ -156,7 +156,7 @@ class Snapshots:
             return False
         self.num_taken += 1
         if left is not None:
-            with contextlib.suppress(OSError):  # it is loose, and is looked for again
+            with contextlib.suppress(OSError):  # it is listed as unreferenced, and deleted later
                 await self._storage.delete(left)
         return True
 

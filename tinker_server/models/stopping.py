@@ -22,8 +22,8 @@ async def stop_work(
     await scheduler.drain(drain_s)
     with contextlib.suppress(TimeoutError, DatabaseUnavailable):
         async with asyncio.timeout(STORE_S):
-            await futures.flush()
-            await futures.forget_tries()
+            await futures.queue.flush()
+            await futures.rows.clear_tries()
     futures.release()
     idle = [run for run in await runs.in_memory() if scheduler.is_settled(run.model_id)]
     outcomes: list[BaseException | None] = []

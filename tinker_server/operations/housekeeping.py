@@ -135,7 +135,7 @@ class Housekeeper:
         storage = self._stores.storage
         await storage.delete(*await self._stores.samplers.take_unused(self._periods.unnamed, now))
         await storage.delete(*await self._stores.checkpoints.take_expired(now))
-        await storage.delete_loose()
+        await storage.delete_unreferenced()
 
     async def look_after_records(self, now: float) -> None:
         """Write what was counted, delete old results."""

@@ -36,8 +36,7 @@ from tinker_server.offload import off_loop
 from tinker_server.operations.recording import Recording
 from tinker_server.operations.sampling import Sampling
 from tinker_server.operations.training import ModelOperations
-from tinker_server.store.futures.records import Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Operation, Result
 from tinker_server.weights.saving import Saving
 
 

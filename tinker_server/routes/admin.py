@@ -29,8 +29,7 @@ from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, KeysReadOnly, UnknownSession
 from tinker_server.store.catalog import DEFAULT_PROJECT
 from tinker_server.store.usage import HOUR_S
-from tinker_server.web.callers import ApiKey, Caller
-from tinker_server.web.deps import Audit, CatalogDep, Server, ServerUrl, Sessions, SignedLinks, UsageDep
+from tinker_server.web.deps import ApiKey, Audit, Caller, CatalogDep, Server, ServerUrl, Sessions, SignedLinks, UsageDep
 from tinker_server.web.parameters import ProjectInQuery, SessionIdInPath
 from tinker_server.web.refusals import refused
 

@@ -33,9 +33,9 @@ from tinker_server.errors import (
 from tinker_server.store.catalog import Page
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.records import Checkpoint
-from tinker_server.web.callers import Caller
 from tinker_server.web.deps import (
     Audit,
+    Caller,
     CatalogDep,
     Checkpoints,
     CopyingDep,
@@ -44,8 +44,7 @@ from tinker_server.web.deps import (
     SignedLinks,
     StorageDep,
 )
-from tinker_server.web.paging import LongPage
-from tinker_server.web.parameters import IdempotencyKey, RunIdInPath
+from tinker_server.web.parameters import IdempotencyKey, LongPage, RunIdInPath
 from tinker_server.web.refusals import Described, refused
 from tinker_server.weights.saving import check_ttl
 

@@ -31,9 +31,8 @@ from tinker_server.errors import BadRequest, ResultExpired, UnknownFuture, Unkno
 from tinker_server.offload import INLINE_BYTES
 from tinker_server.operations.table import OPERATIONS
 from tinker_server.store.futures.notifications import Target
-from tinker_server.store.futures.results import Result
-from tinker_server.web.callers import Caller
-from tinker_server.web.deps import AppSettings, Futures, Samplers, SchedulerDep, Server
+from tinker_server.store.futures.records import Result
+from tinker_server.web.deps import AppSettings, Caller, Futures, Samplers, SchedulerDep, Server
 from tinker_server.web.ledger import Ledger
 from tinker_server.web.refusals import BINARY, Described, refused
 
@@ -101,7 +100,7 @@ async def retrieve_futures(
     futures.acknowledge(session_id, poll.retrieved_request_ids)
     hold_s = settings.poll_hold_s if poll.timeout is None else min(poll.timeout, settings.poll_hold_s)
     target = Target(session_id, poll.target.cloned_sampler_id)
-    completed = await futures.completed(target, poll.prev_cursor, hold_s)
+    completed = await futures.completions.after(target, poll.prev_cursor, hold_s)
     return RetrieveFuturesResponse(
         completions=[
             FutureCompletion(state="failed", request_id=one.request_id)

@@ -9,10 +9,8 @@ from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
 from tinker_server.errors import UnknownModel
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord
-from tinker_server.web.callers import AskedScope
 from tinker_server.web.deps import CatalogDep
-from tinker_server.web.paging import ShortPage
-from tinker_server.web.parameters import RunIdInPath
+from tinker_server.web.parameters import AskedScope, RunIdInPath, ShortPage
 from tinker_server.web.refusals import refused
 
 router = APIRouter()

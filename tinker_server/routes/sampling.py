@@ -29,8 +29,7 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.store.records import SamplingSession
-from tinker_server.web.callers import Caller
-from tinker_server.web.deps import Checkpoints, Samplers, SchedulerDep, ServedModels, Sessions
+from tinker_server.web.deps import Caller, Checkpoints, Samplers, SchedulerDep, ServedModels, Sessions
 from tinker_server.web.refusals import SUBMIT, refused
 from tinker_server.web.submission import Submission, body_of
 from tinker_server.weights.lookup import find_weights

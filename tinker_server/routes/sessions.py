@@ -24,10 +24,8 @@ from api_schemas.sessions import (
 from tinker_server.errors import BadRequest, HeartbeatEnded, UnknownSession
 from tinker_server.store.catalog import ACTIVE_S, DEFAULT_PROJECT, SessionRecord
 from tinker_server.store.records import Session
-from tinker_server.web.callers import AskedScope, Caller
-from tinker_server.web.deps import Audit, CatalogDep, Sessions
-from tinker_server.web.paging import ShortPage
-from tinker_server.web.parameters import IdempotencyKey, SessionIdInPath
+from tinker_server.web.deps import Audit, Caller, CatalogDep, Sessions
+from tinker_server.web.parameters import AskedScope, IdempotencyKey, SessionIdInPath, ShortPage
 from tinker_server.web.refusals import refused
 
 router = APIRouter()

@@ -20,8 +20,7 @@ from api_schemas.training import (
 from backends.protocol import BaseModelInfo
 from tinker_server.errors import Busy, SessionFinished, UnknownBaseModel, UnknownModel, UnknownSession
 from tinker_server.store.futures.records import UNLOAD_SUFFIX
-from tinker_server.web.callers import Caller
-from tinker_server.web.deps import Runs, ServedModels
+from tinker_server.web.deps import Caller, Runs, ServedModels
 from tinker_server.web.refusals import SUBMIT, refused
 from tinker_server.web.submission import OwnModels, Submission, body_of
 

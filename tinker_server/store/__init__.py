@@ -1,1 +1,1 @@
-"""All SQL, as methods with domain names; knows nothing of HTTP."""
+"""The SQL, as methods with domain names; knows nothing of HTTP."""

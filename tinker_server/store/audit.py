@@ -1,4 +1,4 @@
-"""What was done to saved weights and to sessions' projects."""
+"""The audit log: changes of saved weights and of sessions' projects."""
 
 import time
 import uuid
@@ -15,23 +15,23 @@ DAY_S = 24 * 3600
 
 
 class AuditStore:
-    """The only way to the audit table."""
+    """Reads and writes the audit table."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     async def note(self, event: str, owner: str, **details: Any) -> None:
-        """Record something that an owner did."""
+        """Record an owner's action."""
         entry_id, at = uuid.uuid4().hex, time.time()
 
         async def add(session: AsyncSession) -> None:
             row = AuditEntryRow(entry_id=entry_id, owner=owner, at=at, event=event, details=details)
-            await session.merge(row)  # it may be there already, where the answer to an earlier commit was lost
+            await session.merge(row)  # it may be there already, if the answer to an earlier commit was lost
 
         await self._db.change(add)
 
     async def of_day(self, owner: str, start: float, prefixes: tuple[str, ...]) -> list[AuditEntry]:
-        """An owner's entries of 24 hours whose event begins with one of `prefixes`, oldest first."""
+        """Return an owner's entries of 24 hours whose event begins with one of `prefixes`, oldest first."""
         within = (AuditEntryRow.at >= start) & (AuditEntryRow.at < start + DAY_S)
         query = select(AuditEntryRow).where(AuditEntryRow.owner == owner, within).order_by(AuditEntryRow.at)
         async with self._db.read() as session:

@@ -1,4 +1,4 @@
-"""What can be listed: runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
+"""Lists of runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
@@ -21,24 +21,25 @@ ACTIVE_S = 60.0
 """A session without a heartbeat for so long (the SDK sends one every 10 s) is not known to be running."""
 _OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
 LONGEST_SHOWN_ERROR = 10_000
+"""Bytes of a failed result; the error in a larger one is not shown."""
 LIST_BYTES = 1 << 20
-"""Of what clients noted on one page of a list: it ends before the entry that would be more, though not at once."""
+"""Clients' metadata on one page of a list. The page ends before the entry that exceeds it, but has at least one."""
 DEFAULT_PROJECT = "default"
-"""Of sessions that were created without one."""
+"""Project of sessions that were created without one."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose things are asked for."""
+    """The owner whose entries are listed."""
 
     owner: str
     accessible: bool = False
-    """Also what others have published."""
+    """List also what others have published."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """Which part of a list is asked for."""
+    """The part of a list that is asked for."""
 
     scope: Scope
     limit: int
@@ -48,7 +49,7 @@ class Page:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run with what is shown of it."""
+    """A run as it is shown."""
 
     run: TrainingRun
     last_request_at: float
@@ -96,26 +97,26 @@ class RunOperation:
     finished_at: float | None
     failure_category: str | None
     error: str
-    """Why it failed, where it did and its result is kept."""
+    """The error, if it failed and its result is still stored."""
     waited_s: float | None
     run_s: float | None
-    """Of what has no row among the steps: from its acceptance to its result."""
+    """Seconds it ran; for an operation without a row in `steps`, from its acceptance to its result."""
 
     def state(self, running: Container[int]) -> str:
-        """In one word; `running`: numbers of those that run now."""
+        """Return its state in one word; `running`: the numbers that run now."""
         if self.status == "queued":
             return "running" if self.seq_id in running else "queued"
         return "failed" if self.failure_category is not None else "done"
 
 
 class Catalog:
-    """Reads across tables."""
+    """Reads lists across tables."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     async def runs(self, page: Page, now: float, search: str = "") -> tuple[list[RunRecord], int]:
-        """One page, and how many there are; with `search`, of those that have each of its words in a name."""
+        """Return one page and the total; with `search`, of the runs that have each of its words in a name."""
         query = select(TrainingRunRow).where(_shown_run(page.scope, now), *map(_has_word, search.lower().split()))
         if page.project_id is not None:
             query = query.join(SessionRow).where(_in_project([page.project_id]))
@@ -132,7 +133,7 @@ class Catalog:
         return await self._records(runs, page.scope, now), total or 0
 
     async def run(self, run_id: str, scope: Scope, now: float) -> RunRecord:
-        """Raises UnknownModel."""
+        """Return one run. Raises UnknownModel."""
         query = select(TrainingRunRow).where(TrainingRunRow.model_id == run_id, _shown_run(scope, now))
         async with self._db.read() as session:
             row = await session.scalar(query)
@@ -167,7 +168,7 @@ class Catalog:
     async def checkpoints(
         self, page: Page, kinds: Sequence[Kind], now: float, run_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:
-        """One page of a run's checkpoints, or of all, and how many there are."""
+        """Return one page of a run's checkpoints, or of all, and the total."""
         query = select(CheckpointRow).where(CheckpointRow.kind.in_(kinds), _shown(page.scope, now))
         if run_id is not None:
             query = query.where(CheckpointRow.run_id == run_id)
@@ -182,7 +183,7 @@ class Catalog:
         return [record(Checkpoint, row) for row in rows], total or 0
 
     async def sessions(self, page: Page) -> list[str]:
-        """Ids of one page of sessions."""
+        """Return the ids of one page of sessions."""
         mine = select(SessionRow.session_id).where(SessionRow.owner == page.scope.owner)
         query = mine.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc())
         if page.project_id is not None:
@@ -191,7 +192,7 @@ class Catalog:
             return list(await session.scalars(query.limit(page.limit).offset(page.offset)))
 
     async def of_session(self, session_id: str) -> tuple[list[str], list[str]]:
-        """Ids of a session's runs and of its sampling sessions, oldest first."""
+        """Return the ids of a session's runs and of its sampling sessions, oldest first."""
         runs = select(TrainingRunRow.model_id).where(TrainingRunRow.session_id == session_id)
         samplers = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.session_id == session_id)
         async with self._db.read() as session:
@@ -201,10 +202,10 @@ class Catalog:
             )
 
     async def search(self, request: SearchSessionsRequest, owner: str, now: float) -> tuple[list[SessionRecord], bool]:
-        """One page of the owner's sessions that match, and whether there are more. Raises BadRequest."""
+        """Return one page of the owner's sessions that match, and whether there are more. Raises BadRequest."""
         query = select(SessionRow).where(SessionRow.owner == owner, *_conditions(request, now))
         if request.cursor is not None:
-            # The time of the last session as it is stored: the cursor's is rounded to microseconds.
+            # The last session's time is read from its row, since the cursor's is rounded to microseconds.
             stored = select(SessionRow.created_at).where(SessionRow.session_id == request.cursor.last_session_id)
             last_at = func.coalesce(stored.scalar_subquery(), request.cursor.last_created_at.timestamp())
             same_time = and_(SessionRow.created_at == last_at, SessionRow.session_id < request.cursor.last_session_id)
@@ -227,7 +228,7 @@ class Catalog:
         return records, len(sized) > len(shown)
 
     async def storage(self, owner: str, project_id: str | None, now: float) -> list[StorageRecord]:
-        """What an owner stores now, by project."""
+        """Return the number and bytes of an owner's saved weights by project."""
         query = (
             select(SessionRow.project_id, func.count(), func.sum(CheckpointRow.size_bytes))
             .select_from(CheckpointRow)
@@ -247,7 +248,7 @@ class Catalog:
         return [StorageRecord(name, count, sizes[name]) for name, count in counts.items()]
 
     async def operations_of_run(self, run_id: str, count: int) -> list[RunOperation]:
-        """The last ones, the latest first."""
+        """Return the last operations of a run, the latest first."""
         short = (Future.status == "failed") & (func.length(Future.result) <= LONGEST_SHOWN_ERROR)
         columns = (
             Future.kind,
@@ -267,7 +268,7 @@ class Catalog:
         return [_run_operation(RunOperation(*row)) for row in rows]
 
     async def operations(self, session_id: str, at_once: int) -> AsyncIterator[list[OperationRecord]]:
-        """All that a session had done, lane by lane and in order of numbers, so many at once."""
+        """Yield all operations of a session in pages of `at_once`, lane by lane and in order of numbers."""
         run_ids, sampler_ids = await self.of_session(session_id)
         columns = (Future.kind, Future.lane, Future.seq_id, Future.status, Future.created_at, Future.finished_at)
         for lane in (*run_ids, *sampler_ids):
@@ -283,17 +284,17 @@ class Catalog:
 
 
 def _length(column: InstrumentedAttribute[Any]) -> ColumnElement[int]:
-    """Of a text, or of a JSON value's text, without reading it here."""
+    """Return the length of a text or JSON column, computed by the database."""
     return func.coalesce(func.length(cast(column, Text)), 0)
 
 
 async def _sizes(session: AsyncSession, query: Select[str, int]) -> dict[str, int]:
-    """What clients noted in each entry, by its id and in the order of the list."""
+    """Return the size of the client's metadata by an entry's id, in the order of the list."""
     return {name: size for name, size in await session.execute(query)}
 
 
 def _first(sized: Mapping[str, int]) -> list[str]:
-    """As many of the first entries as have LIST_BYTES together; one at least, so that a list can be paged through."""
+    """Return the first entries that have LIST_BYTES together; at least one, so that a list can be paged through."""
     names: list[str] = []
     left = LIST_BYTES
     for name, size in sized.items():
@@ -305,7 +306,7 @@ def _first(sized: Mapping[str, int]) -> list[str]:
 
 
 def _last_checkpoints(run_ids: Sequence[str], scope: Scope, now: float) -> Subquery:
-    """Of each run and kind, where `rank` is 1."""
+    """Return a query for checkpoints, in which `rank` is 1 for the last one of each run and kind."""
     row = CheckpointRow
     rank = func.row_number().over(partition_by=(row.run_id, row.kind), order_by=row.created_at.desc())
     ranked = select(row.run_id, row.tinker_path, _length(row.user_metadata).label("noted"), rank.label("rank"))
@@ -329,13 +330,13 @@ def _kept(now: float) -> ColumnElement[bool]:
 
 
 def _shown(scope: Scope, now: float) -> ColumnElement[bool]:
-    """Checkpoints within the scope."""
+    """Return the condition for checkpoints within the scope."""
     mine = CheckpointRow.owner == scope.owner
     return and_(or_(mine, CheckpointRow.public) if scope.accessible else mine, _kept(now))
 
 
 def _shown_run(scope: Scope, now: float) -> ColumnElement[bool]:
-    """Runs within the scope: another's is, where one of its checkpoints is public."""
+    """Return the condition for runs within the scope: another's run is, if one of its checkpoints is public."""
     mine = TrainingRunRow.owner == scope.owner
     if not scope.accessible:
         return mine

@@ -7,14 +7,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
-from tinker_server.store import loose
 from tinker_server.store.database import Database
+from tinker_server.store.directories import claim, release
 from tinker_server.store.records import Checkpoint, columns, record
 from tinker_server.store.tables import CheckpointRow
 
 
 def parse_path(text: str) -> TinkerPath:
-    """A client's tinker:// path. Raises BadRequest."""
+    """Parse a client's tinker:// path. Raises BadRequest."""
     try:
         return TinkerPath.parse(text)
     except ValueError as error:
@@ -22,18 +22,18 @@ def parse_path(text: str) -> TinkerPath:
 
 
 class CheckpointStore:
-    """The only way to the checkpoints table."""
+    """Reads and writes the checkpoints table."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     async def find(self, path: TinkerPath) -> Checkpoint | None:
-        """Whoever owns it, also an expired one."""
+        """Return a checkpoint, whoever owns it and even if it has expired; None if there is none."""
         row = await self._db.look(lambda session: session.get(CheckpointRow, str(path)))
         return None if row is None else record(Checkpoint, row)
 
     async def require_readable(self, path: TinkerPath, readers: Set[str], now: float) -> Checkpoint:
-        """One that is public or one of the readers' own.
+        """Return a checkpoint that is public or owned by one of the readers.
 
         Raises UnknownCheckpoint, also for one that has expired by `now`.
         """
@@ -45,42 +45,42 @@ class CheckpointStore:
         return checkpoint
 
     async def require(self, path: TinkerPath, owner: str, now: float) -> Checkpoint:
-        """One of the owner's own. Raises UnknownCheckpoint, also for one that has expired by `now`."""
+        """Return one of the owner's checkpoints. Raises UnknownCheckpoint, also for one that has expired by `now`."""
         checkpoint = await self.require_readable(path, {owner}, now)
         if checkpoint.owner != owner:
             raise _unknown(path)
         return checkpoint
 
     async def put(self, checkpoint: Checkpoint) -> None:
-        """Store a checkpoint in place of the one of its path, if there is one, whose directory is loose then."""
+        """Store a checkpoint. It replaces the one of the same path, whose directory is released."""
 
         async def put(session: AsyncSession) -> None:
             first = await session.get(CheckpointRow, checkpoint.tinker_path)
             if first is not None and first.directory != checkpoint.directory:
-                await loose.let_go(session, [first.directory])
+                await release(session, [first.directory])
             await session.merge(CheckpointRow(**columns(checkpoint)))
-            await loose.own(session, checkpoint.directory)
+            await claim(session, checkpoint.directory)
 
         await self._db.change(put)
 
     async def take(self, path: TinkerPath, owner: str) -> str:
-        """Forget a checkpoint, also an expired one; its directory, loose now. Raises UnknownCheckpoint."""
+        """Delete a checkpoint, expired or not; return its directory, now unreferenced. Raises UnknownCheckpoint."""
         async with self._db.write() as session:
             row = await session.get(CheckpointRow, str(path))
             if row is None or row.owner != owner:
                 raise _unknown(path)
             directory = row.directory
             await session.delete(row)
-            await loose.let_go(session, [directory])
+            await release(session, [directory])
         return directory
 
     async def set_public(self, path: TinkerPath, public: bool, owner: str, now: float) -> None:
-        """Raises UnknownCheckpoint."""
+        """Publish a checkpoint or withdraw it. Raises UnknownCheckpoint."""
         await self.require(path, owner, now)
         await self._change(path, public=public)
 
     async def set_expiry(self, path: TinkerPath, expires_at: float | None, owner: str, now: float) -> None:
-        """Raises UnknownCheckpoint."""
+        """Change when a checkpoint expires; None: never. Raises UnknownCheckpoint."""
         await self.require(path, owner, now)
         await self._change(path, expires_at=expires_at)
 
@@ -89,12 +89,12 @@ class CheckpointStore:
             await session.execute(update(CheckpointRow).where(CheckpointRow.tinker_path == str(path)).values(**values))
 
     async def take_expired(self, now: float) -> list[str]:
-        """Forget all that have expired; their directories, loose now."""
+        """Delete all expired checkpoints; return their directories, now unreferenced."""
         expired = CheckpointRow.expires_at <= now
         async with self._db.write() as session:
             directories = list(await session.scalars(select(CheckpointRow.directory).where(expired)))
             await session.execute(delete(CheckpointRow).where(expired))
-            await loose.let_go(session, directories)
+            await release(session, directories)
         return directories
 
 

@@ -1,4 +1,4 @@
-"""The database behind one URL: SQLite by default, PostgreSQL by URL; the SQL elsewhere is portable."""
+"""The database behind one URL: SQLite by default, PostgreSQL by URL. The SQL elsewhere is portable."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 
 from tinker_server.errors import DatabaseUnavailable, DiskFull, StartFailed, Superseded
 from tinker_server.store.lease import Lease, sole_use
@@ -34,11 +34,13 @@ from tinker_server.store.outage import Outage
 from tinker_server.store.postgresql import CONNECT_S, Connections
 
 T = TypeVar("T")
+S = TypeVar("S", AsyncSession, AsyncConnection)
 Connect = Callable[[], AbstractAsyncContextManager[AsyncSession]]
 RETRY_S, RETRY_PAUSE_S = 30.0, 0.2
+"""Seconds for which work is tried again while the database does not answer, and between two tries."""
 BUSY_TIMEOUT_MS = 10_000
 SHRUNK_PAGES = 20_000
-"""At once: about 80 MB, which takes a fraction of a second."""
+"""Pages freed at once: about 80 MB, which takes a fraction of a second."""
 
 
 class Database:
@@ -47,9 +49,9 @@ class Database:
     def __init__(
         self, url: str, retry_s: float = RETRY_S, busy_timeout_ms: int = BUSY_TIMEOUT_MS, synchronous: str = "full"
     ) -> None:
-        """`retry_s`: for how long `look` and `change` go on without an answer; SQLite has none while it is locked.
+        """`retry_s`: how long `look` and `change` retry without an answer; SQLite gives none while it is locked.
 
-        `synchronous`: SQLite's; `full` makes a commit outlive a power loss, `normal` the end of this process alone.
+        `synchronous` is SQLite's: `full` makes a commit outlive a power loss, `normal` only the end of this process.
         """
         self._retry_s = retry_s
         self._busy_timeout_ms = busy_timeout_ms
@@ -57,11 +59,13 @@ class Database:
             # SQLite finds a key in JSON only as it is written there, so it is written without escapes.
             serializer = partial(json.dumps, ensure_ascii=False)
             # The ping finds connections that ended while they were idle, with a restarted PostgreSQL: a file has none.
-            is_file = url.startswith("sqlite")
-            limits = {} if is_file else {"timeout": CONNECT_S}
-            self._engine = create_async_engine(
-                url, json_serializer=serializer, pool_pre_ping=not is_file, connect_args=limits
+            # Nor does a file's connection need a rollback before its next use, since every transaction here is ended.
+            kind = (
+                {"pool_reset_on_return": None}
+                if url.startswith("sqlite")
+                else {"pool_pre_ping": True, "connect_args": {"timeout": CONNECT_S}}
             )
+            self._engine = create_async_engine(url, json_serializer=serializer, **kind)
         except (ArgumentError, ImportError) as error:
             raise StartFailed(f"the database URL cannot be used: {error}") from None  # it may hold a password
         self._unavailable: tuple[type[Exception], ...] = (DBAPIError, PoolTimeout, OSError)
@@ -71,47 +75,54 @@ class Database:
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine.sync_engine, "connect", partial(_set_up_sqlite, busy_timeout_ms, synchronous))
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
-            self._unavailable += (sqlite3.OperationalError,)  # of beginning, which SQLAlchemy leaves as it is
+            self._unavailable += (sqlite3.OperationalError,)  # of BEGIN, which SQLAlchemy does not wrap
         else:
             self.insert = postgresql.insert  # type: ignore[assignment]  # the same methods
-            import asyncpg  # optional, and there: the engine could not be made without it
+            import asyncpg  # optional, but installed: the engine could not be made without it
 
-            self._unavailable += (asyncpg.PostgresError,)  # of connecting, which SQLAlchemy leaves as it is
+            self._unavailable += (asyncpg.PostgresError,)  # of connecting, which SQLAlchemy does not wrap
             event.listen(self._engine.sync_engine, "connect", self._connections.set_up)
-        writing = self._engine.execution_options(writes=True)
+        self._writing = self._engine.execution_options(writes=True)
         self._read = async_sessionmaker(self._engine, expire_on_commit=False)
-        self._write = async_sessionmaker(writing, expire_on_commit=False)
+        self._write = async_sessionmaker(self._writing, expire_on_commit=False)
         self._turn = asyncio.Lock()
         self._lease: Lease | None = None
         self._reads, self._writes = Outage("reads"), Outage("writes")
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
-        """A session on one consistent state. Raises DatabaseUnavailable."""
+        """Open a session on one consistent state. Raises DatabaseUnavailable."""
         with self._outages(self._reads):
             async with self._read() as session:
                 yield session
 
-    @asynccontextmanager
-    async def write(self) -> AsyncIterator[AsyncSession]:
-        """A session whose changes are committed together when the block ends without an error.
+    def write(self) -> AbstractAsyncContextManager[AsyncSession]:
+        """Open a session whose changes are committed together when the block ends without an error.
 
         Raises DatabaseUnavailable: the changes may have been committed all the same. Raises Superseded: they were not.
         """
+        return self._transaction(self._write.begin())
+
+    def write_rows(self) -> AbstractAsyncContextManager[AsyncConnection]:
+        """Open a transaction like `write`, without a session, which takes 0.2 ms: every operation has two of these."""
+        return self._transaction(self._writing.begin())
+
+    @asynccontextmanager
+    async def _transaction(self, begun: AbstractAsyncContextManager[S]) -> AsyncIterator[S]:
         with self._outages(self._writes):
-            async with self._turn, self._write.begin() as session:
+            async with self._turn, begun as transaction:
                 if self._lease is not None:
-                    await self._lease.require_in(session)
-                yield session
+                    await self._lease.require_in(transaction)
+                yield transaction
 
     async def look(self, work: Callable[[AsyncSession], Awaitable[T]]) -> T:
-        """What `work` finds. It runs again while the database does not answer, for a while."""
+        """Return what `work` reads. It is retried for a while if the database does not answer."""
         return await self._again(self.read, work)
 
     async def change(self, work: Callable[[AsyncSession], Awaitable[T]]) -> T:
-        """What `work` gives, its changes committed together.
+        """Commit the changes of `work` together and return its value.
 
-        It runs again while the database does not answer, for a while, and may find its own changes then. Raises
+        It is retried for a while if the database does not answer, and may then find its own changes. Raises
         DatabaseUnavailable.
         """
         return await self._again(self.write, work)
@@ -131,7 +142,7 @@ class Database:
 
     @contextlib.contextmanager
     def _outages(self, outage: Outage) -> Iterator[None]:
-        """Whatever says that the database does not answer, as one error, whose text tells clients nothing of it."""
+        """Turn every failure to answer into DatabaseUnavailable, whose text tells clients nothing of the database."""
         try:
             yield
             outage.answered()
@@ -140,7 +151,7 @@ class Database:
         except self._unavailable as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             if (getattr(cause, "sqlstate", None) or "")[:2] in _STATEMENTS_FAULTS:
-                raise  # it has answered: asking again would change nothing
+                raise  # the database has answered: a retry would change nothing
             reason = str(cause) or type(error).__name__
             outage.failed(reason.splitlines()[0])
             if _is_full(cause):
@@ -150,9 +161,9 @@ class Database:
             raise DatabaseUnavailable("the database does not answer; try again a little later") from error
 
     async def migrate(self, revision: str = "head") -> None:
-        """Bring the schema up to date, or to a revision; within `sole_use`, end the leases of earlier servers with it.
+        """Migrate the schema to `revision`. Within `sole_use`, this also ends the leases of earlier servers.
 
-        Raises StartFailed where the database cannot be used.
+        Raises StartFailed if the database cannot be used.
         """
         try:
             if self._engine.dialect.name == "sqlite" and self._engine.url.database:
@@ -178,16 +189,16 @@ class Database:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether another server is known to have taken the database."""
+        """Return whether another server is known to have taken the database."""
         return self._lease is not None and self._lease.is_lost
 
     def require_lease(self) -> None:
-        """Whoever changes files asks before. Raises Superseded."""
+        """Raise Superseded if another server has the database. Called before files are changed."""
         if self._lease is not None:
             self._lease.require()
 
     async def shrink(self) -> None:
-        """Give the disk back what deleted rows held, a part at a time. PostgreSQL does it by itself."""
+        """Free disk space that deleted rows held, a part at a time. PostgreSQL does it by itself."""
         if self._engine.dialect.name != "sqlite":
             return
         async with self._engine.connect() as connection:
@@ -195,8 +206,8 @@ class Database:
             async with self._turn:
                 # As a script: a plain execute would stop after the first page.
                 await driver.executescript(f"PRAGMA incremental_vacuum({SHRUNK_PAGES});")
-            # Writers go on meanwhile. Whoever reads (a backup, a shell) keeps the log from being truncated, and is not
-            # waited for: that is done another time.
+            # Writers go on meanwhile. A reader (a backup, a shell) keeps the log from being truncated. It is not waited
+            # for: the log is truncated another time.
             await driver.executescript("PRAGMA wal_checkpoint(PASSIVE); PRAGMA busy_timeout=0;")
             with contextlib.suppress(sqlite3.OperationalError):
                 await driver.executescript("PRAGMA wal_checkpoint(TRUNCATE);")
@@ -210,7 +221,7 @@ class Database:
 def _set_up_sqlite(busy_timeout_ms: int, synchronous: str, connection: Any, _: object) -> None:
     connection.isolation_level = None  # the driver begins no transactions by itself; _begin_sqlite does
     cursor = connection.cursor()
-    # auto_vacuum first: it is for databases that do not exist yet.
+    # auto_vacuum comes first: it has an effect only on databases that do not exist yet.
     for pragma in (
         "auto_vacuum=INCREMENTAL",
         "journal_mode=WAL",
@@ -220,13 +231,13 @@ def _set_up_sqlite(busy_timeout_ms: int, synchronous: str, connection: Any, _: o
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
-    # SQLite's own changes ASCII alone, so that searching would depend on the database.
+    # SQLite's own function changes only ASCII, so searches would depend on the database.
     connection.create_function("lower", 1, lambda text: None if text is None else text.lower(), deterministic=True)
 
 
 _STATEMENTS_FAULTS = ("22", "23", "42", "54")
-"""Classes of PostgreSQL's errors that are a statement's or its values' own (its manual, appendix A): values that it
-cannot hold, constraints, syntax and rights, limits. asyncpg's dialect wraps some of them as any other error."""
+"""Classes of PostgreSQL errors that a statement or its values cause (PostgreSQL manual, appendix A): values that cannot
+be stored, constraints, syntax and rights, limits. asyncpg's dialect wraps some of them as any other error."""
 _UNWRITABLE = (
     sqlite3.SQLITE_IOERR_WRITE,
     sqlite3.SQLITE_IOERR_FSYNC,
@@ -235,11 +246,11 @@ _UNWRITABLE = (
     sqlite3.SQLITE_IOERR_SHMOPEN,
     sqlite3.SQLITE_IOERR_SHMSIZE,
 )
-"""What a write to a disk that has become read-only fails with."""
+"""Errors of a write to a disk that has become read-only."""
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether the disk takes nothing more: of SQLite's errors, and of PostgreSQL's by their class."""
+    """Return whether the error says that the disk is full or read-only, in SQLite or PostgreSQL."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", 0)  # absent where the driver made the error itself
         return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY) or code in _UNWRITABLE
@@ -247,15 +258,15 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and writes later cannot always get the write lock, so take it at once.
+    # A transaction that reads first and writes later cannot always get the write lock. So it is taken at once.
     writes = connection.get_execution_options().get("writes", False)
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
     driver: Any = connection.connection.dbapi_connection
-    driver.run_async(lambda raw: raw.execute(begin))  # a cursor of the dialect would go to its thread thrice
+    driver.run_async(lambda raw: raw.execute(begin))  # the dialect's cursor would go to its thread three times
 
 
 def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None:
-    """Earlier servers must not write while the schema changes, nor after it."""
+    """Upgrade the schema. Earlier servers must not write meanwhile, nor after it."""
     is_there = lease is not None and inspect(connection).has_table("lease")
     if lease is not None and is_there:
         lease.take(connection)

@@ -1,8 +1,11 @@
-"""Where saved weights lie on disk: `checkpoints/<run>/<kind>/<name>~<unique>` below the data directory.
+"""The directories of saved weights: `checkpoints/<run>/<kind>/<name>~<unique>` below the data directory.
 
 A directory is written once, under a name that is never used again: a sampler may know the weights by it.
-The database keeps directories relative, so that the data directory can be moved. It lists those that no row owns
-(`loose.py`), so that whatever fails or crashes, they are deleted in the end.
+The database keeps directories relative, so that the data directory can be moved.
+
+It also lists the directories that no row references: those that are being written, and those that were given up. A
+directory is listed before it is made. The transaction that stores a row with it claims it, and the one that removes the
+row releases it. So whatever a crash interrupts, the next server knows what to delete.
 """
 
 import asyncio
@@ -18,19 +21,39 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from sqlalchemy import delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
 from backends.files import flush, make_directory, written_aside
 from tinker_server.errors import DatabaseUnavailable, StartFailed
-from tinker_server.store import loose
 from tinker_server.store.database import Database
+from tinker_server.store.tables import UnreferencedDirectory
 
 log = logging.getLogger(__name__)
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
-LOOSE_KEPT_S = 600.0
+UNREFERENCED_KEPT_S = 600.0
 """A sample that has begun may still read weights that were given up."""
+MAX_NAMES = 500
+"""Directories in one statement: databases limit its parameters."""
+
+
+async def claim(session: AsyncSession, directory: str | None) -> None:
+    """Within a transaction, record that a row references the directory."""
+    await session.execute(delete(UnreferencedDirectory).where(UnreferencedDirectory.directory == directory))
+
+
+async def release(session: AsyncSession, directories: Iterable[str]) -> None:
+    """Within a transaction, record that no row references the directories. Those that are listed already stay so."""
+    for batch in _batches(directories):
+        listed = select(UnreferencedDirectory.directory).where(UnreferencedDirectory.directory.in_(batch))
+        new = set(batch) - set(await session.scalars(listed))
+        if new:
+            rows = [{"directory": directory, "since": time.time()} for directory in new]
+            await session.execute(insert(UnreferencedDirectory), rows)
 
 
 class Storage:
-    """The directories of all checkpoints."""
+    """The directories of all saved weights."""
 
     def __init__(self, data_dir: Path, db: Database) -> None:
         self._root = data_dir.resolve()
@@ -38,7 +61,7 @@ class Storage:
         self._writing: set[str] = set()
 
     async def reserve(self, run_id: str, kind: str, name: str) -> str:
-        """A directory for new weights, not made yet, below the data directory; loose until a row owns it.
+        """Return a directory for new weights, not made yet, relative to the data directory. It is unreferenced.
 
         Raises ValueError for an id or name that could lead elsewhere, DatabaseUnavailable.
         """
@@ -46,18 +69,18 @@ class Storage:
             if _PART.fullmatch(part) is None:
                 raise ValueError(f"{part!r} cannot be part of a directory")
         directory = f"checkpoints/{run_id}/{kind}/{name}~{uuid.uuid4().hex[:8]}"
-        await self._db.change(lambda session: loose.let_go(session, [directory]))
+        await self._db.change(lambda session: release(session, [directory]))
         return directory
 
     @asynccontextmanager
     async def writing(self, run_id: str, kind: str, name: str) -> AsyncIterator[str]:
-        """A reserved directory, which a row must own when the block ends. It is deleted where the block raises."""
+        """Reserve a directory, which a row must reference when the block ends. It is deleted if the block raises."""
         directory = await self.reserve(run_id, kind, name)
         self._writing.add(directory)
         try:
             yield directory
         except DatabaseUnavailable:
-            raise  # perhaps a row owns it all the same; if none does, it is loose
+            raise  # a row may reference it all the same; if none does, it is listed as unreferenced
         except BaseException:
             await self.delete(directory)
             raise
@@ -66,76 +89,79 @@ class Storage:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether another server has the database now."""
+        """Return whether another server has the database now."""
         return self._db.is_superseded
 
     def require_lease(self) -> None:
-        """Raises Superseded where another server has the database, and so the directories."""
+        """Raise Superseded if another server has the database, and so the directories."""
         self._db.require_lease()
 
     def path(self, directory: str) -> Path:
-        """Where a directory is on this machine."""
+        """Return the path of a directory on this machine."""
         return self._root / directory
 
     def holds(self, directory: str) -> bool:
-        """Whether the directory is there, and so whole."""
+        """Return whether the directory is there, and so whole."""
         return self.path(directory).is_dir()
 
     async def size_bytes(self, directory: str) -> int:
-        """Of all its files."""
+        """Return the bytes of all its files."""
         return await asyncio.to_thread(_size_bytes, self.path(directory))
 
     async def delete(self, *directories: str) -> None:
-        """Remove weights and what was packed of them. Raises ValueError for what is not below `checkpoints`,
-        Superseded."""
+        """Delete weights and their archives. Raises Superseded, and ValueError for a path not below `checkpoints`."""
         self.require_lease()
         paths = [(self._below("checkpoints", directory), self.archive_of(directory)) for directory in directories]
         await asyncio.to_thread(_remove, paths)
         gone = [directory for directory in directories if not self.path(directory).exists()]
-        with contextlib.suppress(DatabaseUnavailable):  # they are noted still, and looked for again
+        with contextlib.suppress(DatabaseUnavailable):  # they stay listed, and are deleted later
             async with self._db.write() as session:
-                await loose.forget(session, gone)
+                for batch in _batches(gone):
+                    listed = UnreferencedDirectory.directory.in_(batch)
+                    await session.execute(delete(UnreferencedDirectory).where(listed))
 
-    async def delete_loose(self, kept_s: float = LOOSE_KEPT_S) -> None:
-        """Remove what no row has owned for so long and nobody is writing."""
+    async def delete_unreferenced(self, kept_s: float = UNREFERENCED_KEPT_S) -> None:
+        """Delete the directories that no row has referenced for so long and nobody is writing."""
+        old = UnreferencedDirectory.since <= time.time() - kept_s
         async with self._db.write() as session:  # the next server's directories are not this one's to delete
-            directories = await loose.noted(session, before=time.time() - kept_s)
-        if unowned := [directory for directory in directories if directory not in self._writing]:
-            log.info("deleting %d directories of weights that nothing refers to", len(unowned))
-            await self.delete(*unowned)
+            directories = set(await session.scalars(select(UnreferencedDirectory.directory).where(old)))
+        if unreferenced := directories - self._writing:
+            log.info("deleting %d directories of weights that nothing refers to", len(unreferenced))
+            await self.delete(*unreferenced)
 
-    async def delete_loose_of(self, folder: str, kept: Iterable[str]) -> None:
-        """Remove what no row owns in a folder, apart from `kept`."""
+    async def delete_unreferenced_in(self, folder: str, kept: Iterable[str]) -> None:
+        """Delete the directories in a folder that no row references, apart from `kept`."""
+        inside = UnreferencedDirectory.directory.startswith(folder, autoescape=True)
         async with self._db.write() as session:
-            directories = await loose.noted(session, folder)
-        await self.delete(*set(directories).difference(kept, self._writing))
+            directories = set(await session.scalars(select(UnreferencedDirectory.directory).where(inside)))
+        await self.delete(*directories.difference(kept, self._writing))
 
     async def delete_half_written(self) -> None:
-        """Remove what an earlier server began to write. No server may be writing."""
+        """Delete everything that an earlier server had begun to write. No server may be writing."""
         await asyncio.to_thread(_remove_asides, self._root)
-        await self.delete_loose(0)
+        await self.delete_unreferenced(0)
 
     async def copy(self, source: str, target: str) -> None:
-        """Another directory of the same files, each on disk once (or copied, where the disk has no links).
+        """Make another directory of the same files, as hard links or, if the disk has none, as copies.
 
-        Deleting either leaves the other whole; neither is written again. Raises OSError where the source is gone.
+        Deleting either leaves the other whole; neither is written again. Raises OSError if the source is gone.
         """
         await asyncio.to_thread(_link_tree, self.path(source), self.path(target))
 
     async def flush(self, directory: str) -> None:
-        """Make what was written there durable."""
+        """Make the directory's files durable."""
         await asyncio.to_thread(flush, self.path(directory))
 
     async def files(self, directory: str) -> list[str]:
-        """Relative paths of the weights' files."""
+        """Return the relative paths of the weights' files."""
         return await asyncio.to_thread(_files, self.path(directory))
 
     def downloadable(self, path: str) -> Path:
-        """A file of weights. Raises ValueError for any other path, also for what a link leads to."""
+        """Return the path of a file of weights. Raises ValueError for any other path, also behind a link."""
         return self._below("checkpoints", path)
 
     def archive_of(self, directory: str) -> Path:
-        """Where the packed form of a directory's weights is, if there is one."""
+        """Return the path of a directory's archive, if there is one."""
         return self._root / "archives" / f"{directory.replace('/', '.')}.tar.gz"
 
     def _below(self, top: str, path: str) -> Path:
@@ -143,6 +169,11 @@ class Storage:
         if not resolved.is_relative_to(self._root / top) or resolved == self._root / top:
             raise ValueError(f"{path!r} is not below {top}")
         return resolved
+
+
+def _batches(directories: Iterable[str]) -> list[list[str]]:
+    all_ = sorted(set(directories))
+    return [all_[start : start + MAX_NAMES] for start in range(0, len(all_), MAX_NAMES)]
 
 
 def _remove(paths: list[tuple[Path, Path]]) -> None:
@@ -173,7 +204,7 @@ def _link_tree(source: Path, target: Path) -> None:
 
 
 def link(source: str, target: str) -> None:
-    """The same file under another name. Raises OSError where it is gone."""
+    """Make the same file under another name. Raises OSError if it is gone."""
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links; if the file is gone, this fails too

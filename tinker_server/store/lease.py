@@ -1,7 +1,7 @@
-"""One server per database: two would each take the other's models and operations for those of a crashed one.
+"""One server per database: each of two would take the other's models and operations for those of a crashed server.
 
-A lock keeps a second server from starting. PostgreSQL gives it up with the connection that holds it, of whose end the
-first server learns late; so every transaction that writes also checks that no server has taken the database since.
+A lock keeps a second server from starting. PostgreSQL releases it with the connection that holds it, whose end the
+first server learns of late. So every transaction that writes also checks that no server has taken the database since.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tinker_server.errors import StartFailed, Superseded
 
 log = logging.getLogger(__name__)
-LOCK_KEY = 0x74696E6B6572  # "tinker": of the advisory lock, which PostgreSQL keeps by database
+LOCK_KEY = 0x74696E6B6572  # "tinker": key of the advisory lock, which PostgreSQL keeps by database
 WATCH_S = 5.0
-"""A lock that went with its connection is taken again within this time."""
+"""A lock that was lost with its connection is taken again within this time."""
 SILENCE_S = 10.0
-"""A database that gives no answer for so long is not there: `SELECT 1` waits for no other statement."""
+"""A database that does not answer for so long is gone: `SELECT 1` waits for no other statement."""
 PATIENCE_S = 3.0
-"""PostgreSQL notices only after a moment that a killed server's connection is gone."""
+"""PostgreSQL takes a moment to notice that a killed server's connection is gone."""
 
 
 def _stop_this_server() -> None:
@@ -39,34 +39,34 @@ class Lease:
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._on_lost = on_lost
         self._epoch: int | None = None
-        """None: a file's lock, which ends with the process alone, or nothing is to be written yet."""
+        """None for a file's lock, which only ends with the process, and before the lease is taken."""
         self.is_lost = False
 
     def take(self, connection: Connection) -> None:
-        """End the leases of all earlier servers, once the transaction is committed; it waits for their last writes."""
+        """End the leases of all earlier servers when the transaction is committed; it waits for their last writes."""
         if connection.dialect.name != "sqlite":
             self._epoch = connection.scalar(text("UPDATE lease SET epoch = epoch + 1 RETURNING epoch"))
 
     @property
     def is_taken(self) -> bool:
-        """Whether another server's lease can be told from this one."""
+        """Return whether another server's lease can be told from this one."""
         return self._epoch is not None
 
     def require(self) -> None:
-        """Raises Superseded where the lease is known to be lost."""
+        """Raise Superseded if the lease is known to be lost."""
         if self.is_lost:
             raise Superseded("another server has taken the database: this one stops, and writes nothing more")
 
-    async def require_in(self, session: AsyncSession) -> None:
-        """Raises Superseded where the lease is lost. If not, it lasts until the transaction's end."""
+    async def require_in(self, transaction: AsyncSession | AsyncConnection) -> None:
+        """Raise Superseded if the lease is lost. If not, it lasts until the transaction's end."""
         self.require()
         if self._epoch is not None:
             # The row's lock makes the next server wait for this transaction before it looks at the database.
-            self._compare(await session.scalar(text("SELECT epoch FROM lease FOR SHARE")))
+            self._compare(await transaction.scalar(text("SELECT epoch FROM lease FOR SHARE")))
             self.require()
 
     async def holds(self, connection: AsyncConnection) -> bool:
-        """Whether no other server has taken the database until now."""
+        """Return whether no other server has taken the database so far."""
         if self._epoch is not None:
             self._compare(await connection.scalar(text("SELECT epoch FROM lease")))
         return not self.is_lost
@@ -76,7 +76,7 @@ class Lease:
             self.lose()
 
     def lose(self) -> None:
-        """Another server has the database."""
+        """End the lease, since another server has the database."""
         if not self.is_lost:
             self.is_lost = True
             log.critical("another server has taken the database: this one stops")
@@ -91,11 +91,11 @@ async def sole_use(
     watch_s: float = WATCH_S,
     on_silent: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Lease]:
-    """Keep other servers out of the database. Raises StartFailed where there is one.
+    """Keep other servers out of the database. Raises StartFailed if there is one.
 
-    `unavailable` are the errors of a database that does not answer. `on_lost` is called once it turns out that another
-    server has the database, which is looked at every `watch_s`; `on_silent` where the database then gives no answer. It
-    is to end all connections: nothing else would, where a network loses what is sent and tells nobody.
+    `unavailable` are the errors of a database that does not answer. Every `watch_s` the lock is checked: `on_lost` is
+    called if another server has the database, `on_silent` if the database does not answer. `on_silent` must end all
+    connections: nothing else would, if a network loses packets silently.
     """
     lease = Lease(on_lost)
     if engine.dialect.name == "sqlite":
@@ -117,7 +117,7 @@ async def sole_use(
 
 @contextlib.contextmanager
 def _file_lock(database: str | None) -> Iterator[None]:
-    """A file beside the database: to open the database's own once more would release SQLite's locks on it."""
+    """Lock a file beside the database: opening the database file once more would release SQLite's locks on it."""
     if not database or database == ":memory:":
         yield
         return
@@ -136,7 +136,7 @@ def _file_lock(database: str | None) -> Iterator[None]:
 
 
 async def _is_done(task: "asyncio.Task[None]") -> bool:
-    """Whether it is, before `SILENCE_S` are over. In two parts: an answer may lie there while the loop is busy."""
+    """Return whether a task ends within `SILENCE_S`. Waits twice: an answer may be unread while the loop is busy."""
     for _ in range(2):
         done, _pending = await asyncio.wait([task], timeout=SILENCE_S / 2)
         if done:
@@ -145,7 +145,7 @@ async def _is_done(task: "asyncio.Task[None]") -> bool:
 
 
 class _AdvisoryLock:
-    """Held by a connection of its own, with which it ends."""
+    """PostgreSQL's lock. A connection of its own holds it, and it ends with that."""
 
     def __init__(
         self, engine: AsyncEngine, unavailable: tuple[type[Exception], ...], on_silent: Callable[[], None]
@@ -156,7 +156,7 @@ class _AdvisoryLock:
         self._connection: AsyncConnection | None = None
 
     async def take(self, patience_s: float) -> None:
-        """Raises StartFailed."""
+        """Take the lock within `patience_s`. Raises StartFailed."""
         shown = self._engine.url.render_as_string(hide_password=True)
         deadline = asyncio.get_running_loop().time() + patience_s
         try:
@@ -178,10 +178,10 @@ class _AdvisoryLock:
             return True
 
     async def watch(self, lease: Lease, watch_s: float) -> None:
-        """Take the lock again where its connection ended, until the lease is lost."""
+        """Take the lock again whenever its connection has ended, until the lease is lost."""
         while not lease.is_lost:
             await asyncio.sleep(watch_s)
-            looking = asyncio.create_task(self._look(lease), name="look at the database lock")
+            looking = asyncio.create_task(self._check(lease), name="check the database lock")
             try:
                 while not await _is_done(looking):
                     self._on_silent()
@@ -189,7 +189,7 @@ class _AdvisoryLock:
                 looking.cancel()
                 await asyncio.wait([looking])
 
-    async def _look(self, lease: Lease) -> None:
+    async def _check(self, lease: Lease) -> None:
         if self._connection is not None:
             try:
                 await self._connection.execute(text("SELECT 1"))
@@ -197,25 +197,25 @@ class _AdvisoryLock:
             except self._unavailable:
                 log.warning("the connection that holds the database's lock ended; it is taken again")
                 await self.close()
-        with contextlib.suppress(*self._unavailable):  # it is tried again, and whoever uses the database tells of it
+        with contextlib.suppress(*self._unavailable):  # it is retried, and the transactions that fail are logged
             await self._take_again(lease)
 
     async def _take_again(self, lease: Lease) -> None:
         if await self._try():
             assert self._connection is not None
-            await lease.holds(self._connection)  # a server may have come and gone meanwhile
+            await lease.holds(self._connection)  # a server may have started and ended meanwhile
             return
         if not lease.is_taken:
             lease.lose()
             return
-        # PostgreSQL may take our last connection for alive for a while, and so keep its lock.
+        # PostgreSQL may think for a while that our last connection is alive, and keep its lock.
         async with self._engine.connect() as connection:
             await lease.holds(connection)
 
     async def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(*self._unavailable):
-                await connection.invalidate()  # not into the pool: the lock would stay
+                await connection.invalidate()  # back in the pool it would keep the lock
                 await connection.close()

@@ -1,4 +1,4 @@
-"""One line in the log when the database stops answering, and one when it answers again."""
+"""Outages of the database: one log line when it stops answering, and one when it answers again."""
 
 import logging
 import time
@@ -7,7 +7,7 @@ log = logging.getLogger(__name__)
 
 
 class Outage:
-    """Follows one way of using the database: `what` is `reads` or `writes`, which may fail alone."""
+    """Follows the outages of `what`: `reads` or `writes`, which may fail alone."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -15,14 +15,14 @@ class Outage:
         self._num_failed = 0
 
     def failed(self, reason: str) -> None:
-        """The database gave no answer."""
+        """Note that the database did not answer."""
         self._num_failed += 1
         if self._since is None:
             self._since = time.monotonic()
             log.warning("the database does not answer %s: %s", self._what, reason)
 
     def answered(self) -> None:
-        """It gave one."""
+        """Note that the database answered."""
         if self._since is not None:
             seconds = time.monotonic() - self._since
             text = "the database answers %s again, %.1f s after the first of %d that failed"

@@ -1,4 +1,4 @@
-"""What the store gives out: frozen values, which no later change of the database reaches into."""
+"""The records that the store returns: frozen values, which no later change of the database affects."""
 
 import sys
 from dataclasses import dataclass, fields
@@ -47,7 +47,7 @@ class TrainingRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSession:
-    """What a sampling client samples from; see `tables.SamplingSessionRow`."""
+    """The weights that a sampling client samples from; see `tables.SamplingSessionRow`."""
 
     sampling_session_id: str
     owner: str
@@ -86,7 +86,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one forward_backward or optim_step was; see `tables.StepRow`."""
+    """One finished forward_backward or optim_step; see `tables.StepRow`."""
 
     model_id: str
     seq_id: int
@@ -108,7 +108,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditEntry:
-    """Something that was done."""
+    """One entry of the audit log."""
 
     owner: str
     at: float
@@ -118,7 +118,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class UsageAmount:
-    """How much of one kind of work was done in an hour, and in which session, if in one."""
+    """The amount of one kind of work in an hour, with its session, if it had one."""
 
     hour: float
     kind: str
@@ -129,12 +129,12 @@ class UsageAmount:
 
 
 def record(kind: type[R], row: tables.Table) -> R:
-    """The record of a row, which has the attributes that the record has."""
+    """Make the record of a row, which has all attributes of the record."""
     return kind(**{field.name: getattr(row, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def held_bytes(value: Any) -> int:
-    """Of memory that a record, or what is in it, takes."""
+    """Return the bytes of memory that a record, or a value in it, takes."""
     num_bytes = sys.getsizeof(value)
     match value:
         case dict():
@@ -147,5 +147,5 @@ def held_bytes(value: Any) -> int:
 
 
 def columns(record: Any) -> dict[str, Any]:
-    """What a row of the record has."""
+    """Return the columns of the record's row."""
     return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -1,4 +1,4 @@
-"""Training runs. They are asked for at every operation, so the latest are kept in memory."""
+"""Training runs. They are looked up at every operation, so the latest are cached in memory."""
 
 from collections.abc import Awaitable, Callable, Set
 from typing import Any
@@ -8,25 +8,25 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from backends.lru import LRU
 from tinker_server.errors import ModelIdTaken, UnknownModel
-from tinker_server.store import loose
 from tinker_server.store.database import Database
+from tinker_server.store.directories import claim, release
 from tinker_server.store.futures import replay_log
 from tinker_server.store.records import Checkpoint, TrainingRun, columns, held_bytes, record
 from tinker_server.store.tables import CheckpointRow, SessionRow, TrainingRunRow
 
-KEPT_BYTES = 32 << 20
-"""Of records in memory."""
+CACHED_BYTES = 32 << 20
+"""Bytes of cached records."""
 
 
 class RunStore:
-    """The only way to the training_runs table."""
+    """Reads and writes the training_runs table."""
 
-    def __init__(self, db: Database, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, db: Database, cached_bytes: int = CACHED_BYTES) -> None:
         self._db = db
-        self._known: LRU[str, TrainingRun] = LRU(kept_bytes, held_bytes)
+        self._cached: LRU[str, TrainingRun] = LRU(cached_bytes, held_bytes)
 
     async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
-        """Store a run, with the weights that were copied to it if it is a copy's, which is never in memory.
+        """Store a run; for copied weights also their checkpoint, whose model is never in memory.
 
         Raises ModelIdTaken.
         """
@@ -38,70 +38,70 @@ class RunStore:
             first = await session.get(TrainingRunRow, run.model_id)
             if first is not None:
                 if again and record(TrainingRun, first) == run:
-                    return  # it was committed, although the answer was lost
+                    return  # it was committed, but the answer was lost
                 raise ModelIdTaken(
                     f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
                 )
             session.add(TrainingRunRow(**columns(run)))
             if checkpoint is not None:
                 session.add(CheckpointRow(**columns(checkpoint)))
-                await loose.own(session, checkpoint.directory)
+                await claim(session, checkpoint.directory)
 
         await self._db.change(add)
-        self._known.put(run.model_id, run)
+        self._cached.put(run.model_id, run)
 
     async def require(self, model_id: str, owner: str) -> TrainingRun:
-        """Raises UnknownModel, also for another owner's."""
-        run = await self.get(model_id)
+        """Return a run of the owner. Raises UnknownModel."""
+        run = self._cached.get(model_id) or await self.get(model_id)
         if run.owner != owner:
             raise _unknown(model_id)
         return run
 
     async def get(self, model_id: str) -> TrainingRun:
-        """Whoever owns it. Raises UnknownModel."""
+        """Return a run, whoever owns it. Raises UnknownModel."""
         if (run := await self.find(model_id)) is None:
             raise _unknown(model_id)
         return run
 
     async def find(self, model_id: str) -> TrainingRun | None:
-        """Whoever owns it."""
-        if (known := self._known.get(model_id)) is not None:
-            return known
+        """Return a run, whoever owns it; None if there is none."""
+        if (cached := self._cached.get(model_id)) is not None:
+            return cached
         row = await self._db.look(lambda session: session.get(TrainingRunRow, model_id))
-        return None if row is None else self._known.setdefault(model_id, record(TrainingRun, row))
+        return None if row is None else self._cached.setdefault(model_id, record(TrainingRun, row))
 
-    async def forget_unanswered(self, model_ids: Set[str]) -> None:
-        """Models whose creation nobody was told of, when the server that made them ended: they will be made again."""
+    async def delete_unanswered(self, model_ids: Set[str]) -> None:
+        """Delete models whose create_model was not answered when their server ended: they will be made again."""
         async with self._db.write() as session:
             for model_id in model_ids:
                 row = await session.get(TrainingRunRow, model_id)
                 if row is not None:
-                    await loose.let_go(session, [row.snapshot] if row.snapshot else [])
+                    await release(session, [row.snapshot] if row.snapshot else [])
                     await session.delete(row)
-        self._known.clear()
+        self._cached.clear()
 
     async def mark_all_suspended(self) -> None:
-        """Record that no model is in memory, for a server has just started: all are on disk."""
+        """Record that all models are on disk and none in memory, since the server has just started."""
         change = update(TrainingRunRow).where(TrainingRunRow.status == "active").values(status="suspended")
         async with self._db.write() as session:
             await session.execute(change)
-        self._known.clear()
+        self._cached.clear()
 
     async def mark_lost(self, model_id: str) -> None:
-        """Record that a model is no longer in memory, and not on disk either. Its snapshot, if any, is loose."""
+        """Record that a model is neither in memory nor on disk. Its snapshot, if any, is released."""
 
         async def end_log(session: AsyncSession) -> None:
-            await replay_log.cover(session, model_id, None)
+            await replay_log.truncate(session, model_id, None)
 
         await self._set(model_id, end_log, status="lost", snapshot=None)
 
     async def set_snapshot(self, model_id: str, snapshot: str, position: int, computed_with: dict[str, Any]) -> None:
-        """Record a snapshot that is there, of the model as it was at a position of its log. The one before is loose."""
+        """Record a written snapshot of the model at a position of its log. The one before is released."""
 
-        async def shorten_log(session: AsyncSession) -> None:
-            await replay_log.cover(session, model_id, position)
+        async def truncate_log(session: AsyncSession) -> None:
+            await replay_log.truncate(session, model_id, position)
 
-        await self._set(model_id, shorten_log, snapshot=snapshot, computed_with=computed_with)
+        await self._set(model_id, truncate_log, snapshot=snapshot, computed_with=computed_with)
 
     async def mark_suspended(self, model_id: str) -> None:
         """Record that a model is on disk until its next operation."""
@@ -114,7 +114,7 @@ class RunStore:
     async def _set(
         self, model_id: str, also: Callable[[AsyncSession], Awaitable[None]] | None = None, **values: object
     ) -> None:
-        """Memory follows the database, never the other way round. `also` is in the same transaction."""
+        """Change the row, then the cache, never the other way round. `also` runs in the same transaction."""
 
         async def change(session: AsyncSession) -> TrainingRun:
             row = await session.get(TrainingRunRow, model_id)
@@ -123,21 +123,21 @@ class RunStore:
             left = row.snapshot
             for name, value in values.items():
                 setattr(row, name, value)
-            await loose.own(session, row.snapshot)
+            await claim(session, row.snapshot)
             if left is not None and left != row.snapshot:
-                await loose.let_go(session, [left])
+                await release(session, [left])
             if also is not None:
                 await also(session)
             return record(TrainingRun, row)
 
-        self._known.put(model_id, await self._db.change(change))
+        self._cached.put(model_id, await self._db.change(change))
 
     async def in_memory(self) -> list[TrainingRun]:
-        """The models that are not lost or suspended."""
+        """Return the models that are neither lost nor suspended."""
         return await self._found(select(TrainingRunRow).where(TrainingRunRow.status == "active"))
 
     async def suspended_since_before(self, heartbeat: float) -> list[TrainingRun]:
-        """The models on disk whose session is finished, or had its last heartbeat before that."""
+        """Return the models on disk whose session is finished, or had its last heartbeat before this time."""
         over = or_(SessionRow.finished_at.is_not(None), SessionRow.last_heartbeat < heartbeat)
         return await self._found(
             select(TrainingRunRow).join(SessionRow).where(TrainingRunRow.status == "suspended", over)

@@ -1,6 +1,6 @@
-"""Sampling sessions: what sampling clients sample from. The latest are kept in memory.
+"""Sampling sessions: the weights that sampling clients sample from. The latest are cached in memory.
 
-What belongs to another owner is unknown to the one who asks.
+Another owner's sampling session is treated as unknown.
 """
 
 import time
@@ -14,32 +14,30 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from backends.lru import LRU
 from tinker_server.errors import BadRequest, UnknownSampler
-from tinker_server.store import loose
 from tinker_server.store.database import Database
+from tinker_server.store.directories import MAX_NAMES, claim, release
 from tinker_server.store.records import SamplingSession, columns, held_bytes, record
 from tinker_server.store.tables import SamplingSessionRow, SessionRow
 
-KEPT_BYTES = 16 << 20
-"""Of records in memory."""
+CACHED_BYTES = 16 << 20
+"""Bytes of cached records."""
 WARNED = 10_000
-"""Ids of sampling sessions that were warned, in memory."""
-
-
+"""Ids in memory of sampling sessions that were warned."""
 IN_USE_S = 600.0
-"""Weights that were sampled from so lately are in use: a training loop may sample from the last few of its steps."""
+"""Weights are in use for so long after a sample: a training loop may sample from the last few of its steps."""
 _PLAIN = {"synchronize_session": False}  # else the ORM evaluates conditions on every object it knows
 
 
 @dataclass(frozen=True)
 class UnnamedLimits:
-    """How long, and how much of, sampler weights without a name are kept beside those in use."""
+    """Limits on the sampler weights without a name that are kept beside those in use."""
 
     kept_s: float
-    """How long after they were sampled from last."""
+    """Seconds after they were last sampled from."""
     silent_s: float
-    """How long after the last sign of life of their session."""
+    """Seconds after the last heartbeat of their session."""
     per_model: int
-    """How many of one model."""
+    """Number of one model's weights."""
     bytes_per_owner: int
 
 
@@ -52,7 +50,7 @@ _UNNAMED = (
     .where(_ROW.directory.is_not(None), _ROW.model_path.is_(None), _ROW.weights_deleted_at.is_(None))
     .group_by(_ROW.directory)
 )
-"""Weights without a name that are there, as `_Unnamed`."""
+"""Selects the weights without a name that exist, as `_Unnamed`."""
 
 
 @dataclass(frozen=True)
@@ -68,81 +66,81 @@ class _Unnamed:
 
 
 class SamplerStore:
-    """The only way to the sampling_sessions table."""
+    """Reads and writes the sampling_sessions table."""
 
-    def __init__(self, db: Database, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, db: Database, cached_bytes: int = CACHED_BYTES) -> None:
         self._db = db
-        self._known: LRU[str, SamplingSession] = LRU(kept_bytes, held_bytes)
+        self._cached: LRU[str, SamplingSession] = LRU(cached_bytes, held_bytes)
         self._used_at: dict[str, float] = {}
-        """Not written yet."""
+        """Times by sampling session, not written yet."""
         self._running: Counter[str] = Counter()
         self._changes = 0
-        """Of many rows at once."""
+        """Counts the changes of many rows at once."""
         self._warned: LRU[str, str] = LRU(WARNED)
 
     async def create(self, sampler: SamplingSession) -> str:
-        """Store a sampling session and give its id; repeating it changes nothing.
+        """Store a sampling session and return its id; a repeat changes nothing.
 
-        Raises BadRequest where the id is in use for other weights.
+        Raises BadRequest if the id is in use for other weights.
         """
 
         async def add(session: AsyncSession) -> SamplingSession:
             first = await session.get(SamplingSessionRow, sampler.sampling_session_id)
             if first is None:
                 session.add(SamplingSessionRow(**columns(sampler)))
-                await loose.own(session, sampler.directory)
+                await claim(session, sampler.directory)
                 return sampler
             known = record(SamplingSession, first)
             if _weights_of(known) != _weights_of(sampler):
                 raise BadRequest(f"{sampler.sampling_session_id} was created before, for other weights")
             return known
 
-        self._known.put(sampler.sampling_session_id, await self._db.change(add))
+        self._cached.put(sampler.sampling_session_id, await self._db.change(add))
         return sampler.sampling_session_id
 
     async def repoint(self, folder: str, directory: str) -> set[str]:
-        """Sessions whose weights lie in `folder` sample from `directory` instead; what they leave, loose now."""
+        """Move sessions with weights in `folder` to `directory`; return the directories they left, now unreferenced."""
         row = SamplingSessionRow
         inside = row.directory.startswith(folder, autoescape=True) & (row.directory != directory)
 
         async def move(session: AsyncSession) -> set[str]:
             left = {one for one in await session.scalars(select(row.directory).where(inside)) if one is not None}
             await session.execute(update(row).where(inside).values(directory=directory), execution_options=_PLAIN)
-            await loose.let_go(session, left)
+            await release(session, left)
             return left
 
         left = await self._db.change(move)
         self._changes += 1
-        self._known.keep(lambda known: known.directory is None or not known.directory.startswith(folder))
+        self._cached.keep(lambda cached: cached.directory is None or not cached.directory.startswith(folder))
         return left
 
     def warn_once(self, sampling_session_id: str) -> bool:
-        """Whether nobody was warned of something in this sampling session yet; a restarted server warns again."""
+        """Return whether this is the session's first warning; a restarted server warns again."""
         is_first = self._warned.get(sampling_session_id) is None
         self._warned.put(sampling_session_id, sampling_session_id)
         return is_first
 
     async def require(self, sampling_session_id: str, owner: str) -> SamplingSession:
-        """Raises UnknownSampler."""
+        """Return a sampling session of the owner. Raises UnknownSampler."""
         sampler = await self.get(sampling_session_id)
         if sampler.owner != owner:
             raise _unknown(sampling_session_id)
         return sampler
 
     async def get(self, sampling_session_id: str) -> SamplingSession:
-        """Whoever owns it. Raises UnknownSampler."""
-        while (known := self._known.get(sampling_session_id)) is None:
+        """Return a sampling session, whoever owns it. Raises UnknownSampler."""
+        while (cached := self._cached.get(sampling_session_id)) is None:
             changes = self._changes
             row = await self._db.look(lambda session: session.get(SamplingSessionRow, sampling_session_id))
             if row is None:
                 raise _unknown(sampling_session_id)
-            if changes == self._changes:  # else it may be what was true before
-                return self._known.setdefault(sampling_session_id, record(SamplingSession, row))
-        return known
+            if changes == self._changes:  # else the row may be outdated
+                return self._cached.setdefault(sampling_session_id, record(SamplingSession, row))
+        return cached
 
     @contextmanager
     def using(self, sampling_session_id: str) -> Iterator[None]:
-        """Note that it is sampled from, until the block ends."""
+        """Note that it is sampled from while the block runs."""
         self._running[sampling_session_id] += 1
         self._used_at[sampling_session_id] = time.time()
         try:
@@ -154,7 +152,7 @@ class SamplerStore:
                 del self._running[sampling_session_id]
 
     async def save_uses(self) -> None:
-        """Write the uses that were noted since the last time."""
+        """Write the uses that were noted since the last call."""
         uses, self._used_at = self._used_at, {}
         if not uses:
             return
@@ -169,20 +167,20 @@ class SamplerStore:
             raise
 
     async def take_unused(self, limits: UnnamedLimits, now: float) -> list[str]:
-        """Directories of weights without a name that go, loose now; their sampling sessions have none any more.
+        """Take unnamed weights beyond the limits from their sessions; return their directories, now unreferenced.
 
-        Sampling sessions of inflight weights share them: they stay while one of those is used.
+        Sampling sessions of inflight weights share them: these stay while one of the sessions is used.
         """
         self._used_at |= dict.fromkeys(self._running, now)
         await self.save_uses()
         gone: list[str] = []
         used_at, alive_at = now - limits.kept_s > _USED_AT, now - limits.silent_s > _ALIVE_AT
-        unused = _UNNAMED.having(or_(used_at, alive_at)).limit(loose.AT_ONCE)  # in steps: there may be thousands
+        unused = _UNNAMED.having(or_(used_at, alive_at)).limit(MAX_NAMES)  # a part at a time: there may be thousands
         while found := await self._unnamed(unused):
             gone += await self._delete_weights([one.directory for one in found], now)
         excess = [one.directory for one in _excess(await self._unnamed(_UNNAMED), limits, now)]
-        for start in range(0, len(excess), loose.AT_ONCE):
-            gone += await self._delete_weights(excess[start : start + loose.AT_ONCE], now)
+        for start in range(0, len(excess), MAX_NAMES):
+            gone += await self._delete_weights(excess[start : start + MAX_NAMES], now)
         return gone
 
     async def _unnamed(self, query: "Select[str | None, str, int, float]") -> list[_Unnamed]:
@@ -195,15 +193,15 @@ class SamplerStore:
         change = update(row).where(row.directory.in_(directories), row.model_path.is_(None))
         async with self._db.write() as session:
             await session.execute(change.values(weights_deleted_at=now), execution_options=_PLAIN)
-            await loose.let_go(session, directories)
+            await release(session, directories)
         self._changes += 1
         gone = set(directories)
-        self._known.keep(lambda known: known.directory not in gone)
+        self._cached.keep(lambda cached: cached.directory not in gone)
         return directories
 
 
 def _excess(unnamed: list[_Unnamed], limits: UnnamedLimits, now: float) -> Iterator[_Unnamed]:
-    """What is too much, and not in use; the latest used are kept."""
+    """Yield the weights beyond the limits that are not in use; those used last are kept."""
     of_model, of_owner = Counter[str](), Counter[str]()
     for one in sorted(unnamed, key=lambda one: one.used_at, reverse=True):
         too_much = of_model[one.model] >= limits.per_model or (
@@ -221,5 +219,5 @@ def _unknown(sampling_session_id: str) -> UnknownSampler:
 
 
 def _weights_of(sampler: SamplingSession) -> tuple[str, str | None]:
-    """Named weights are the same by their name, although they may have been saved again since."""
+    """Return what identifies the weights: for named ones the name, although they may have been saved again since."""
     return sampler.base_model, sampler.model_path or sampler.directory

@@ -1,6 +1,6 @@
-"""Sessions: one per client. They are asked for at every request, so the latest are kept in memory.
+"""Sessions: one per client. They are looked up at every request, so the latest are cached in memory.
 
-What belongs to another owner is unknown to the one who asks.
+Another owner's session is treated as unknown.
 """
 
 import time
@@ -17,20 +17,20 @@ from tinker_server.store.database import Database
 from tinker_server.store.records import Session, held_bytes, record
 from tinker_server.store.tables import SessionRow
 
-KEPT_BYTES = 64 << 20
-"""Of records in memory."""
+CACHED_BYTES = 64 << 20
+"""Bytes of cached records."""
 
 
 class SessionStore:
-    """The only way to the sessions table."""
+    """Reads and writes the sessions table."""
 
-    def __init__(self, db: Database, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, db: Database, cached_bytes: int = CACHED_BYTES) -> None:
         self._db = db
-        self._known: LRU[str, Session] = LRU(kept_bytes, held_bytes)
+        self._cached: LRU[str, Session] = LRU(cached_bytes, held_bytes)
         self._heartbeats: dict[str, float] = {}
 
     async def create(self, request: CreateSessionRequest, idempotency_key: str | None, owner: str) -> str:
-        """A new session's id; of a repeated request, the first one's."""
+        """Create a session and return its id; a repeated request gets the first one's."""
         now = time.time()
         async with self._db.write() as session:
             if idempotency_key is not None:
@@ -43,7 +43,7 @@ class SessionStore:
                 owner=owner,
                 idempotency_key=idempotency_key,
                 tags=request.tags,
-                user_metadata=as_texts(request.user_metadata),  # what is shown can be searched for
+                user_metadata=as_texts(request.user_metadata),  # texts as they are shown, so that a search finds them
                 project_id=request.project_id,
                 display_name=request.display_name,
                 sdk_version=request.sdk_version,
@@ -51,11 +51,11 @@ class SessionStore:
                 last_heartbeat=now,
             )
             session.add(row)
-        self._known.put(row.session_id, record(Session, row))
+        self._cached.put(row.session_id, record(Session, row))
         return row.session_id
 
     async def heartbeat(self, session_id: str, owner: str) -> None:
-        """Note that the client lives. Raises UnknownSession, HeartbeatEnded."""
+        """Note that the client is alive. Raises UnknownSession, HeartbeatEnded."""
         if (await self.require(session_id, owner)).finished_at is not None:
             raise HeartbeatEnded(f"session {session_id} was finished")
         self._heartbeats[session_id] = time.time()
@@ -68,8 +68,8 @@ class SessionStore:
         await self._change(session_id, SessionRow.finished_at.is_(None), finished_at=time.time(), **reason)
 
     async def require(self, session_id: str, owner: str) -> Session:
-        """Raises UnknownSession."""
-        session = await self.get(session_id)
+        """Return a session of the owner. Raises UnknownSession."""
+        session = self._cached.get(session_id) or await self.get(session_id)
         if session.owner != owner:
             raise _unknown(session_id)
         return session
@@ -80,16 +80,16 @@ class SessionStore:
         await self._change(session_id, project_id=project_id)
 
     async def require_open(self, session_id: str, owner: str) -> None:
-        """Raises UnknownSession, SessionFinished."""
+        """Raise UnknownSession, or SessionFinished for a session that takes no new work."""
         if (await self.require(session_id, owner)).finished_at is not None:
             raise SessionFinished(f"session {session_id} was finished and takes no new work")
 
     async def last_heartbeat(self, session_id: str) -> float:
-        """Raises UnknownSession."""
+        """Return the time of the last heartbeat, also of one that is not written yet. Raises UnknownSession."""
         return self._heartbeats.get(session_id) or (await self.get(session_id)).last_heartbeat
 
     async def save_heartbeats(self) -> None:
-        """Write the heartbeats that came since the last time."""
+        """Write the heartbeats that came since the last call."""
         heartbeats, self._heartbeats = self._heartbeats, {}
         if not heartbeats:
             return
@@ -102,26 +102,26 @@ class SessionStore:
             self._heartbeats = heartbeats | self._heartbeats
             raise
         for session_id, at in heartbeats.items():
-            if (known := self._known.get(session_id)) is not None:
-                self._known.put(session_id, replace(known, last_heartbeat=at))
+            if (cached := self._cached.get(session_id)) is not None:
+                self._cached.put(session_id, replace(cached, last_heartbeat=at))
 
     async def get(self, session_id: str) -> Session:
-        """Whoever owns it. Raises UnknownSession."""
-        if (known := self._known.get(session_id)) is not None:
-            return known
+        """Return a session, whoever owns it. Raises UnknownSession."""
+        if (cached := self._cached.get(session_id)) is not None:
+            return cached
         async with self._db.read() as session:
             row = await session.get(SessionRow, session_id)
         if row is None:
             raise _unknown(session_id)
-        return self._known.setdefault(session_id, record(Session, row))
+        return self._cached.setdefault(session_id, record(Session, row))
 
     async def _change(self, session_id: str, *conditions: ColumnElement[bool], **values: object) -> None:
-        """Memory follows the database, never the other way round."""
+        """Change the row, then the cache, never the other way round."""
         change = update(SessionRow).where(SessionRow.session_id == session_id, *conditions).values(**values)
         async with self._db.write() as session:
             await session.execute(change, execution_options={"synchronize_session": False})
             changed = record(Session, await session.get_one(SessionRow, session_id, populate_existing=True))
-        self._known.put(session_id, changed)
+        self._cached.put(session_id, changed)
 
 
 def _unknown(session_id: str) -> UnknownSession:

@@ -1,4 +1,4 @@
-"""Recorded steps: the curves of a run. They are written with the results that they are of (`future_rows.py`)."""
+"""Recorded steps: the curves of a run. They are written in the transaction of their results (`futures/rows.py`)."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from tinker_server.store.tables import StepRow
 
 STEPS = cast(Table, StepRow.__table__)
 RECENT = 8
-"""Operations of a run, the last, that say how it is doing."""
+"""The number of a run's last operations that show how it is doing."""
 DELETED_AT_ONCE = 5_000
-"""Rows in one transaction, which others wait for."""
+"""Rows in one transaction, for which other writers wait."""
 _OF = STEPS.c
 
 
 @dataclass(frozen=True)
 class Point:
-    """Some consecutive steps of a run, or one: means, and sums of what can be added up."""
+    """One or several consecutive steps of a run: means, or sums of quantities that add up."""
 
     step: int
     """The last of them."""
     at: float
     loss: float | None
-    """Per position that trains."""
+    """Mean over the positions that train."""
     grad_norm: float | None
     learning_rate: float | None
     tokens_per_s: float | None
-    """Of the time that they ran; what they waited does not count."""
+    """Tokens per second of run time, without the time they waited."""
     sampler_gap: float | None
     divergence: float | None
     clip_fraction: float | None
@@ -57,24 +57,24 @@ _POINT = (
 
 
 async def insert(connection: AsyncConnection, db: Database, steps: Sequence[Step]) -> None:
-    """Within a transaction: those that are not there yet."""
+    """Within a transaction, insert the steps that are not there yet."""
     if steps:
         await connection.execute(db.insert(STEPS).on_conflict_do_nothing(), [columns(step) for step in steps])
 
 
 class StepStore:
-    """Reads what was recorded, and deletes what is old."""
+    """Reads recorded steps, and deletes old ones."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     async def last(self, model_id: str) -> Step | None:
-        """The last operation of a run."""
+        """Return the last operation of a run."""
         found = await self.recent([model_id], 1)
         return found[model_id][-1] if found else None
 
     async def recent(self, model_ids: Sequence[str], count: int = RECENT) -> dict[str, list[Step]]:
-        """Of each run that has any, its last operations in order."""
+        """Return the last operations of each run that has any, in order."""
         found: dict[str, list[Step]] = {}
         async with self._db.read() as session:
             for model_id in model_ids:
@@ -84,7 +84,7 @@ class StepStore:
         return found
 
     async def points(self, model_id: str, first: int, last: int, most: int) -> list[Point]:
-        """The steps from `first` to `last`, in order: each of them, or at most `most` groups of equally many."""
+        """Return the steps from `first` to `last` in order, as at most `most` groups of equal size."""
         size = max(1, -(-(last - first + 1) // most))
         group = (_OF.step - first) // size
         mine = (_OF.model_id == model_id) & _OF.step.between(first, last)
@@ -93,7 +93,7 @@ class StepStore:
             return [Point(*row) for row in await session.execute(query)]
 
     async def pages(self, model_id: str, at_once: int) -> AsyncIterator[list[Step]]:
-        """All of a run in order, so many at once."""
+        """Yield all of a run in order, in pages of `at_once`."""
         after = -1
         while True:
             query = select(STEPS).where(_OF.model_id == model_id, _OF.seq_id > after).order_by(_OF.seq_id)
@@ -105,7 +105,7 @@ class StepStore:
             yield rows
 
     async def expire(self, before: float) -> int:
-        """Delete the rows that are older, a part at a time; how many there were."""
+        """Delete the rows before this time, a part at a time; return their number."""
         key = (_OF.model_id, _OF.seq_id)
         deleted = 0
         while True:

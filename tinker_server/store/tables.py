@@ -1,6 +1,6 @@
 """The tables. Times are Unix seconds; ids are text; numbers of clients reach 10^18.
 
-Rows stay in this folder: what leaves it are the frozen records of `records.py`.
+Rows stay in this folder. It returns the frozen records of `records.py`.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from api_schemas.training import Trainable
 
 
 class TrainableJson(TypeDecorator[Trainable]):
-    """What a model trains, as one JSON value."""
+    """A `Trainable` as one JSON value."""
 
     impl = JSON
     cache_ok = True
@@ -39,9 +39,9 @@ class SessionRow(Table):
 
     session_id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str] = mapped_column(server_default="local")
-    """Name of the API key it was created with; so for all tables."""
+    """Name of the API key it was created with; likewise in all tables."""
     idempotency_key: Mapped[str | None] = mapped_column(unique=True)
-    """Of the request that created it and its owner, so that a retry finds it."""
+    """Owner and idempotency key of the request that created it, so that a retry finds it."""
     tags: Mapped[list[str]]
     user_metadata: Mapped[dict[str, Any]]
     project_id: Mapped[str | None]
@@ -55,7 +55,7 @@ class SessionRow(Table):
 
 
 class TrainingRunRow(Table):
-    """A LoRA model that was created; a row stays when the model is gone from memory."""
+    """A model that was created. The row stays when the model is gone from memory."""
 
     __tablename__ = "training_runs"
 
@@ -66,21 +66,21 @@ class TrainingRunRow(Table):
     model_seq_id: Mapped[int]
     base_model: Mapped[str]
     base_fingerprint: Mapped[str | None]
-    """Of the base model's files; none: made before they were noted."""
+    """Fingerprint of the base model's files; null: made before it was recorded."""
     trainable: Mapped[Trainable] = mapped_column(TrainableJson)
     user_metadata: Mapped[dict[str, Any] | None]
     optimizer_config: Mapped[dict[str, Any]]
     status: Mapped[str]
-    """`active`; `suspended`: it is on disk until its next operation; `lost`: it was unloaded."""
+    """`active`; `suspended`: on disk until its next operation; `lost`: unloaded."""
     snapshot: Mapped[str | None]
-    """Directory of what the log is to be run on, below the data directory; none: on a fresh model."""
+    """Directory, below the data directory, of the snapshot that the log is run on; null: on a fresh model."""
     computed_with: Mapped[dict[str, Any] | None]
-    """What a result depends on beside model and operation (`BaseModelInfo.numerics`), when the snapshot was taken."""
+    """`BaseModelInfo.numerics` when the snapshot was taken: what results depend on beside model and operation."""
     created_at: Mapped[float]
 
 
 class SamplingSessionRow(Table):
-    """What a sampling client samples from: a base model, or saved weights on it."""
+    """The base model, or the saved weights on it, that a sampling client samples from."""
 
     __tablename__ = "sampling_sessions"
 
@@ -92,20 +92,20 @@ class SamplingSessionRow(Table):
     model_path: Mapped[str | None]
     """tinker:// path of named weights."""
     directory: Mapped[str | None]
-    """Of the weights, below the data directory; none: the base model alone."""
+    """Directory of the weights, below the data directory; null: the base model alone."""
     weights_deleted_at: Mapped[float | None]
-    """When weights without a name were deleted, for nobody had sampled from them for long."""
+    """When weights without a name were deleted, because nobody had sampled from them for long."""
     size_bytes: Mapped[int | None]
-    """Of weights without a name."""
+    """Bytes of weights without a name."""
     base_fingerprint: Mapped[str | None]
-    """Of the base model's files that the weights are for; none: not known, or no weights."""
+    """Fingerprint of the base model's files that the weights are for; null: not known, or no weights."""
     created_at: Mapped[float]
     used_at: Mapped[float | None]
-    """When it was last sampled from; written from time to time."""
+    """Time of the last sample; written from time to time."""
 
 
 class CheckpointRow(Table):
-    """Saved weights, with all that is needed to make a model of them again."""
+    """Saved weights, with everything needed to make a model from them."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (UniqueConstraint("run_id", "kind", "name"),)
@@ -116,21 +116,21 @@ class CheckpointRow(Table):
     kind: Mapped[str]
     name: Mapped[str]
     directory: Mapped[str]
-    """Below the data directory."""
+    """Relative to the data directory."""
     base_model: Mapped[str]
     base_fingerprint: Mapped[str | None]
-    """Of the base model's files; none: made before they were noted."""
+    """Fingerprint of the base model's files; null: made before it was recorded."""
     trainable: Mapped[Trainable] = mapped_column(TrainableJson)
     user_metadata: Mapped[dict[str, Any] | None]
     size_bytes: Mapped[int]
     created_at: Mapped[float] = mapped_column(index=True)
     expires_at: Mapped[float | None] = mapped_column(index=True)
     public: Mapped[bool] = mapped_column(default=False, server_default=false(), index=True)
-    """Whether every client may load it."""
+    """True if every client may load it."""
     saved_as: Mapped[int | None]
-    """Number of the operation that saved it; none: a copy, or saved before numbers were noted."""
+    """Number of the operation that saved it; null: a copy, or saved before numbers were recorded."""
     copied_from: Mapped[str | None]
-    """tinker:// path of the weights it is a copy of."""
+    """tinker:// path of the weights it was copied from."""
 
 
 class Future(Table):
@@ -150,28 +150,28 @@ class Future(Table):
     """model_id for training work, sampling_session_id for samples."""
     seq_id: Mapped[int]
     request: Mapped[bytes]
-    """The body as received, without its images (`image_places`); emptied once nobody needs it: it is finished, and not
+    """The body as received, without its images (`image_places`). It is emptied once the operation is finished and not
     in the log of its model."""
     request_type: Mapped[str]
     digest: Mapped[str | None]
-    """Hash of the body; none: accepted before they were noted."""
+    """Hash of the body; null: accepted before it was recorded."""
     status: Mapped[str]
     """`queued`, `done`, `failed`, or `expired`: the result was deleted."""
     result: Mapped[bytes | None]
-    """The body ready to send; of a failed one a FutureFailed."""
+    """The result ready to send; a FutureFailed if the operation failed."""
     result_type: Mapped[str | None]
     failure_category: Mapped[str | None]
-    """Of a failed one, also when its result has expired: `user` or `server`."""
+    """`user` or `server` if the operation failed, also after its result has expired."""
     created_at: Mapped[float]
     finished_at: Mapped[float | None]
     position: Mapped[int | None]
-    """Its place in the log of its model (`log.py`); none: it changed nothing, or the model's snapshot holds it."""
+    """Position in its model's log (`replay_log.py`); null: it changed nothing, or the model's snapshot holds it."""
     tries: Mapped[int] = mapped_column(default=0, server_default="0")
-    """Servers that began it after an earlier one had left it unfinished, since the last that was told to stop."""
+    """Servers that began it after an earlier one left it unfinished, since the last server that was told to stop."""
 
 
 class Image(Table):
-    """An image of bodies that may be needed, as it lies in them (in JSON, base64). It goes with the last of them."""
+    """An image of bodies that may be needed, as they have it (in JSON, base64). Deleted with the last of them."""
 
     __tablename__ = "images"
 
@@ -181,81 +181,81 @@ class Image(Table):
 
 
 class ImagePlaceRow(Table):
-    """Where a body has an image that is stored apart."""
+    """The position in a body of an image that is stored apart."""
 
     __tablename__ = "image_places"
 
     request_id: Mapped[str] = mapped_column(primary_key=True)
     start: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """In the whole body."""
+    """Byte of the whole body."""
     size_bytes: Mapped[int]
     digest: Mapped[str] = mapped_column(index=True)
 
 
 class StepRow(Table):
-    """One finished forward_backward or optim_step, for the curves of its run. Numbers that are not known are null."""
+    """One finished forward_backward or optim_step, for the curves of its run. Unknown numbers are null."""
 
     __tablename__ = "steps"
 
     model_id: Mapped[str] = mapped_column(primary_key=True)
     seq_id: Mapped[int] = mapped_column(primary_key=True)
     step: Mapped[int]
-    """How many optim_steps of the run were done before: what belongs to one step has one number."""
+    """Number of the run's optim_steps before: all operations of one step have one number."""
     at: Mapped[float] = mapped_column(index=True)
-    """When it finished."""
+    """Time at which it finished."""
     tokens: Mapped[int]
-    """Positions that were computed; 0 of an optim_step."""
+    """Positions that were computed; 0 for an optim_step."""
     total_tokens: Mapped[int]
-    """Those of the run until then, these with them."""
+    """Positions of the run so far, including these."""
     loss: Mapped[float | None]
-    """The sum over positions, as it was answered."""
+    """Sum over positions, as it was answered."""
     loss_tokens: Mapped[int | None]
-    """Positions that train: by these the loss is divided where it is shown."""
+    """Positions that train; the loss is divided by their number where it is shown."""
     learning_rate: Mapped[float | None]
     grad_norm: Mapped[float | None]
     sampler_gap: Mapped[float | None]
-    """Mean distance of the trainer's log probabilities from those that were sent, in nats."""
+    """Mean distance between the trainer's log probabilities and those that were sent, in nats."""
     divergence: Mapped[float | None]
-    """Estimate (k3) of the KL divergence of the policy that drew from the current one."""
+    """Estimate (k3) of the KL divergence of the sampling policy from the current one."""
     clip_fraction: Mapped[float | None]
     advantage: Mapped[float | None]
     """Mean over positions that train."""
     waited_s: Mapped[float]
-    """From acceptance on, for earlier operations and for the trainer's turn."""
+    """Seconds from acceptance until it ran: waiting for earlier operations and for the trainer."""
     run_s: Mapped[float]
 
 
-class LooseDirectory(Table):
-    """A directory that no other row owns: weights are being written into it, or were given up.
+class UnreferencedDirectory(Table):
+    """A directory that no other row references: weights are being written into it, or were given up.
 
-    What is listed here when a server starts was left by a crash, and is deleted.
+    Directories that are listed when a server starts were left by a crash, and are deleted.
     """
 
     __tablename__ = "loose_directories"
 
     directory: Mapped[str] = mapped_column(primary_key=True)
-    """Below the data directory."""
+    """Relative to the data directory."""
     since: Mapped[float]
 
 
 class UsageRow(Table):
-    """How much of one kind of work an owner had done on a base model, in one session and hour."""
+    """The amount of one kind of work for an owner on a base model, in one session and hour."""
 
     __tablename__ = "usage"
 
     hour: Mapped[float] = mapped_column(primary_key=True)
-    """Its start."""
+    """Start of the hour."""
     kind: Mapped[str] = mapped_column(primary_key=True)
     """`training`, `prefill`, `cached_prefill`, `sampled` (tokens), or `checkpoint` (their number)."""
     owner: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(primary_key=True)
-    """Empty for samples drawn outside of any session."""
+    """Empty for samples outside any session."""
     base_model: Mapped[str] = mapped_column(primary_key=True)
     amount: Mapped[int]
 
 
 class LeaseRow(Table):
-    """The one row says how many servers have taken the database. The last of them alone may write (`lease.py`)."""
+    """One row that counts the servers that have taken the database. Only the last of them may write (`lease.py`)."""
 
     __tablename__ = "lease"
 
@@ -263,7 +263,7 @@ class LeaseRow(Table):
 
 
 class AuditEntryRow(Table):
-    """Something that was done to saved weights or to a session's project."""
+    """A change of saved weights or of a session's project."""
 
     __tablename__ = "audit"
 

@@ -1,4 +1,4 @@
-"""What was used, by hour. Counts gather in memory and are written from time to time."""
+"""Usage by hour. It is counted in memory and written from time to time."""
 
 import time
 from collections import Counter
@@ -14,28 +14,28 @@ USAGE = cast(Table, UsageRow.__table__)
 KEY = ("hour", "kind", "owner", "session_id", "base_model")
 HOUR_S = 3600
 NO_SESSION = ""
-"""The session_id of samples drawn outside of any."""
+"""The session_id of samples outside any session."""
 UsageKind = Literal["training", "prefill", "cached_prefill", "sampled", "checkpoint"]
 
 
 class UsageStore:
-    """The only way to the usage table."""
+    """Reads and writes the usage table."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
         self._unwritten: Counter[tuple[float, UsageKind, str, str, str]] = Counter()
         self.totals: Counter[tuple[UsageKind, str]] = Counter()
-        """By kind and base model, since the server started."""
+        """Amounts by kind and base model, since the server started."""
 
     def count(self, kind: UsageKind, owner: str, session_id: str, base_model: str, amount: int) -> None:
-        """Note that so much was done now."""
+        """Count an amount in the current hour."""
         assert amount >= 0, f"{amount} of {kind}"
         if amount:
             self.totals[kind, base_model] += amount
             self._unwritten[time.time() // HOUR_S * HOUR_S, kind, owner, session_id, base_model] += amount
 
     async def save(self) -> None:
-        """Write what was counted since the last time."""
+        """Write the amounts that were counted since the last call."""
         counts, self._unwritten = self._unwritten, Counter()
         if not counts:
             return
@@ -50,7 +50,7 @@ class UsageStore:
             raise
 
     async def between(self, owner: str, start: float, end: float) -> list[UsageAmount]:
-        """What an owner used in hours that begin in [start, end), by hour, then the largest first."""
+        """Return an owner's usage of hours that begin in [start, end), by hour, then the largest first."""
         await self.save()
         query = (
             select(UsageRow, SessionRow)

@@ -1,1 +1,1 @@
-"""What HTTP needs around the routes: who calls, what a body is, what an error answers."""
+"""HTTP around the routes: keys, dependencies, bodies, errors."""

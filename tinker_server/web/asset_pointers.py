@@ -1,5 +1,5 @@
-"""Images that a request names by their address (`image_asset_pointer` chunks): read before it is accepted, so that it
-means the same whenever it runs."""
+"""Images that a request names by address (`image_asset_pointer` chunks). They are read before the request is accepted,
+so that it means the same whenever it runs."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -16,9 +16,9 @@ R = TypeVar("R", bound=Request)
 
 
 async def with_images(request: R, addresses: ImageAddresses, max_bytes: int) -> R | None:
-    """The request with each pointer's image in its place; None where it has no pointers.
+    """Return the request with each pointer replaced by its image; None if it has no pointers.
 
-    Raises BadRequest for what may not be read, or cannot, and for more than `max_bytes` in all.
+    Raises BadRequest for an image that may not or cannot be read, and for more than `max_bytes` in all.
     """
     pointers = [chunk for one in _inputs(request) for chunk in one.chunks if isinstance(chunk, ImageAssetPointerChunk)]
     if not pointers:

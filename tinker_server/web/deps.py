@@ -1,10 +1,11 @@
-"""What route handlers may ask for, as named types."""
+"""The dependencies of route handlers, as named types."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader
 
 from backends.protocol import Backend
 from tinker_server.auth.keys import Keys
@@ -35,11 +36,16 @@ from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 
 T = TypeVar("T")
+_KEY = APIKeyHeader(
+    name="X-API-Key",
+    auto_error=False,
+    description="Made by `tinker-server keys add NAME`. A server without keys takes whatever begins with `tml-`.",
+)
 
 
 @dataclass(frozen=True)
 class Services:
-    """Everything that lives as long as the server; built in `app.py`."""
+    """The objects that live as long as the server; built in `app.py`."""
 
     settings: Settings
     keys: Keys
@@ -69,9 +75,27 @@ class Services:
     ledger: Ledger
 
     async def drain(self) -> None:
-        """Let running work end for a while, answer all held polls, and move idle models to disk."""
-        drain_s = 0 if self.storage.is_superseded else self.settings.drain_s  # what runs could not be stored
+        """Wait a while for running work, answer all held polls, and move idle models to disk."""
+        drain_s = 0 if self.storage.is_superseded else self.settings.drain_s  # results could not be stored
         await stop_work(self.scheduler, self.futures, self.runs, self.snapshots, drain_s)
+
+
+async def api_key(key: Annotated[str | None, Security(_KEY)]) -> str:
+    """Return the key as it was sent."""
+    assert key is not None, "the gate lets nobody in without a key"
+    return key
+
+
+ApiKey = Annotated[str, Depends(api_key)]
+
+
+async def caller(request: Request, _: ApiKey) -> str:
+    """Return the owner of the request's key, as the gate found it."""
+    owner: str = request.state.owner
+    return owner
+
+
+Caller = Annotated[str, Depends(caller)]
 
 
 async def _services(request: Request) -> Services:
@@ -84,7 +108,7 @@ Server = Annotated[Services, Depends(_services)]
 
 
 def _part(of: Callable[[Services], T]) -> Any:
-    """A dependency on one of the services."""
+    """Return a dependency on one of the services."""
 
     async def part(server: Server) -> T:  # no plain function: FastAPI would run it in a thread
         return of(server)
@@ -114,4 +138,4 @@ CopyingDep = Annotated[Copying, _part(lambda server: server.copying)]
 ArchivesDep = Annotated[Archives, _part(lambda server: server.archives)]
 SignedLinks = Annotated[Links, _part(lambda server: server.links)]
 ServerUrl = Annotated[str, Depends(_server_url)]
-"""Where the client reaches `/api/v1`: as it addressed us, behind whatever prefix a proxy has taken off."""
+"""URL of `/api/v1` as the client addressed it, with the prefix that a proxy has removed."""

@@ -1,32 +1,88 @@
-"""Who is let in: told from a request's head, before any of its body is read."""
+"""The ASGI layers around the app, from the outside in: counting answers, checking keys, bounding bodies.
 
+A key is checked by the request's head, before its body is read. A body is bounded while it arrives, before it is
+parsed.
+"""
+
+import asyncio
 import ipaddress
+import time
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import cookie_parser
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api_schemas.wire import PROTOBUF
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.sign_ins import COOKIE, TOKEN_HEADER, SignIns
-from tinker_server.errors import ForeignHost, TinkerServerError, Unauthenticated
-from tinker_server.web.handlers import answer
-from tinker_server.web.vendors import vendor_of
+from tinker_server.errors import BodyTooLarge, Busy, ForeignHost, TinkerServerError, Unauthenticated
+from tinker_server.observability.metrics import Metrics
+from tinker_server.web import vendors
+from tinker_server.web.handlers import RETRY_AFTER_S, answer
+from tinker_server.web.ledger import BYTES_PER_S, STALL_S, Ledger
 
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+OTHER = "other"
+NO_ROUTE = "none"
+"""Route of requests that the gate refused, or that no route matches."""
 API = "/api/v1/"
 OPEN = tuple(API + path for path in ("healthz", "files/", "archives/", "traces/"))
-"""What asks for no key: whether the server lives, and signed links."""
+"""Paths that need no key: the health check, and signed links."""
+LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "asample")} | vendors.LARGE
+"""Paths of batches and prompts. All other bodies are small."""
+SMALL_BODY_BYTES = 1 << 20
+SMALL_BODY_VALUES = 1 << 13
+"""So many values are parsed and checked in a few milliseconds."""
+LARGE_BODY_VALUES = 1 << 20
+"""Values of a JSON body with a batch or a prompt: Python parses it in one go, and nothing else runs meanwhile."""
+_SLICE_BYTES = 1 << 20
+
+
+def largest_body(path: str, max_body_bytes: int) -> int:
+    """Return the most bytes that a route's body may have, also when it is decompressed."""
+    return max_body_bytes if path in LARGE_BODIES else min(SMALL_BODY_BYTES, max_body_bytes)
+
+
+def require_few_values(body: bytes) -> None:
+    """Raise BodyTooLarge for a JSON body with too many values, which came compressed."""
+    slices = (body[at : at + _SLICE_BYTES] for at in range(0, len(body), _SLICE_BYTES))
+    if sum(map(_num_values, slices)) > LARGE_BODY_VALUES:
+        raise BodyTooLarge(_too_many_values(LARGE_BODY_VALUES))
+
+
+class Measured:
+    """Counts every answer by its route. It is the outermost layer, so that refusals count too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        metrics: Metrics = scope["app"].state.services.metrics
+        began = time.monotonic()
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                method = scope["method"] if scope["method"] in METHODS else OTHER
+                metrics.answered(method, _route(scope), message["status"], time.monotonic() - began)
+            await send(message)
+
+        await self.app(scope, receive, counted)
 
 
 class Gate:
-    """Answers 401 without a known key, whose owner handlers find as `request.state.owner`.
+    """Answers 401 without a known key. Handlers find the key's owner as `request.state.owner`.
 
-    While no keys are configured, any key is let in, and so any page that a browser of this machine shows could come in
-    under a name of its own that leads here. Then only local names are let in.
+    While no keys are configured, every key is accepted. A page in a browser of this machine could then send requests
+    under a host name of its own that resolves to this server. So only local names are accepted then.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
-        """`host`: what the server listens on, which is a local name too."""
+        """`host`: the address that the server listens on, which is a local name too."""
         self.app = app
         self.host = host
 
@@ -38,7 +94,7 @@ class Gate:
         try:
             if keys.is_open:
                 self._require_local(headers)
-            if (vendor := vendor_of(scope["path"])) is not None or (
+            if (vendor := vendors.vendor_of(scope["path"])) is not None or (
                 scope["path"].startswith(API) and not scope["path"].startswith(OPEN)
             ):
                 key = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
@@ -56,7 +112,7 @@ class Gate:
             raise ForeignHost(f"the header Origin is {origin[:100]!r}, which is no page of this machine")
 
     def _signed_in(self, scope: Scope, headers: Headers) -> str | None:
-        """Whose page asks: one of the dashboard's, which chats too, has its cookie and its token in place of a key."""
+        """Return the owner of a dashboard page, which has cookie and token in place of a key; None for all others."""
         sign_ins: SignIns = scope["app"].state.services.sign_ins
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
         is_ours = sign_ins.is_token(headers.get(TOKEN_HEADER, ""), cookie)
@@ -75,14 +131,78 @@ class Gate:
             return False
 
 
+class BodyLimit:
+    """Answers 413 to a body that is too large, and 408 to a slow one. uvicorn discards the rest of it."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = Headers(scope=scope)
+        limit, most_values = largest_body(scope["path"], self.max_bytes), _most_values(scope["path"], headers)
+        num_bytes = num_values = 0
+
+        declared = int(headers.get("content-length", "0"))
+        size_bytes = limit if "transfer-encoding" in headers else declared
+        loop = asyncio.get_running_loop()
+        until_s, is_whole = loop.time() + STALL_S + size_bytes / BYTES_PER_S, not size_bytes
+
+        async def counted() -> Message:
+            nonlocal num_bytes, num_values, is_whole
+            if is_whole:  # the only message that follows is the disconnect
+                return await receive()
+            try:
+                async with asyncio.timeout_at(min(until_s, loop.time() + STALL_S)):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, _too_slow(num_bytes, size_bytes), {"Connection": "close"}) from None
+            is_whole = not message.get("more_body", False)
+            body = message.get("body", b"")
+            num_bytes += len(body)
+            num_values += 0 if most_values is None else _num_values(body)
+            if num_bytes > limit:
+                raise HTTPException(BodyTooLarge.status, _too_large(limit))  # FastAPI makes a 400 of any other error
+            if most_values is not None and num_values > most_values:
+                raise HTTPException(BodyTooLarge.status, _too_many_values(most_values))
+            if is_whole:
+                receiving.close()
+                came(num_bytes)
+            return message
+
+        if declared > limit:
+            return await answer(scope["path"], 413, BodyTooLarge(), _too_large(limit))(scope, receive, send)
+        ledger: Ledger = scope["app"].state.services.ledger
+        owner = scope.get("state", {}).get("owner") or ""
+        with ExitStack() as receiving:
+            if not size_bytes:
+                return await self.app(scope, counted, send)
+            try:
+                async with ledger.body(owner, size_bytes) as came:
+                    receiving.enter_context(ledger.received(owner))
+                    await self.app(scope, counted, send)
+            except Busy as error:
+                await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
+                    scope, receive, send
+                )
+
+
+def _route(scope: Scope) -> str:
+    """Return the path with names in place of ids, which is one of the server's routes."""
+    path: str = getattr(scope.get("route"), "path", NO_ROUTE)
+    return path
+
+
 def _bearer(headers: Headers) -> str | None:
-    """The key as clients of the chat endpoints send it."""
+    """Return the key as clients of the chat endpoints send it."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else None
 
 
 def owner_of(key: str | None, keys: Keys) -> str:
-    """The owner that a key speaks for. Raises Unauthenticated."""
+    """Return the owner of a key. Raises Unauthenticated."""
     if not key:
         raise Unauthenticated("the header X-API-Key is missing")
     owner = keys.owner_of(key)
@@ -90,3 +210,37 @@ def owner_of(key: str | None, keys: Keys) -> str:
         what = "begins with neither 'tml-' nor 'eyJ'" if keys.is_open else "is not known here"
         raise Unauthenticated(f"the API key {what}")
     return owner
+
+
+def _most_values(path: str, headers: Headers) -> int | None:
+    """Return the most values; None for a body that is not JSON yet, where one byte in 256 is a comma anyway.
+
+    A chat is JSON, whatever its Content-Type says.
+    """
+    if path not in LARGE_BODIES:
+        return SMALL_BODY_VALUES
+    is_json = "content-encoding" not in headers and not headers.get("content-type", "").startswith(PROTOBUF)
+    return LARGE_BODY_VALUES if is_json or path in vendors.LARGE else None
+
+
+def _num_values(body: bytes) -> int:
+    """Return the most values that a piece of JSON has: a comma is between two, and each bracket begins one."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+def _too_slow(num_bytes: int, size_bytes: int) -> str:
+    return (
+        f"{num_bytes} of the request's body's {size_bytes} bytes came; it must go on within {STALL_S:g} s, and come at"
+        f" {BYTES_PER_S} bytes a second"
+    )
+
+
+def _too_large(limit: int) -> str:
+    return f"the request's body is larger than {limit} bytes"
+
+
+def _too_many_values(limit: int) -> str:
+    return (
+        f"the request's body has more than {limit} values (commas and brackets); send less at once, or protobuf where"
+        " it may be"
+    )

@@ -1,4 +1,4 @@
-"""From errors to HTTP answers; every answer has a body and its length."""
+"""HTTP answers to errors; every answer has a body and its length."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,15 +16,15 @@ from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServe
 from tinker_server.web.vendors import error_body, vendor_of
 
 CLIENT_GONE = 499
-"""What nobody reads."""
+"""Status of an answer that nobody reads."""
 RETRY_AFTER_S = "1"
-"""What is said to clients that may have more luck later."""
+"""Value of the header Retry-After with 429 and 503."""
 
 
 def answer(
     path: str, status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """What every refusal looks like on this path. The text may quote a client, also halves of surrogate pairs."""
+    """Make a refusal in the form of this path. The text may quote a client, including halves of surrogate pairs."""
     sendable = detail.encode(errors="backslashreplace").decode()
     vendor = vendor_of(path)
     if vendor is not None:
@@ -34,14 +34,14 @@ def answer(
 
 
 def describe(error: RequestValidationError) -> str:
-    """The first few places where a body is not what it should be."""
+    """Name the first few fields of a body that are wrong."""
     problems: list[Any] = list(error.errors())
     places = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:5]]
     return "; ".join(places) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
 def install(app: FastAPI) -> None:
-    """The one mapping from exceptions to responses."""
+    """Map exceptions to responses, for the whole app."""
 
     @app.exception_handler(TinkerServerError)
     async def refused(http: Request, error: TinkerServerError) -> JSONResponse:
@@ -73,7 +73,7 @@ def install(app: FastAPI) -> None:
 
 
 async def storable_parameters(request: Request) -> None:
-    """Refuses what a database cannot hold in the URL or in a header that is stored, as request bodies do."""
+    """Refuse texts in the URL or a header that a database cannot store, as request bodies do."""
     for place, values in (("path", request.path_params), ("query", request.query_params), ("header", request.headers)):
         for name, value in values.items():
             if isinstance(value, str) and (problem := unstorable(value)) is not None:

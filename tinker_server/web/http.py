@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1, with bounds on what a client may send before anything knows who it is."""
+"""uvicorn's HTTP/1.1 with bounds on what a client may send before its key is known."""
 
 import asyncio
 from typing import Any
@@ -6,38 +6,38 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 20.0
-"""For a request's head to be complete, and for a connection to send anything at all."""
+"""Seconds for a request's head to be complete, and for a connection to send anything at all."""
 HEAD_BYTES = 64 << 10
 NUM_HEADERS = 128
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. The parser keeps a line until it is complete, so bytes that complete nothing are counted."""
+    """One connection. The parser keeps an incomplete line, so the bytes that complete nothing are counted."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's does
         super().connection_made(transport)
         self._head_bytes = self._num_headers = self._idle_bytes = 0
-        self._came_further = False
-        self._late: asyncio.TimerHandle | None = None
+        self._advanced = False
+        self._deadline: asyncio.TimerHandle | None = None
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_there()
+        self._head_complete()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._came_further = False
+        self._advanced = False
         super().data_received(data)
         if self.transport.is_closing():
             return
-        self._idle_bytes = 0 if self._came_further else self._idle_bytes + len(data)
+        self._idle_bytes = 0 if self._advanced else self._idle_bytes + len(data)
         if self._idle_bytes > HEAD_BYTES:
             self.send_400_response(f"A line of the request's head is longer than {HEAD_BYTES} bytes.")
         elif self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
     def on_message_begin(self) -> None:
-        self._came_further = True
+        self._advanced = True
         self._head_bytes = self._num_headers = 0
         super().on_message_begin()
         self._expect_head()
@@ -50,23 +50,23 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._came_further = True
-        self._head_is_there()
+        self._advanced = True
+        self._head_complete()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._came_further = True
+        self._advanced = True
         super().on_body(body)
 
     def _expect_head(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_S, self._give_up)
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_S, self._give_up)
 
-    def _head_is_there(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _head_complete(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _give_up(self, *_: Any) -> None:
-        self._late = None
+        self._deadline = None
         self.transport.close()

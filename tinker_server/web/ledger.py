@@ -1,7 +1,7 @@
-"""Bytes of requests' bodies in flight: one account for each owner, taken before the first byte of a body is read.
+"""The memory budget of request bodies in flight: one account per owner, charged before a body's first byte is read.
 
-A body costs its length while it is received and handled, and once more, by what it decompresses to, while it is
-decoded. Owners take turns at both, and at encoding results. Who has no account, as before a key is known, shares one.
+A body costs its length while it is received and handled. While it is decoded it also costs its decompressed length.
+Owners take turns at both, and at encoding results. Requests without an owner share one account.
 """
 
 import asyncio
@@ -13,20 +13,20 @@ from backends.processes.fair_queue import FairTurns
 from tinker_server.errors import Busy
 
 BODIES_OF_OWNER, BODIES_OF_ALL, BODIES_DECODED = 4, 8, 1
-"""Bodies of the largest size that may be in flight, and that may be decoded at once."""
+"""Budgets, in bodies of the largest size: an owner's, all owners', and for decoding."""
 LEAST_BYTES = 64 << 10
-"""What a request with a body costs at least: its connection, its buffers, its task."""
+"""Least cost of a request with a body: its connection, its buffers, its task."""
 DECODED_AT_ONCE = 4
-"""However small they are: each takes a thread."""
+"""Bodies decoded at once, however small: each takes a thread."""
 WAIT_S = 60.0
-"""For room; the SDK sends a request again that was refused."""
+"""Seconds to wait for room; the SDK retries a refused request."""
 STALL_S, BYTES_PER_S = 60.0, 32 << 10
-"""A body must go on within this time, and come this fast on the whole: eight parts of 60 MB share an uplink of 1 MB/s
-at four times as much."""
+"""Longest pause of a body, and its least rate on the whole: eight parts of 60 MB that share an uplink of 1 MB/s come
+four times as fast."""
 
 
 class Ledger:
-    """What the bodies of all owners may take of the server's memory."""
+    """Grants the bodies of all owners their part of the server's memory."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._of_owner = BODIES_OF_OWNER * max_body_bytes
@@ -40,17 +40,19 @@ class Ledger:
 
     @property
     def largest_bytes(self) -> int:
-        """Of memory that bodies take at most: received, and while they are decoded four times what they hold."""
+        """Return the most memory that bodies take: what is received, and four times what is being decoded."""
         return 2 * self._of_owner + 4 * self._decoded_bytes
 
     def receiving(self, owner: str) -> bool:
-        """Whether a body of this owner is being received."""
+        """Return whether a body of this owner is being received."""
         return self._receiving[owner] > 0
 
     @asynccontextmanager
     async def body(self, owner: str, size_bytes: int) -> AsyncIterator[Callable[[int], None]]:
-        """Hold room for a body of so many bytes at most, until it is told how many came. Raises Busy where there is
-        none for a while."""
+        """Hold room for a body while the block runs; what it yields takes the bytes that came, and gives back the rest.
+
+        Raises Busy if there is no room for a while.
+        """
         size_bytes = max(size_bytes, LEAST_BYTES)
         turns = self._owners.setdefault(owner, FairTurns(self._of_owner))
         self._in_flight[owner] += 1
@@ -77,7 +79,7 @@ class Ledger:
 
     @contextmanager
     def received(self, owner: str) -> Iterator[None]:
-        """Note that a body is being received."""
+        """Note that a body is being received while the block runs."""
         self._receiving[owner] += 1
         try:
             yield
@@ -87,7 +89,7 @@ class Ledger:
                 del self._receiving[owner]
 
     def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
-        """Hold a turn at decoding a body that decompresses to so many bytes."""
+        """Hold room for decoding a body that decompresses to so many bytes."""
         return self._decoding.turn(owner, "", max(size_bytes, self._decoded_bytes // DECODED_AT_ONCE))
 
     def encoding(self, owner: str) -> AbstractAsyncContextManager[object]:

@@ -1,5 +1,5 @@
-"""What /openapi.json says about the whole, which no route or field could: bodies that are read as Submissions, answers
-that any route may give, tags."""
+"""Additions to /openapi.json that no route or field can make: bodies that are read as Submissions, answers that any
+route may give, tags."""
 
 import inspect
 import sys
@@ -26,7 +26,7 @@ the same operation. Whatever is refused has the body of `Error`; an operation th
 
 
 def install(app: FastAPI) -> None:
-    """Have the app describe itself in full. Its routes must be there by now."""
+    """Have the app describe itself in full. Its routes must have been added."""
     plain = app.openapi
 
     def openapi() -> Schema:
@@ -40,7 +40,7 @@ def install(app: FastAPI) -> None:
 
 
 def completed(schema: Schema, routes: list[APIRoute]) -> Schema:
-    """FastAPI's schema of these routes, with all that it does not know."""
+    """Return FastAPI's schema of these routes, with everything that it does not know."""
     schema["info"] = {"title": "tinker-server", "version": "v1", "description": ABOUT}
     bodies = {route.path: body for route in routes if (body := _submitted(route)) is not None}
     components: Schema = schema["components"]["schemas"]
@@ -65,7 +65,7 @@ def completed(schema: Schema, routes: list[APIRoute]) -> Schema:
 
 
 def _submitted(route: APIRoute) -> type[Request] | None:
-    """The request that a handler takes as a Submission, whose body FastAPI does not read."""
+    """Return the request that a handler takes as a Submission, whose body FastAPI does not read."""
     for hint in get_type_hints(route.endpoint).values():
         if get_origin(hint) is Submission:
             return cast(type[Request], get_args(hint)[0])
@@ -82,7 +82,7 @@ def _body(model: type[Request]) -> Schema:
 
 
 def _add_general_answers(operation: Schema) -> None:
-    """To an operation's own answers, those of every operation with a body, with parameters, with a key."""
+    """Add to an operation's own answers those of every operation with a body, with parameters, with a key."""
     general: dict[int | str, Schema] = refused(ForeignHost)
     general[500] = refusal("The server failed; its log has the details.")
     if "requestBody" in operation:
@@ -106,7 +106,7 @@ def _tag(route: APIRoute) -> str:
 
 
 def _fields(schema: Any) -> Iterator[Schema]:
-    """The fields of every object in a schema."""
+    """Yield the fields of every object in a schema."""
     if isinstance(schema, dict):
         if isinstance(fields := schema.get("properties"), dict):
             yield from fields.values()

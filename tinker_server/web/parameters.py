@@ -1,9 +1,16 @@
 """Parameters of paths, queries and headers that several routes take, each described once."""
 
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal
 
-from fastapi import Header, Path, Query
+from fastapi import Depends, Header, Path, Query
 
+from tinker_server.store.catalog import Page, Scope
+from tinker_server.web.deps import Caller
+
+MAX_LIMIT = 1000
+AccessScope = Literal["owned", "accessible"]
+"""`accessible` adds what others have published."""
 SessionIdInPath = Annotated[str, Path(description="A session, which is one client.")]
 RunIdInPath = Annotated[str, Path(description="A training run, which is named like its model.")]
 ProjectInQuery = Annotated[str | None, Query(description="Only what belongs to this project.")]
@@ -12,3 +19,33 @@ LinkSignature = Annotated[str, Query(description="Signature of the link.")]
 IdempotencyKey = Annotated[
     str | None, Header(alias="x-idempotency-key", description="A retry has the same one, and gets the first answer.")
 ]
+
+
+async def _scope(
+    caller: Caller,
+    access_scope: Annotated[
+        AccessScope, Query(description="`owned`: one's own; `accessible`: also what others have published.")
+    ] = "owned",
+) -> Scope:
+    return Scope(caller, access_scope == "accessible")
+
+
+AskedScope = Annotated[Scope, Depends(_scope)]
+
+
+def paged(default_limit: int) -> Callable[..., Awaitable[Page]]:
+    """Return a dependency that reads a page from the query."""
+
+    async def page(
+        scope: AskedScope,
+        limit: Annotated[int, Query(ge=0, description="Most entries to answer.")] = default_limit,
+        offset: Annotated[int, Query(ge=0, lt=2**62, description="How many entries to skip.")] = 0,
+        project_id: ProjectInQuery = None,
+    ) -> Page:
+        return Page(scope, min(limit, MAX_LIMIT), offset, project_id)
+
+    return page
+
+
+ShortPage = Annotated[Page, Depends(paged(20))]
+LongPage = Annotated[Page, Depends(paged(100))]

@@ -1,4 +1,4 @@
-"""How a route's decorator says what may be refused: `responses=refused(UnknownSession, ...)`."""
+"""The refusals of a route, for its decorator: `responses=refused(UnknownSession, ...)`."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ BINARY = {"type": "string", "format": "binary"}
 Described = dict[int | str, dict[str, Any]]
 
 SUBMIT = (SequenceConflict, ShuttingDown)
-"""What may be refused when an operation is submitted."""
+"""Refusals of every submit."""
 DOWNLOAD: Described = {200: {"description": "The file", "content": {"application/octet-stream": {"schema": BINARY}}}}
-"""The answer of routes that send a file."""
+"""Answer of routes that send a file."""
 
 
 class Error(Response):
-    """Whatever is refused. Clients try again after 408, 429 and 5xx."""
+    """A refusal. Clients retry after 408, 429 and 5xx."""
 
     detail: str
-    """What is wrong, and with which field."""
+    """The reason, with the field that it is about."""
     error: str
     """Class of the error."""
 
 
 def refused(*kinds: type[TinkerServerError]) -> Described:
-    """One answer for each status among these errors, which says what may be the reason."""
+    """Describe one answer for each status among these errors, with its possible reasons."""
     texts: dict[int, list[str]] = {}
     for kind in kinds:
         texts.setdefault(kind.status, []).append(f"{kind.__name__}: {kind.__doc__}")
@@ -34,5 +34,5 @@ def refused(*kinds: type[TinkerServerError]) -> Described:
 
 
 def refusal(text: str) -> dict[str, Any]:
-    """An answer whose body is an Error."""
+    """Describe an answer whose body is an Error."""
     return {"description": text, "content": {JSON: {"schema": {"$ref": REF.format(model=Error.__name__)}}}}

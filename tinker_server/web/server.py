@@ -1,4 +1,4 @@
-"""uvicorn, made to drain before it stops, and to leave signals to its caller."""
+"""uvicorn, changed to drain before it stops, and to leave signals to its caller."""
 
 import contextlib
 import socket
@@ -12,13 +12,13 @@ from tinker_server.web.http import BoundedHttp
 KEEP_ALIVE_S = 75
 """Longer than the SDK's pause between polls, so that its connections stay open."""
 BACKLOG = 4096
-"""Connections that wait to be accepted."""
+"""Connections that may wait to be accepted."""
 CLOSE_S = 2
-"""For the answers that are on their way when all work has ended."""
+"""Seconds for answers on their way when all work has ended."""
 
 
 class Server(uvicorn.Server):
-    """Serves an app whose lifespan its caller runs."""
+    """Serves an app; the caller runs the app's lifespan."""
 
     def __init__(self, app: FastAPI, drain: Callable[[], Awaitable[None]], started: Callable[[], None]) -> None:
         super().__init__(
@@ -38,12 +38,12 @@ class Server(uvicorn.Server):
         self._on_started = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then say so."""
+        """Listen, then call `started`."""
         await super().startup(sockets)
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, let work end, then close those that there are."""
+        """Accept no more connections, drain, then close the open ones."""
         for server in self.servers:
             server.close()
         await self._drain()
@@ -51,5 +51,5 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None: `__main__` handles them."""
+        """Capture no signals: `__main__` handles them."""
         yield

@@ -1,10 +1,12 @@
-"""Reading the body of an operation, which is decoded to see that it is sound, and stored as it came.
+"""Submits of operations: the body is decoded to see that it is sound, and stored as it came.
 
 A refused operation still uses up its number, so the scheduler is told not to wait for it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import base64
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -16,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from api_schemas import ids, wire
 from api_schemas.base import Request
 from api_schemas.futures import UntypedFuture
+from api_schemas.inputs import ImageChunk
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardRequest
 from tinker_server.errors import BadRequest
@@ -24,20 +27,20 @@ from tinker_server.offload import off_loop
 from tinker_server.operations.table import OPERATIONS, OperationKind
 from tinker_server.store.futures.records import ImagePlace, Operation
 from tinker_server.web.asset_pointers import with_images
-from tinker_server.web.callers import Caller
-from tinker_server.web.deps import AppSettings, Server, Services
-from tinker_server.web.image_places import image_places
-from tinker_server.web.limits import largest_body, require_few_values
+from tinker_server.web.deps import Caller, Server, Services
+from tinker_server.web.gate import largest_body, require_few_values
 
 R = TypeVar("R", bound=Request)
 FORWARD = "forward"
 MAX_TRACEPARENT = 128
-"""Characters; one of today's version has 55."""
+"""Characters of the header; in its current version it has 55."""
+SMALLEST_IMAGE_BYTES = 4096
+"""Smaller images are not stored apart: that takes a few hundred bytes in the database."""
 
 
 @dataclass(frozen=True)
 class Submission(Generic[R]):
-    """A request, and the bytes it came as."""
+    """A request with the bytes it came as."""
 
     operation_kind: str
     request: R
@@ -48,13 +51,13 @@ class Submission(Generic[R]):
     traceparent: str = ""
 
     def with_request(self, request: R) -> "Submission[R]":
-        """Another request in the place of what came; a repeat of what came is a repeat still."""
+        """Replace request and body, but keep the digest of the original, so that its repeat is recognised."""
         body = request.model_dump_json(exclude_none=True).encode()
         images = _places(request, body, wire.JSON)
         return replace(self, request=request, body=body, content_type=wire.JSON, images=images)
 
     async def accept(self, scheduler: Scheduler, owner: str, lane: str, seq_id: int) -> UntypedFuture:
-        """Queue it; answered as soon as that is durable."""
+        """Queue the operation; return once it is stored durably."""
         operation = Operation(
             self.operation_kind,
             lane,
@@ -73,7 +76,7 @@ class Submission(Generic[R]):
 
 @dataclass(frozen=True)
 class ModelQueue:
-    """Where operations on a caller's own models, in open sessions, are accepted."""
+    """Accepts operations on a caller's own models, in open sessions."""
 
     server: Services
     caller: str
@@ -81,19 +84,19 @@ class ModelQueue:
     async def accept(
         self, submission: Submission[R], model_id: str, seq_id: int, lane_suffix: str = ""
     ) -> UntypedFuture:
-        """Raises UnknownModel, SessionFinished."""
+        """Queue an operation on a model. Raises UnknownModel, SessionFinished."""
         run = await self.server.runs.require(model_id, self.caller)
         await self.server.sessions.require_open(run.session_id, self.caller)
         return await submission.accept(self.server.scheduler, self.caller, model_id + lane_suffix, seq_id)
 
     async def accept_new(self, submission: Submission[R], session_id: str, model_seq_id: int) -> UntypedFuture:
-        """An operation that makes a model: number 0 of its lane. Raises UnknownSession, SessionFinished."""
+        """Queue an operation that makes a model, as number 0 of its lane. Raises UnknownSession, SessionFinished."""
         await self.server.sessions.require_open(session_id, self.caller)
         lane = ids.model_id(session_id, model_seq_id)
         return await submission.accept(self.server.scheduler, self.caller, lane, 0)
 
     async def note_refusal(self, model_id: str, seq_id: int, operation_kind: str) -> None:
-        """An operation was refused before it had a future. Another owner's model is left alone."""
+        """Note that an operation was refused before it had a future, unless the model is another owner's."""
         run = await self.server.runs.find(model_id)
         if run is not None and run.owner == self.caller:
             self.server.scheduler.refuse_number(model_id, seq_id, operation_kind)
@@ -107,7 +110,7 @@ OwnModels = Annotated[ModelQueue, Depends(_model_queue)]
 
 
 class Numbered(BaseModel):
-    """The part of a training operation that places it in its model's lane."""
+    """The fields of a training operation that give its place in its model's lane."""
 
     model_id: str
     seq_id: int
@@ -115,10 +118,11 @@ class Numbered(BaseModel):
 
 
 def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
-    """A dependency that reads the body of one kind of operation."""
+    """Return a dependency that reads the body of one kind of operation."""
     kind = OPERATIONS[operation_kind]
 
-    async def read(http: HttpRequest, models: OwnModels, settings: AppSettings) -> Submission[Any]:
+    async def read(http: HttpRequest, models: OwnModels) -> Submission[Any]:
+        settings = models.server.settings
         content_type = _content_type(http, kind)
         body = await http.body()
         encoding = http.headers.get("content-encoding", "identity")
@@ -139,7 +143,7 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
                 if isinstance(error, ValidationError):
                     raise RequestValidationError(error.errors(include_url=False, include_input=False)) from None
                 raise
-        # What leaves the gradient alone is of a kind of its own, however it is asked for.
+        # An operation that leaves the gradient unchanged is a kind of its own, whichever route it came by.
         name = FORWARD if isinstance(request, ForwardBackwardRequest) and request.forward_only else operation_kind
         traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
         submission = Submission(name, request, body, content_type, digest, images, traceparent)
@@ -164,13 +168,33 @@ def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Reques
 
 
 def _places(request: Request, body: bytes, content_type: str) -> tuple[ImagePlace, ...]:
-    if isinstance(request, ForwardBackwardRequest) and not request.forward_only:  # the only ones that logs keep
+    if isinstance(request, ForwardBackwardRequest) and not request.forward_only:  # only these are kept in logs
         return image_places(body, content_type, request)
     return ()
 
 
+def image_places(body: bytes, content_type: str, request: ForwardBackwardRequest) -> tuple[ImagePlace, ...]:
+    """Return the positions of a body's images, in order, up to the first that clients encode or order otherwise."""
+    places, at = [], 0
+    for image in _images(request):
+        data = image if content_type == wire.PROTOBUF else base64.b64encode(image)
+        start = body.find(data, at)
+        if start < 0:
+            break
+        at = start + len(data)
+        places.append(ImagePlace(start, len(data), hashlib.sha256(data).hexdigest()))
+    return tuple(places)
+
+
+def _images(request: ForwardBackwardRequest) -> Iterator[bytes]:
+    for datum in request.forward_backward_input.data:
+        for chunk in datum.model_input.chunks:
+            if isinstance(chunk, ImageChunk) and len(chunk.data) >= SMALLEST_IMAGE_BYTES:
+                yield chunk.data
+
+
 def _content_type(http: HttpRequest, kind: OperationKind) -> str:
-    """JSON, whatever a client calls it, unless the kind of operation may come as protobuf too."""
+    """Return JSON, whatever the header says, unless this kind of operation may also come as protobuf."""
     if kind.protobuf_request is None:
         return wire.JSON
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -181,7 +205,7 @@ def _content_type(http: HttpRequest, kind: OperationKind) -> str:
 
 
 def _number_of(body: bytes, content_type: str) -> Numbered | None:
-    """The place of a body that was refused, where it has one."""
+    """Return the number of a body that was refused, if it has one."""
     if content_type == wire.PROTOBUF:
         envelope = wire.envelope_of(body)
         return None if envelope is None else Numbered(**envelope._asdict())

@@ -1,17 +1,17 @@
-"""Which paths speak another vendor's protocol, and what refusals look like there."""
+"""The paths that speak another vendor's protocol, and the form of refusals there."""
 
 from typing import Any, Literal
 
 Vendor = Literal["openai", "anthropic"]
 
 OPENAI = ("/oai/api/v1", "/v1")
-"""Below either: what clients whose base_url ends so ask for."""
+"""Ends of the base_url of OpenAI's clients; their paths follow."""
 ANTHROPIC = ("/anthropic/api/v1", "/anthropic/api/v1/v1", "/v1")
 """Anthropic's client adds /v1/messages to its base_url: to .../anthropic/api, or to .../anthropic/api/v1."""
 LARGE = {f"{prefix}/{name}" for prefix in OPENAI for name in ("chat/completions", "completions")} | {
     f"{prefix}/{name}" for prefix in ANTHROPIC for name in ("messages", "messages/count_tokens")
 }
-"""What carries conversations with images."""
+"""Paths of conversations with images."""
 
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large"}
@@ -24,14 +24,14 @@ _CODES = {
 
 
 def vendor_of(path: str) -> Vendor | None:
-    """None where this server's own protocol is spoken."""
+    """Return the vendor whose protocol a path speaks; None for this server's own."""
     if path.startswith(("/anthropic/", "/v1/messages")):
         return "anthropic"
     return "openai" if path.startswith(tuple(f"{prefix}/" for prefix in OPENAI)) else None
 
 
 def error_body(vendor: Vendor, status: int, error: Exception, text: str, field: str | None = None) -> dict[str, Any]:
-    """A refusal as its clients read it; `field` is what it is about."""
+    """Make a refusal as the vendor's clients read it; `field` is the field it is about."""
     server_fault = status >= 500
     if vendor == "anthropic":
         kind = "api_error" if server_fault else _ANTHROPIC_TYPES.get(status, "invalid_request_error")

@@ -1,1 +1,1 @@
-"""Saved weights: written, found, copied, exported, packed."""
+"""Saving, finding, copying, exporting and packing weights."""

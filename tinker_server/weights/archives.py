@@ -1,4 +1,4 @@
-"""Saved weights as one file to download: a tar.gz, packed when it is first asked for and deleted with them."""
+"""Archives of saved weights to download: a tar.gz each, packed at the first request and deleted with the weights."""
 
 import asyncio
 import tarfile
@@ -13,11 +13,11 @@ from tinker_server.weights import export
 from tinker_server.weights.saving import PEFT
 
 PACKED_AT_ONCE = 2
-"""Packing takes a processor for seconds; what else the server does in threads must not wait for it."""
+"""Packing takes a processor for seconds, so it has threads of its own: other work in threads must not wait for it."""
 
 
 class Archives:
-    """Packs each archive once, however many ask for it."""
+    """Packs each archive once, however many requests ask for it."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -25,7 +25,7 @@ class Archives:
         self._packing: dict[str, asyncio.Future[None]] = {}
 
     async def get(self, directory: str) -> Path:
-        """The archive of the weights in a directory. Raises FileNotFoundError where they were deleted meanwhile."""
+        """Return the archive of a directory's weights. Raises FileNotFoundError if they were deleted meanwhile."""
         archive = self._storage.archive_of(directory)
         if not archive.exists():
             self._storage.require_lease()
@@ -38,12 +38,12 @@ class Archives:
         return archive
 
     def close(self) -> None:
-        """Begin nothing more; what is being packed ends by itself."""
+        """Start no more packing; running packing ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _pack(directory: Path, archive: Path) -> None:
-    """An adapter is packed as it is exported: under the tinker names, PEFT's form in `peft/`."""
+    """Pack a directory; an adapter like its export: under the tinker names, with PEFT's form in `peft/`."""
     with written_aside(archive) as aside, tarfile.open(aside, "w:gz", compresslevel=1) as tar:
         if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / PEFT).exists():
             with tempfile.TemporaryDirectory(dir=archive.parent) as exported:

@@ -1,4 +1,4 @@
-"""Copies of saved weights under a tinker:// path of their own, in a project or in a free place of a session."""
+"""Copies of saved weights under a tinker:// path of their own, in a project or as a free number of a session."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from tinker_server.weights.saving import check_ttl
 
 
 class Copying:
-    """A copy has a training run of its own, which was never in memory. Copies are made one after the other."""
+    """Copies weights one at a time. A copy has a training run of its own, which was never in memory."""
 
     def __init__(self, sessions: SessionStore, runs: RunStore, checkpoints: CheckpointStore, storage: Storage) -> None:
         self._sessions = sessions
@@ -32,9 +32,9 @@ class Copying:
     async def copy(
         self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str, readers: Set[str]
     ) -> TinkerPath:
-        """The copy's path; a repeat, which has the same key, gets the first one's.
+        """Copy weights and return the copy's path; a repeat, which has the same key, gets the first one's.
 
-        The copy is the owner's; its source is public or one of the readers'.
+        The copy is the owner's; its source is public or owned by one of the readers.
 
         Raises BadRequest, ModelIdTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
         """
@@ -57,7 +57,7 @@ class Copying:
     async def _place(self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str) -> tuple[str, int]:
         match request.destination_project_id, request.session_id, request.model_seq_id:
             case str(project_id), None, None:
-                # The project's copy is in a session of its own, which is finished: nobody works in it.
+                # A project's copy gets a session of its own, which is finished: nobody works in it.
                 session = CreateSessionRequest(tags=["copy_weights"], project_id=project_id)
                 key = None if idempotency_key is None else f"copy_weights:{idempotency_key}"
                 session_id = await self._sessions.create(session, key, owner)

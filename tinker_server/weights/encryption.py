@@ -1,4 +1,4 @@
-"""Encrypting exported weights to age recipients (age-encryption.org): X25519 (`age1...`) or SSH public keys."""
+"""Encryption of exported weights to age recipients (age-encryption.org): X25519 (`age1...`) or SSH public keys."""
 
 from pathlib import Path
 from typing import TypeAlias
@@ -13,7 +13,7 @@ SUFFIX = ".age"
 
 
 def parse_recipients(texts: list[str]) -> list[Recipient]:
-    """Raises Unsupported, naming the first text that is no public key."""
+    """Parse public keys. Raises Unsupported, naming the first text that is none."""
     if not 1 <= len(texts) <= MAX_RECIPIENTS:
         raise Unsupported(f"age_encryption_recipients has {len(texts)} entries, not 1 to {MAX_RECIPIENTS}")
     recipients = []
@@ -29,7 +29,7 @@ def parse_recipients(texts: list[str]) -> list[Recipient]:
 
 
 def encrypt_files(directory: Path, recipients: list[Recipient]) -> None:
-    """Put every file's encrypted form, `<name>.age`, in its place."""
+    """Replace every file by its encrypted form, `<name>.age`."""
     for path in [path for path in directory.rglob("*") if path.is_file()]:
         encrypt_file(str(path), str(path.with_name(path.name + SUFFIX)), recipients)
         path.unlink()

@@ -1,4 +1,4 @@
-"""Adapters under the names of the tinker weight tools: a text decoder's, without the model around it.
+"""Export of adapters under the names of the tinker weight tools: a text decoder's names, without the model around it.
 
 `tinker_cookbook.weights` builds and merges adapters whose tensors are named
 
@@ -6,13 +6,13 @@
     base_model.model.model.layers.{i}.mlp.experts.w1.lora_A.weight     [experts, rank, in]: w1 gate, w3 up, w2 down
     base_model.model.model.unembed_tokens.lora_B.weight                [out, rank], the head
 
-whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and
-vLLM want the model's own names, and every expert's matrices apart, which is how the trainer writes them. Tensors are
-renamed in the file's header and copied as bytes, those of experts one after the other; knows no tensor library.
+whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and vLLM need the
+model's own names, and each expert's matrices apart; the trainer writes them like this. Tensors are renamed in the
+file's header and copied as bytes, those of experts one after the other. This file knows no tensor library.
 
-The tools have no names for a vision tower: they would leave it out in silence. An adapter that has one is in PEFT's
-form alone, and they find no files. PEFT likewise would load of the tools' form what names it knows, so its config has a
-`peft_type` by which PEFT refuses it; the tools look at `r` and `lora_alpha`.
+The tools have no names for a vision tower and would leave it out silently. So an adapter with one is exported in PEFT's
+form alone, and the tools find no files. PEFT in turn would silently load only those tensors of the tools' form whose
+names it knows. So that form's config has a `peft_type` that PEFT refuses; the tools read `r` and `lora_alpha`.
 """
 
 import json
@@ -32,7 +32,7 @@ _EXPERT = re.compile(
 )
 _OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 NOT_FOR_PEFT = "none: these are names of Tinker's tools; PEFT's form is in the directory peft/ beside this file"
-"""In place of PEFT's own word for the kind of an adapter, which it quotes when it does not know it."""
+"""The `peft_type` of the tools' form. PEFT quotes a type that it does not know."""
 README_FILE = "README.txt"
 """Not README.md: the SDK's command line writes that, where there is none, when it uploads a checkpoint."""
 _PEFT_ALONE = """\
@@ -45,13 +45,13 @@ adapter_model.safetensors, adapter_config.json
 """
 _NO_TINKER_FORM = "        There is no other form: Tinker's tools have no names for a vision tower, which it covers.\n"
 _MAX_HEADER_BYTES = 100_000_000
-"""As the format's own reader has it."""
+"""Limit of the format's own reader."""
 
 
 def tinker_name(peft_name: str) -> tuple[str, int | None]:
-    """The exported name of a tensor, and of an expert's its place in the stack of that name.
+    """Return the exported name of a tensor, and for an expert's its index in the stack of that name.
 
-    What is not in a decoder layer is of the head. Raises ValueError for what is no tensor of an adapter.
+    A tensor outside the decoder layers belongs to the head. Raises ValueError for a name that no adapter has.
     """
     if layer := _LAYER.fullmatch(peft_name):
         name = f"base_model.model.model.layers.{layer['rest']}"
@@ -66,8 +66,10 @@ def tinker_name(peft_name: str) -> tuple[str, int | None]:
 
 
 def write_tinker_form(peft: Path, directory: Path) -> None:
-    """Write the adapter in `peft` (PEFT's two files) into `directory`, under the tinker names, and what to load where;
-    the latter alone where it covers a vision tower, for which there are no such names."""
+    """Write the adapter in `peft` (PEFT's two files) into `directory` under the tinker names, with a README.
+
+    If it covers a vision tower, for which there are no such names, write only the README.
+    """
     if has_tower(peft / ADAPTER_FILE):
         (directory / README_FILE).write_text(_PEFT_ALONE + _NO_TINKER_FORM)
         return
@@ -80,7 +82,7 @@ def write_tinker_form(peft: Path, directory: Path) -> None:
 
 
 def has_tower(source: Path) -> bool:
-    """Whether the file's adapter covers more than the layers of a decoder and a head."""
+    """Return whether the file's adapter covers more than the layers of a decoder and a head."""
     with source.open("rb") as read:
         header, _ = _header(read)
     modules = {name.partition(".lora_")[0] for name in header if name != "__metadata__" and not _LAYER.fullmatch(name)}
@@ -88,7 +90,7 @@ def has_tower(source: Path) -> bool:
 
 
 def _header(read: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Of a safetensors file, and how many bytes it has. Raises ValueError."""
+    """Return the header of a safetensors file and its size in bytes. Raises ValueError."""
     (header_bytes,) = struct.unpack("<Q", read.read(8))
     if header_bytes > _MAX_HEADER_BYTES:
         raise ValueError(f"{read.name} is no safetensors file")
@@ -96,7 +98,7 @@ def _header(read: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def rename_tensors(source: Path, target: Path) -> list[str]:
-    """Copy a safetensors file with its tensors under their tinker names; the names."""
+    """Copy a safetensors file with its tensors under their tinker names; return the names."""
     with source.open("rb") as read, target.open("wb") as write:
         header, header_bytes = _header(read)
         metadata = header.pop("__metadata__", None)
@@ -116,12 +118,12 @@ def rename_tensors(source: Path, target: Path) -> list[str]:
 
 @dataclass
 class _Exported:
-    """One tensor of the new file, and where its bytes are in the old one, from the first tensor on."""
+    """One tensor of the new file, with the offsets of its bytes in the old one, counted from the first tensor."""
 
     dtype: str
     part_shape: list[int]
     parts: dict[int | None, tuple[int, int]] = field(default_factory=dict)
-    """By place in a stack; of a tensor that is no stack, one without a place."""
+    """Offsets by index in the stack; a tensor that is no stack has one part, with None."""
 
     @property
     def shape(self) -> list[int]:
@@ -132,7 +134,7 @@ class _Exported:
         return sum(end - begin for begin, end in self.parts.values())
 
     def copy(self, read: BinaryIO, write: BinaryIO, first: int) -> None:
-        """All parts, in the order of their places."""
+        """Copy all parts in the order of their indices."""
         for _, (begin, end) in sorted(self.parts.items(), key=lambda part: part[0] or 0):
             read.seek(first + begin)
             for size in _pieces(end - begin):
@@ -145,7 +147,7 @@ def _pieces(num_bytes: int) -> list[int]:
 
 
 def _collected(header: dict[str, Any]) -> dict[str, _Exported]:
-    """A file's tensors by exported name. Raises ValueError where two want the same, or an expert has none."""
+    """Return a file's tensors by exported name. Raises ValueError if two have the same, or an expert has none."""
     exported: dict[str, _Exported] = {}
     for peft_name, place in header.items():
         name, number = tinker_name(peft_name)

@@ -1,4 +1,4 @@
-"""Which weights a sample may be drawn from: a base model's, sampler weights, or a training checkpoint's."""
+"""Look-up of the weights to sample from: a base model's, sampler weights, or a training checkpoint's."""
 
 import time
 from typing import NamedTuple
@@ -10,19 +10,19 @@ from tinker_server.store.checkpoints import CheckpointStore, parse_path
 
 
 class FoundWeights(NamedTuple):
-    """What to sample from."""
+    """The weights to sample from."""
 
     base_model: str
     directory: str | None = None
-    """Of the adapter; None: the base model alone."""
+    """Directory of the weights; None: the base model alone."""
     base_fingerprint: str | None = None
-    """Of the base model that the adapter is for."""
+    """Fingerprint of the base model that the weights are for."""
 
 
 async def find_weights(
     models: Models, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None, owner: str
 ) -> FoundWeights:
-    """Raises BadRequest, UnknownCheckpoint, UnknownBaseModel."""
+    """Find the weights that a request names. Raises BadRequest, UnknownCheckpoint, UnknownBaseModel."""
     if model_path is not None:
         checkpoint = await checkpoints.require_readable(_path(model_path), {owner}, time.time())
         if base_model not in (None, checkpoint.base_model):

@@ -1,4 +1,4 @@
-"""Saving a model's weights: for training, for sampling (also straight into a sampling session), or for elsewhere."""
+"""Saving of a model's weights: for training, for sampling (also directly into a sampling session), or for export."""
 
 import asyncio
 import contextlib
@@ -36,13 +36,13 @@ MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
 
 
 def check_ttl(ttl_s: int | None) -> None:
-    """Raises BadRequest."""
+    """Raise BadRequest for a lifetime outside the limits."""
     if ttl_s is not None and not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         raise BadRequest(f"ttl_seconds {ttl_s} is not between {MIN_TTL_S} and {MAX_TTL_S}")
 
 
 class Saving:
-    """Writes directories and records them, in this order: a recorded checkpoint is whole."""
+    """Writes directories first and then records them, so that a recorded checkpoint is whole."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -61,12 +61,12 @@ class Saving:
         self._audit = audit
 
     async def save_weights(self, request: SaveWeightsRequest) -> SaveWeightsResponse:
-        """A training checkpoint."""
+        """Save a training checkpoint."""
         saved = await self._save("weights", request.path, request, _for_training)
         return SaveWeightsResponse(path=saved.tinker_path)
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> SaveWeightsForSamplerResponse:
-        """Sampler weights under a name, or a new sampling session on unnamed ones."""
+        """Save sampler weights under a name, or as a new sampling session on weights without a name."""
         if request.kind == "inflight" and request.path is not None:
             raise Unsupported("kind 'inflight' is for a sampling session; weights with a name are of kind 'snapshot'")
         if (request.path is None) == (request.sampling_session_seq_id is None):
@@ -89,7 +89,7 @@ class Saving:
         return SaveWeightsForSamplerResponse(sampling_session_id=name)
 
     async def _made_before(self, request: SaveWeightsForSamplerRequest) -> str | None:
-        """The sampling session that this very operation made, whose answer an earlier server had no time to store."""
+        """Return the sampling session of this same operation, if an earlier server made it but stored no answer."""
         session_id = request.model_id.partition(":train:")[0]
         name = ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)
         with contextlib.suppress(UnknownSampler):
@@ -99,7 +99,7 @@ class Saving:
         return None
 
     async def _publish(self, run: TrainingRun, directory: str) -> None:
-        """Weights that the sampler does not score as the trainer does are nobody's: the save fails."""
+        """Have the sampler load the weights. If it does not score them as the trainer does, the save fails."""
         await self._models.base(run.base_model).sampler.publish(self._storage.path(directory), run.owner)
 
     async def _sampling_session(self, run: TrainingRun, sampling_session_id: str, directory: str) -> str:
@@ -116,14 +116,14 @@ class Saving:
         return await self._samplers.create(sampler)
 
     async def _supersede(self, directory: str) -> None:
-        """All inflight sampling sessions of a model sample from its newest weights from now on."""
+        """Have all inflight sampling sessions of a model sample from its newest weights."""
         folder = f"{directory.rpartition('/')[0]}/"
         left = await self._samplers.repoint(folder, directory)
         # A sample that has just begun may still be reading the weights it began with, but not the ones before.
-        await self._storage.delete_loose_of(folder, left)
+        await self._storage.delete_unreferenced_in(folder, left)
 
     async def save_weights_external(self, request: SaveWeightsExternalRequest) -> SaveWeightsExternalResponse:
-        """The adapter, or the whole model, as files for other programs."""
+        """Save the adapter, or the whole model, as files for other programs."""
         texts = request.age_encryption_recipients
         recipients = [] if texts is None else parse_recipients(texts)
 
@@ -140,7 +140,7 @@ class Saving:
         request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
         save: Callable[[Trainer, TrainingRun, Path], Awaitable[None]],
     ) -> Checkpoint:
-        """The trainer is held while it writes, and no longer."""
+        """Save and record weights under a name. The trainer is held only while it writes."""
         try:
             path = TinkerPath(request.model_id, kind, check_name(name))
         except ValueError as error:
@@ -149,7 +149,7 @@ class Saving:
         check_ttl(request.ttl_seconds)
         first = await self._checkpoints.find(path)
         if first is not None and first.saved_as == request.seq_id:
-            return first  # by this very operation, whose answer an earlier server had no time to store
+            return first  # saved by this same operation, whose answer an earlier server did not store
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
@@ -195,8 +195,10 @@ async def _for_the_sampler(trainer: Trainer, run: TrainingRun, directory: Path) 
 
 
 async def _export(trainer: Trainer, run: TrainingRun, directory: Path, recipients: list[Recipient]) -> None:
-    """A whole model as it is. Of an adapter PEFT's form in a subdirectory, the tinker tools' beside it. Encrypted if
-    there are recipients."""
+    """Write a whole model as it is, or an adapter in the tinker tools' form with PEFT's form in a subdirectory.
+
+    The files are encrypted if there are recipients.
+    """
     await trainer.save_sampler_weights(
         run.model_id, directory if run.trainable.full else directory / PEFT, for_elsewhere=True
     )

@@ -13,9 +13,9 @@ from api_schemas.wire import MalformedBody
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server import errors
 from tinker_server.errors import TinkerServerError, failure
+from tinker_server.web.gate import BodyLimit
 from tinker_server.web.handlers import install
 from tinker_server.web.ledger import Ledger
-from tinker_server.web.limits import BodyLimit
 
 RETRIED = {408, 409, 429, *range(500, 600)}
 

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.viewer import Viewing
 from tinker_server.errors import Busy
-from tinker_server.store.futures.changes import Changes
+from tinker_server.store.futures.notifications import Changes
 from tinker_server.web.deps import Futures
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)

@@ -1,4 +1,4 @@
-"""Writing in batches: what has arrived while one commit ran goes into the next, so that hundreds cost a few."""
+"""A writer in batches: items that arrive during one commit go into the next, so that hundreds cost a few commits."""
 
 import asyncio
 from collections import deque
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class BatchWriter(Generic[T]):
-    """One task that hands whatever has arrived to `write`, which must not raise."""
+    """One task that passes the items that have arrived to `write`, which must not raise."""
 
     def __init__(self, name: str, write: Callable[[list[T]], Awaitable[None]], max_batch: int) -> None:
         self._name = name
@@ -24,23 +24,23 @@ class BatchWriter(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Write what arrives from now on."""
+        """Start writing."""
         self._task = asyncio.create_task(self._run(), name=self._name)
 
     def put(self, *items: T) -> None:
-        """Have items written soon, in order of arrival."""
+        """Queue items to be written soon, in order of arrival."""
         self._arrived += items
         self._num_arrived += len(items)
         self._wake.set()
 
     async def flush(self) -> None:
-        """Returns once all that has arrived until now is written, whatever arrives meanwhile."""
+        """Return once all items that have arrived so far are written, whatever arrives meanwhile."""
         until = self._num_arrived
         async with self._progress:
             await self._progress.wait_for(lambda: self._num_written >= until or self._ended)
 
     async def stop(self) -> None:
-        """Write what is there, then end."""
+        """Write the items that have arrived, then end."""
         self._stopping = True
         self._wake.set()
         if self._task is not None:
@@ -48,7 +48,7 @@ class BatchWriter(Generic[T]):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `write` should give up what it cannot write now."""
+        """Return whether `write` should give up what it cannot write now."""
         return self._stopping
 
     @property

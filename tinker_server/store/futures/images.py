@@ -1,27 +1,28 @@
-"""The images of bodies that may be needed, each stored once: an epoch brings the same ones again.
+"""Images of bodies that may be needed, each stored once: an epoch sends the same ones again.
 
-They lie in the database, in the transaction of the body that has them: so they are as safe as it, and none is ever left
-over. All functions are within a transaction of their caller's.
+They are written to the database in the transaction of the body that has them. So they are as safe as it, and none is
+ever left over. Every function runs within a transaction of its caller.
 """
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from sqlalchemy import Select, delete, func, select
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from tinker_server.store.database import Database
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.tables import Future, Image, ImagePlaceRow
 
 KINDS = ("forward_backward",)
-"""Operations whose images are stored so: they are kept in logs. The bodies of the others go once they have ended."""
+"""Operations whose images are stored like this: logs keep them. The others' bodies are deleted when they end."""
 AT_ONCE = 500
-"""In one statement: databases limit its parameters."""
+"""Images in one statement: databases limit its parameters."""
+_PLAIN = {"synchronize_session": False}
 
 
 def rest_of(operation: Operation) -> bytes:
-    """The body without its images."""
+    """Return the body without its images."""
     body, parts, at = operation.body or b"", [], 0
     for place in operation.images:
         parts.append(body[at : place.start])
@@ -30,7 +31,7 @@ def rest_of(operation: Operation) -> bytes:
 
 
 async def whole(session: AsyncSession, request_id: str, rest: bytes) -> bytes:
-    """The body of a request: its rest, with the images in their places."""
+    """Return the whole body of a request: `rest` with the images inserted."""
     places = select(ImagePlaceRow.start, Image.data).join(Image, Image.digest == ImagePlaceRow.digest)
     query = places.where(ImagePlaceRow.request_id == request_id).order_by(ImagePlaceRow.start)
     parts, taken, length = [], 0, 0
@@ -42,38 +43,37 @@ async def whole(session: AsyncSession, request_id: str, rest: bytes) -> bytes:
 
 
 def stored_bytes() -> Any:
-    """A column: the size of a future's body, images and all."""
+    """Return a column: the bytes of a future's body, with its images."""
     apart = select(func.sum(ImagePlaceRow.size_bytes)).where(ImagePlaceRow.request_id == Future.request_id)
     return func.length(Future.request) + func.coalesce(apart.scalar_subquery(), 0)
 
 
-async def add(session: AsyncSession, db: Database, operations: Iterable[Operation]) -> None:
-    """Store the images of new operations, those that are not there yet, and their places."""
+async def add(connection: AsyncConnection, db: Database, operations: Iterable[Operation]) -> None:
+    """Store the positions of new operations' images, and those images that are not there yet."""
     found = [(operation, place) for operation in operations for place in operation.images]
     if not found:
         return
     data = {place.digest: (operation.body or b"", place) for operation, place in found}
     for digests in _batches(data):
-        there = set(await session.scalars(select(Image.digest).where(Image.digest.in_(digests))))
+        there = set(await connection.scalars(select(Image.digest).where(Image.digest.in_(digests))))
         for digest in set(digests) - there:
             body, place = data[digest]
             row = {"digest": digest, "data": body[place.start : place.start + place.size_bytes]}
-            await session.execute(db.insert(Image).values(row))
+            await connection.execute(db.insert(Image).values(row))
     rows = [{"request_id": operation.request_id, **place._asdict()} for operation, place in found]
-    await session.execute(db.insert(ImagePlaceRow).on_conflict_do_nothing(), rows)
+    await connection.execute(db.insert(ImagePlaceRow).on_conflict_do_nothing(), rows)
 
 
-async def release(session: AsyncSession, request_ids: Select[Any] | Collection[str]) -> None:
-    """These requests are not needed any more, nor the images that they alone have."""
+async def release(session: AsyncSession | AsyncConnection, request_ids: Select[Any] | Collection[str]) -> None:
+    """Delete the image positions of requests that are not needed any more, and the images that only they have."""
     mine = ImagePlaceRow.request_id.in_(request_ids)
     digests = set(await session.scalars(select(ImagePlaceRow.digest).where(mine).distinct()))
     if not digests:
         return
-    await session.execute(delete(ImagePlaceRow).where(mine).execution_options(synchronize_session=False))
+    await session.execute(delete(ImagePlaceRow).where(mine), execution_options=_PLAIN)
     in_use = select(ImagePlaceRow.digest).where(ImagePlaceRow.digest == Image.digest).exists()
     for batch in _batches(digests):
-        unused = delete(Image).where(Image.digest.in_(batch), ~in_use)
-        await session.execute(unused.execution_options(synchronize_session=False))
+        await session.execute(delete(Image).where(Image.digest.in_(batch), ~in_use), execution_options=_PLAIN)
 
 
 def _batches(digests: Iterable[str]) -> list[list[str]]:

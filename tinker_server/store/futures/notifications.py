@@ -1,31 +1,31 @@
-"""Logs of finished samples, one per target: a sampling session and one of the clients that share it.
+"""Notifications of finished operations: logs of finished samples for clients, and changes for open dashboard pages.
 
-A log starts when a client first asks for it, from the database, and grows as samples finish. Entries are
-named by their cursor, which is the time they finished at, in microseconds, no two the same: so a log that
-was trimmed, dropped, or lost with an earlier server can be made again.
+A completion log is of one target: a sampling session and one of the clients that share it. It starts when a client
+first asks for it, from the database, and grows as samples finish. An entry's cursor is the time it finished at, in
+microseconds, no two the same. So a log that was trimmed, evicted, or lost with an earlier server can be made again.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tinker_server.store.futures.records import Result
 
 CLIENT_SPAN = 10**9
 """The SDK numbers the samples of client k of a sampling session from k times this."""
 IDLE_S = 600
-"""A log nobody asked for in this time is dropped."""
+"""A log that nobody asked for in this time is evicted."""
 
 
 class Target(NamedTuple):
+    """A client of a sampling session. Each has a span of numbers of its own."""
+
     lane: str
     """The sampling session."""
     client: int
-
-    @classmethod
-    def of(cls, lane: str, seq_id: int) -> "Target":
-        """Whose sample it is: every client of a session has a span of numbers of its own."""
-        return cls(lane, seq_id // CLIENT_SPAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Completion:
     request_id: str
     failed: bool
     size_bytes: int
-    """Of the result."""
+    """Bytes of the result."""
 
 
 class _Log:
@@ -58,7 +58,7 @@ class _Log:
         self.grown.set()
 
     def trim(self, cursor: int) -> None:
-        """Forget entries up to `cursor`, which the client has seen."""
+        """Delete entries up to `cursor`, which the client has seen."""
         seen = []
         for one in self.entries.values():
             if one.cursor > cursor:
@@ -70,28 +70,27 @@ class _Log:
 
 
 class Completions:
-    """The logs that clients ask for. `load` reads what has finished for a target, from the first on."""
+    """The logs that clients ask for. `load` reads a target's finished samples, from the first on."""
 
     def __init__(self, load: Callable[[Target], Awaitable[list[Completion]]]) -> None:
         self._load = load
         self._logs: dict[Target, _Log] = {}
 
-    def note(self, target: Target, completion: Completion) -> None:
-        """A sample has finished. Cursors come in rising order."""
-        if (log := self._logs.get(target)) is not None:
-            log.append(completion)
+    def note(self, request_id: str, result: Result) -> None:
+        """Add a finished sample to its log, if there is one. Samples come in the order of `finished_at`."""
+        if (log := self._logs.get(Target(result.lane, result.seq_id // CLIENT_SPAN))) is not None:
+            cursor = round(result.finished_at * 1e6)
+            log.append(Completion(cursor, request_id, result.failed, len(result.body)))
 
     async def after(self, target: Target, cursor: int, hold_s: float) -> list[Completion]:
-        """What finished after `cursor`, as soon as there is anything; nothing where nothing did within `hold_s`."""
+        """Return the samples that finished after `cursor`, once there is one, or none if `hold_s` is over before."""
         log = await self._log(target, cursor)
         log.trim(cursor)
         log.grown.clear()
         if not log.entries and hold_s > 0:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(hold_s):
                     await log.grown.wait()
-            except TimeoutError:
-                pass
         log.asked_at = time.monotonic()
         return [one for one in log.entries.values() if one.cursor > cursor]
 
@@ -100,15 +99,15 @@ class Completions:
         for log in self._logs.values():
             log.grown.set()
 
-    def drop_idle(self) -> None:
-        """Forget the logs that nobody asks for any more."""
+    def evict_idle(self) -> None:
+        """Evict the logs that nobody asks for any more."""
         before = time.monotonic() - IDLE_S
         self._logs = {target: log for target, log in self._logs.items() if log.asked_at > before}
 
     async def _log(self, target: Target, cursor: int) -> _Log:
         log = self._logs.get(target)
         if log is None or cursor < log.trimmed_to:
-            # Known before it is loaded, so that it misses nothing that finishes meanwhile.
+            # It is known before it is loaded, so that it misses nothing that finishes meanwhile.
             log = self._logs[target] = _Log()
             log.loading = asyncio.create_task(self._fill(target, log))
         if log.loading is not None:
@@ -122,3 +121,60 @@ class Completions:
             self._logs.pop(target, None)
             raise
         log.loading = None
+
+
+class Watch:
+    """An open page that waits for changes."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def note(self) -> None:
+        """Wake the page: something has changed."""
+        self._changed.set()
+
+    async def next(self, timeout_s: float) -> bool:
+        """Return whether anything has changed since the last call, once it has or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        changed = self._changed.is_set()
+        self._changed.clear()
+        return changed
+
+
+class Changes:
+    """The open pages by owner. They are woken when something changes; nothing is kept for pages that are not open."""
+
+    def __init__(self) -> None:
+        self._watches: dict[str, set[Watch]] = {}
+        self.is_released = False
+        """The server stops, and nobody waits any more."""
+
+    def note(self, owner: str) -> None:
+        """Wake an owner's pages: something of theirs has changed. Costs nothing if nobody watches."""
+        for watch in self._watches.get(owner, ()):
+            watch.note()
+
+    def num_watching(self, owner: str) -> int:
+        """Return how many of an owner's pages are open."""
+        return len(self._watches.get(owner, ()))
+
+    @contextlib.contextmanager
+    def watching(self, owner: str) -> Iterator[Watch]:
+        """Watch an owner's changes while the block runs."""
+        watch = Watch()
+        self._watches.setdefault(owner, set()).add(watch)
+        try:
+            yield watch
+        finally:
+            self._watches[owner].discard(watch)
+            if not self._watches[owner]:
+                del self._watches[owner]
+
+    def release(self) -> None:
+        """Let all go."""
+        self.is_released = True
+        for watches in self._watches.values():
+            for watch in watches:
+                watch.note()

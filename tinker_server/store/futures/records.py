@@ -1,4 +1,4 @@
-"""An accepted operation as it is stored, and what is known of those before it."""
+"""An operation as it is accepted, and its result as it is stored and sent."""
 
 import time
 import uuid
@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from api_schemas.base import Request
+from tinker_server.errors import failure
+from tinker_server.store.records import Step
 
 UNLOAD_SUFFIX = ":unload"
 """Suffix of the lane that holds a model's unload_model, as number 0: it follows whatever the model has queued."""
 
 
 class ImagePlace(NamedTuple):
-    """Where a body has an image."""
+    """The position of an image in a body."""
 
     start: int
     size_bytes: int
@@ -22,7 +24,7 @@ class ImagePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a client asked for under a number, with the bytes it came as."""
+    """A client's request under a number, with the bytes it came as."""
 
     operation_kind: str
     """A name in the table OPERATIONS, such as `optim_step`."""
@@ -30,41 +32,69 @@ class Operation:
     """model_id for training operations, sampling_session_id for samples."""
     seq_id: int
     body: bytes | None
-    """None where it is left in the database until it is needed."""
+    """None while it stays in the database until it is needed."""
     content_type: str
     owner: str
     digest: str = ""
     """Hash of the body: an equal one under the same number is a repeat."""
     size_bytes: int = 0
-    """Of the body."""
+    """Bytes of the body."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     accepted_at: float = field(default_factory=time.time, compare=False)
-    """In Unix seconds."""
+    """Unix seconds."""
     request: Request | None = field(default=None, compare=False, repr=False)
-    """The decoded body, where it is at hand and will be needed soon. It is not stored."""
+    """The decoded body, if it is at hand and will be needed soon. It is not stored."""
     tries: int | None = None
-    """Of one that an earlier server left unfinished: how many servers began it since then, and did not end it."""
+    """Servers that began the operation after an earlier one left it unfinished, and did not finish it either. None for
+    an operation that this server accepted."""
     images: tuple[ImagePlace, ...] = ()
-    """In the body, in order: what is stored once, though other bodies have it too."""
+    """The body's images in order. Each is stored once, even if other bodies have it too."""
     traceparent: str = field(default="", compare=False, repr=False)
-    """Whose trace it belongs to, as its client sent it (W3C Trace Context). It is not stored."""
+    """The trace it belongs to, as its client sent it (W3C Trace Context). It is not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a submit is answered."""
+    """The answer to a submit."""
 
     request_id: str
     is_new: bool
-    """Whether it must be run: it is neither a repeat of one that runs or waits, nor finished."""
+    """True if it must be run: it is no repeat of an operation that waits, runs or has finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class PastOperation:
-    """One that has ended."""
+    """An operation that has ended."""
 
     seq_id: int
     operation_kind: str
     failed: bool
     failure_category: str | None
-    """Of a failed one: `user` or `server`."""
+    """`user` or `server` if it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished operation's answer, as bytes ready to send."""
+
+    body: bytes
+    content_type: str
+    failed: bool = False
+    failure_category: str | None = None
+    """`user` or `server` if it failed."""
+    finished_at: float = field(default_factory=time.time)
+    operation_kind: str = ""
+    """The queue fills it in, with the operation's lane, number and owner."""
+    lane: str = ""
+    seq_id: int = 0
+    owner: str = ""
+    step: Step | None = None
+    """A step for the run's curves, recorded in the same transaction."""
+    position: int | None = None
+    """Position in the log of its model, which needs the operation again. None if the operation changed nothing."""
+
+    @classmethod
+    def of_error(cls, error: Exception) -> "Result":
+        """Return the answer of an operation that failed with this error."""
+        said = failure(error)
+        return cls(said.model_dump_json().encode(), "application/json", True, said.category)

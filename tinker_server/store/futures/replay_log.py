@@ -1,7 +1,8 @@
-"""The log of a model: what was done to it since its snapshot, in order. Run again on the snapshot, it gives the model.
+"""The replay log of a model: the operations since its snapshot, in order. On the snapshot, they give the model again.
 
 The entries are rows of ended operations with a position, which keep their bodies. Positions rise from result to
-result, over all models. A snapshot takes the entries that it holds out of the log, in the transaction that records it.
+result, over all models. The transaction that records a snapshot also truncates the log: it removes the entries that
+the snapshot holds.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from tinker_server.store.futures import images
 from tinker_server.store.tables import Future
 
 AT_ONCE = 100
+"""Entries on one page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One operation that has ended, without its body."""
+    """An ended operation, without its body."""
 
     position: int
     request_id: str
@@ -26,11 +28,11 @@ class Entry:
     seq_id: int
     content_type: str
     failure_category: str | None
-    """Of a failed one: `user` or `server`."""
+    """`user` or `server` if it failed."""
 
 
 async def entries(session: AsyncSession, model_id: str, after: int) -> list[Entry]:
-    """In order, those behind a position: some."""
+    """Return a page of a model's entries, in order, after a position."""
     columns = (
         Future.position,
         Future.request_id,
@@ -44,11 +46,8 @@ async def entries(session: AsyncSession, model_id: str, after: int) -> list[Entr
     return [Entry(*row) for row in rows]  # type: ignore[arg-type]  # the position is there
 
 
-async def cover(session: AsyncSession, model_id: str, position: int | None) -> int:
-    """Within a transaction: a snapshot holds all entries up to a position (None: the log is needed no more).
-
-    Returns their number.
-    """
+async def truncate(session: AsyncSession, model_id: str, position: int | None) -> int:
+    """Within a transaction, remove the entries up to a position, or all if it is None; return their number."""
     mine = (Future.lane == model_id) & Future.position.is_not(None)
     if position is not None:
         mine &= Future.position <= position
@@ -59,5 +58,5 @@ async def cover(session: AsyncSession, model_id: str, position: int | None) -> i
 
 
 async def last_position(session: AsyncSession) -> int:
-    """The largest position that was given; 0 where there is none."""
+    """Return the largest position that was given; 0 if there is none."""
     return await session.scalar(select(func.max(Future.position))) or 0

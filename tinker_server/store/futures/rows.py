@@ -1,4 +1,4 @@
-"""All SQL on the futures table."""
+"""All SQL on the futures table, apart from the log's and the lists'."""
 
 from typing import Any, NamedTuple, cast
 
@@ -10,13 +10,13 @@ from tinker_server.store import steps
 from tinker_server.store.database import Database
 from tinker_server.store.futures import images, replay_log
 from tinker_server.store.futures.notifications import CLIENT_SPAN, Completion, Target
-from tinker_server.store.futures.records import Operation, PastOperation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Operation, PastOperation, Result
 from tinker_server.store.tables import Future
 
 FUTURES = cast(Table, Future.__table__)
 FINISHED = ("done", "failed")
 PAST_AT_ONCE = 1000
+"""Operations on one page."""
 
 
 class First(NamedTuple):
@@ -27,13 +27,13 @@ class First(NamedTuple):
 
 
 class FutureRows:
-    """The only way to the futures table. Every method that writes is one transaction."""
+    """Reads and writes futures. Every method that writes is one transaction."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     async def queued(self) -> list[Operation]:
-        """The operations without a result, in order of arrival, their bodies left where they are."""
+        """Return the operations without a result, in order of arrival, without their bodies."""
         size = images.stored_bytes().label("size_bytes")
         columns = (
             Future.kind,
@@ -67,17 +67,17 @@ class FutureRows:
             ]
 
     async def note_try(self, request_id: str, number: int) -> None:
-        """An operation that was left unfinished is about to be begun for the so-manieth time."""
+        """Record, durably on return, that an unfinished operation is about to be begun for the `number`th time."""
         change = update(Future).where(Future.request_id == request_id).values(tries=number)
         await self._db.change(lambda session: session.execute(change))
 
-    async def forget_tries(self) -> None:
-        """What is unfinished now is no operation's fault."""
+    async def clear_tries(self) -> None:
+        """Clear the tries of all unfinished operations: the server was told to stop, so none of them is a culprit."""
         change = update(Future).where(Future.status == "queued", Future.tries > 0).values(tries=0)
         await self._db.change(lambda session: session.execute(change))
 
     async def body(self, request_id: str) -> bytes:
-        """As the operation was received; empty once nobody needs it."""
+        """Return the body as it was received; empty once it is neither unfinished nor in a log."""
         query = select(Future.request).where(Future.request_id == request_id)
 
         async def whole(session: AsyncSession) -> bytes:
@@ -86,7 +86,7 @@ class FutureRows:
         return await self._db.look(whole)
 
     async def past(self, lane: str, before: int | None) -> list[PastOperation]:
-        """The operations of a lane that have ended, the largest number first: some, those below `before`."""
+        """Return a page of a lane's ended operations, the largest number first, below `before` if given."""
         columns = (Future.seq_id, Future.kind, Future.status, Future.failure_category)
         query = select(*columns).where(Future.lane == lane, Future.status != "queued")
         if before is not None:
@@ -99,20 +99,19 @@ class FutureRows:
             ]
 
     async def get(self, request_id: str) -> Future | None:
-        """One row with its result."""
+        """Return one row with its result."""
         async with self._db.read() as session:
             return await session.get(Future, request_id)
 
     async def knows(self, lane: str, seq_id: int) -> bool:
-        """Whether there is a row of this number."""
+        """Return whether an operation was accepted under this number."""
         async with self._db.read() as session:
             query = select(Future.request_id).where(Future.lane == lane, Future.seq_id == seq_id)
             return await session.scalar(query) is not None
 
     async def insert(self, operations: list[Operation], now: float) -> list[First | SequenceConflict]:
-        """Add what is new; per operation the first one under its number, or the conflict with it."""
-        async with self._db.write() as session:
-            connection = await session.connection()
+        """Add what is new; return for each operation the first one under its number, or the conflict with it."""
+        async with self._db.write_rows() as connection:
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
             rows = [_new_columns(operation, now) for operation in operations]
             outcome: CursorResult[Any] = await connection.execute(insert, rows)
@@ -122,34 +121,32 @@ class FutureRows:
             else:
                 firsts = [await _first(connection, operation) for operation in operations]
             stored = {first.request_id for first in firsts if isinstance(first, First)}
-            await images.add(session, self._db, [one for one in operations if one.request_id in stored])
+            await images.add(connection, self._db, [one for one in operations if one.request_id in stored])
             return firsts
 
     async def finish(self, results: list[tuple[str, Result]]) -> None:
-        """Store results by request_id, of those that have none yet."""
+        """Store results by request_id, unless there is one already."""
         change = update(FUTURES).where(FUTURES.c.request_id == bindparam("id"), FUTURES.c.status == "queued")
         kept = [_finished_columns(*one) for one in results if _may_run_again(one[1])]
         done = [_finished_columns(*one) | {"request": b""} for one in results if not _may_run_again(one[1])]
-        async with self._db.write() as session:
-            connection = await session.connection()
+        async with self._db.write_rows() as connection:
             for rows in filter(None, (kept, done)):
                 await connection.execute(change, rows)
             ended = [id_ for id_, one in results if one.operation_kind in images.KINDS and not _may_run_again(one)]
             if ended:
-                await images.release(session, ended)
+                await images.release(connection, ended)
             await steps.insert(connection, self._db, [result.step for _, result in results if result.step is not None])
 
     async def delete_results(self, of_lanes: list[tuple[str, list[str]]]) -> None:
-        """Of the finished ones among these of each lane; one lane's client cannot delete another's results."""
-        async with self._db.write() as session:
-            connection = await session.connection()
+        """Delete the finished ones among these of each lane; one lane's client cannot delete another's results."""
+        async with self._db.write_rows() as connection:
             for lane, request_ids in of_lanes:
                 mine = (FUTURES.c.lane == lane) & FUTURES.c.request_id.in_(request_ids)
                 done = update(FUTURES).where(mine & FUTURES.c.status.in_(FINISHED))
                 await connection.execute(done.values(status="expired", result=None))
 
     async def completions(self, target: Target) -> list[Completion]:
-        """What has finished for one client of a sampling session."""
+        """Return the finished samples of one client of a sampling session."""
         columns = (Future.request_id, Future.status, func.length(Future.result), Future.finished_at)
         query = select(*columns).where(
             Future.lane == target.lane,
@@ -166,29 +163,29 @@ class FutureRows:
         ]
 
     async def last_position(self) -> int:
-        """The largest position in a log that was given; 0 where there is none."""
+        """Return the largest position in a log that was given; 0 if there is none."""
         return await self._db.look(replay_log.last_position)
 
     async def logged(self, model_id: str, after: int) -> list[replay_log.Entry]:
-        """The log of a model in order, behind a position: some."""
+        """Return a page of a model's log, in order, after a position."""
         return await self._db.look(lambda session: replay_log.entries(session, model_id, after))
 
     async def last_finished_at(self) -> float:
-        """When the newest stored result was finished; 0 where there is none."""
+        """Return the time at which the newest stored result was finished; 0 if there is none."""
         query = select(func.max(Future.finished_at)).where(Future.status.in_(FINISHED))
         async with self._db.read() as session:
             return await session.scalar(query) or 0.0
 
-    async def expire(self, before: float, forgotten_before: float) -> None:
-        """Delete the results that finished before, and the tombstones that are older than `forgotten_before`."""
+    async def expire(self, before: float, tombstones_before: float) -> None:
+        """Delete the results that finished before, and the tombstones that are older than `tombstones_before`."""
         async with self._db.write() as session:
             await session.execute(
                 update(Future)
                 .where(Future.status.in_(FINISHED), Future.finished_at < before)
                 .values(status="expired", result=None)
             )
-            forgotten = (Future.status == "expired") & (Future.finished_at < forgotten_before)
-            await session.execute(delete(Future).where(forgotten, Future.position.is_(None)))
+            old = (Future.status == "expired") & (Future.finished_at < tombstones_before)
+            await session.execute(delete(Future).where(old, Future.position.is_(None)))
         await self._db.shrink()
 
 
@@ -220,7 +217,7 @@ def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
 
 
 def _may_run_again(result: Result) -> bool:
-    """Whether the operation's body is needed in the log of its model."""
+    """Return whether the operation's body is needed in the log of its model."""
     return result.position is not None and result.failure_category is None
 
 

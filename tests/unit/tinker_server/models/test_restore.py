@@ -160,7 +160,7 @@ async def test_creating_a_model_where_one_lives_leaves_it_alone(tmp_path: Path) 
     async with server(tmp_path / "data") as client:
         await client.result(await client.create_model())
         await client.result(await client.optim_step(1))
-        rows = client.services.futures._rows
+        rows = client.services.futures.rows
         await rows.expire(2**40, 2**40)  # the tombstone of its creation is gone
         client.services.scheduler.forget(client.model_id)
         error = await client.error(await client.create_model())

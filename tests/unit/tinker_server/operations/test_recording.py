@@ -13,8 +13,7 @@ from tinker_server.observability.metrics import Metrics
 from tinker_server.operations.recording import Recording, Timer
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.database import Database
-from tinker_server.store.futures.records import Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import Step
 from tinker_server.store.steps import StepStore
@@ -79,9 +78,9 @@ async def test_a_runs_operations_come_with_their_times_and_errors(db: Database) 
         Result(b'{"error": "too large", "category": "user"}', "application/json", True, "user"),
     ]
     for seq_id, result in enumerate(results, start=1):
-        accepted = await futures.enqueue(operation("forward_backward", seq_id))
-        futures.complete(accepted.request_id, result)
-    await futures.enqueue(operation("optim_step", 3))
+        accepted = await futures.queue.enqueue(operation("forward_backward", seq_id))
+        futures.queue.complete(accepted.request_id, result)
+    await futures.queue.enqueue(operation("optim_step", 3))
     await futures.stop()
     queued, failed, done = await Catalog(db).operations_of_run("m", 10)
     assert (queued.seq_id, queued.state({3}), queued.state({1}), queued.run_s) == (3, "running", "queued", None)

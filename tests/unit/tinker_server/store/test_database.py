@@ -1,4 +1,4 @@
-"""The database as the server holds it: alone, and through locks, outages and other versions."""
+"""The server's hold on its database, alone and through locks, outages and other versions."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ async def db(database_url: str) -> AsyncIterator[Database]:
 
 @contextlib.contextmanager
 def locked(file: Path) -> Any:
-    """Another program is writing to an SQLite database."""
+    """Hold an SQLite database's write lock, as another program would."""
     other = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     yield other
@@ -43,7 +43,7 @@ def locked(file: Path) -> Any:
 
 
 async def end_connections(url: str) -> None:
-    """As a restart of PostgreSQL does to all its clients."""
+    """End all connections, as a restart of PostgreSQL does."""
     engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
     async with engine.connect() as connection:
         others = "datname = current_database() AND pid <> pg_backend_pid()"
@@ -65,7 +65,7 @@ async def test_a_second_server_on_one_database_is_refused_in_one_line(tmp_path: 
 
 
 @pytest.mark.flaky(reruns=2)
-async def test_a_lock_that_went_with_its_connection_is_taken_again_or_the_server_stops(database_url: str) -> None:
+async def test_a_lock_that_was_lost_with_its_connection_is_taken_again_or_the_server_stops(database_url: str) -> None:
     if not database_url.startswith("postgresql"):
         pytest.skip("SQLite's lock is a file's, and ends with the process alone")
     engine, other = (create_async_engine(database_url, pool_pre_ping=True) for _ in range(2))
@@ -84,7 +84,7 @@ async def test_a_lock_that_went_with_its_connection_is_taken_again_or_the_server
     await other.dispose()
 
 
-async def test_a_server_that_came_and_went_is_noticed_by_its_predecessor(database_url: str) -> None:
+async def test_a_server_notices_another_that_started_and_ended_meanwhile(database_url: str) -> None:
     """The lock is free again, but what the predecessor has in memory is not what is in the database."""
     if not database_url.startswith("postgresql"):
         pytest.skip("SQLite's lock is a file's, and ends with the process alone")
@@ -128,7 +128,7 @@ async def test_an_outage_is_two_lines_in_the_log(tmp_path: Path, caplog: pytest.
     await db.close()
 
 
-async def test_a_connection_over_tcp_ends_by_itself_where_the_other_end_is_gone(database_url: str) -> None:
+async def test_a_tcp_connection_ends_by_itself_if_the_other_end_is_gone(database_url: str) -> None:
     if not database_url.startswith("postgresql"):
         pytest.skip("SQLite has no connections to lose")
     url = make_url(database_url)
@@ -195,7 +195,7 @@ async def test_a_change_waits_for_a_lock_longer_than_sqlite_does(tmp_path: Path)
 
 
 @pytest.mark.flaky(reruns=2)
-async def test_shrinking_makes_no_writer_wait_for_who_reads_the_database(tmp_path: Path) -> None:
+async def test_shrinking_makes_no_writer_wait_for_a_reader(tmp_path: Path) -> None:
     db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}")
     await db.migrate()
     audit = AuditStore(db)
@@ -225,8 +225,8 @@ async def test_a_database_of_a_newer_server_is_refused_in_one_line(db: Database,
 
 
 @pytest.mark.parametrize("value", ["a\0b", "half a pair \ud800"])
-async def test_what_the_database_cannot_hold_is_no_outage(db: Database, value: str) -> None:
-    """SQLite holds a NUL; a half of a pair reaches neither."""
+async def test_a_value_that_the_database_cannot_store_is_no_outage(db: Database, value: str) -> None:
+    """SQLite stores a NUL; half of a surrogate pair can be sent to neither."""
     began = time.monotonic()
 
     async def look(session: Any) -> object:

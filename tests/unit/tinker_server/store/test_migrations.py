@@ -1,4 +1,4 @@
-"""Rows of older schemas come through the migrations with all that they held, on every database."""
+"""Migrations keep all values of rows of older schemas, on every database."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ SESSION = {
 
 
 def lora_columns(trainable: Trainable) -> dict[str, Any]:
-    """As they were before they became one value."""
+    """Return the columns that later became one value."""
     columns = trainable.model_dump(exclude_unset=True)
     return {"lora_rank": columns.pop("rank"), "lora_seed": columns.pop("seed"), **columns}
 
@@ -84,7 +84,7 @@ async def insert(db: Database, table: str, row: dict[str, Any]) -> None:
 
 @pytest.fixture
 async def migrated(database_url: str) -> AsyncIterator[Database]:
-    """A database of the third schema with rows in it, brought up to date."""
+    """A database with rows of the third schema, migrated to the newest."""
     db = Database(database_url)
     await db.migrate("0003")
     await insert(db, "sessions", SESSION)
@@ -101,7 +101,7 @@ async def migrated(database_url: str) -> AsyncIterator[Database]:
     await db.close()
 
 
-async def test_what_a_model_trains_is_one_value_and_what_it_was(migrated: Database) -> None:
+async def test_the_lora_columns_become_one_equal_value(migrated: Database) -> None:
     runs, checkpoints = RunStore(migrated), CheckpointStore(migrated)
     for number, trainable in enumerate(TRAINABLES):
         found = await runs.get(f"s:train:{number}")

@@ -1,4 +1,4 @@
-"""A database that refuses for a while, or a server that crashes, loses no model and leaves no files."""
+"""No model is lost and no file left behind when the database refuses for a while or the server crashes."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ OWNER = "alice"
 
 @dataclass
 class House:
-    """What holds one model, on a database that is soon given up."""
+    """The stores around one model, on a database whose retries end soon."""
 
     data_dir: Path
     db: Database
@@ -50,7 +50,7 @@ class House:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Another program holds the database's write lock."""
+        """Hold the database's write lock, as another program would."""
         other = sqlite3.connect(self.data_dir / "test.db", isolation_level=None, check_same_thread=False)
         other.execute("BEGIN IMMEDIATE")
         try:
@@ -63,7 +63,7 @@ class House:
         return sorted(path.parent.name.partition("~")[0] for path in self.data_dir.glob("checkpoints/*/*/*/steps"))
 
     async def steps(self) -> int:
-        """Of the model, which is made to be in memory."""
+        """Return the trainer's steps of the model, which is brought into memory."""
         async with self.models.training(self.model_id):
             return self.backend.tiny.trainer.steps[self.model_id]
 
@@ -104,7 +104,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 
 
 def lock_once_snapshot_is_recorded(house: House, lock: contextlib.ExitStack) -> None:
-    """The database is locked from the moment that the model is on disk."""
+    """Lock the database from the moment that the model is on disk."""
     runs = house.runs
     set_snapshot = runs.set_snapshot
 
@@ -116,7 +116,7 @@ def lock_once_snapshot_is_recorded(house: House, lock: contextlib.ExitStack) -> 
     runs.set_snapshot = locking  # type: ignore[method-assign, assignment]
 
 
-async def test_a_model_comes_back_where_the_database_could_not_be_told_of_its_suspension(house: House) -> None:
+async def test_a_model_is_restored_if_its_suspension_could_not_be_recorded(house: House) -> None:
     with contextlib.ExitStack() as lock:
         lock_once_snapshot_is_recorded(house, lock)
         with pytest.raises(DatabaseUnavailable):
@@ -148,7 +148,7 @@ async def test_a_crash_before_a_suspension_is_recorded_loses_nothing(house: Hous
     await next_server.db.close()
 
 
-async def test_a_model_stays_in_memory_where_its_suspension_cannot_begin(house: House) -> None:
+async def test_a_model_stays_in_memory_if_its_suspension_cannot_begin(house: House) -> None:
     with house.locked(), pytest.raises(DatabaseUnavailable):
         await house.snapshots.suspend(house.model_id)
     assert house.backend.tiny.trainer.steps[house.model_id] == 7
@@ -180,11 +180,11 @@ async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named:
             request = SaveWeightsForSamplerRequest(model_id=house.model_id, seq_id=1, sampling_session_seq_id=0)
             await house.saving.save_weights_for_sampler(request)
     assert "locked" not in str(caught.value) and "SELECT" not in str(caught.value)
-    await house.storage.delete_loose(kept_s=0)
+    await house.storage.delete_unreferenced(kept_s=0)
     assert house.files() == []
 
 
-async def test_what_a_crash_left_half_written_is_deleted_by_the_next_server(house: House) -> None:
+async def test_files_that_a_crash_left_half_written_are_deleted_by_the_next_server(house: House) -> None:
     saved = await house.saving.save_weights(SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="kept"))
     reserved = await house.storage.reserve(house.model_id, "weights", "unrecorded")
     (house.data_dir / reserved).mkdir(parents=True)
@@ -223,14 +223,14 @@ async def test_a_session_is_finished_once_the_database_says_so(house: House) -> 
             await store.require_open(session_id, OWNER)
 
 
-async def test_sessions_in_memory_are_bounded_and_none_is_forgotten(house: House) -> None:
+async def test_cached_sessions_are_bounded_by_their_bytes_and_all_can_be_found(house: House) -> None:
     small = await SessionStore(house.db).create(CreateSessionRequest(), None, OWNER)
     one_bytes = held_bytes(await house.sessions.get(small))
-    store = SessionStore(house.db, kept_bytes=5 * one_bytes + one_bytes // 2)
+    store = SessionStore(house.db, cached_bytes=5 * one_bytes + one_bytes // 2)
     names = [await store.create(CreateSessionRequest(), None, OWNER) for _ in range(20)]
-    assert len(store._known) == 5
+    assert len(store._cached) == 5
     large = CreateSessionRequest(user_metadata={"noted": "x" * 2 * one_bytes})
     names.append(await store.create(large, None, OWNER))
-    assert 1 < len(store._known) < 5, "they are counted, not weighed"
+    assert 1 < len(store._cached) < 5, "they are counted, not weighed"
     for name in names:
         await store.require_open(name, OWNER)

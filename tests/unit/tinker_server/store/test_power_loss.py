@@ -1,7 +1,7 @@
-"""Power that fails after an answer takes nothing with it that was answered.
+"""A power loss after an answer loses nothing that was answered.
 
-Of the files, the disk then has what was synced (`tests/power.py`). SQLite's own are taken as they are: what of them a
-power loss leaves is `synchronous`.
+The disk then has the files that were synced (`tests/power.py`). SQLite's own files are copied as they are: the setting
+`synchronous` decides what a power loss leaves of them.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.submitting import Client, server
 from tinker_server.auth.keys import Keys, add
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.directories import hold
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Result
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def power_loss(disk: Disk, data_dir: Path, name: str) -> Path:
-    """What the next server finds."""
+    """Make the data directory that the next server finds."""
     left = data_dir.with_name(name)
     disk.left(left)
     for file in data_dir.glob("tinker-server.db*"):
@@ -39,7 +39,7 @@ def power_loss(disk: Disk, data_dir: Path, name: str) -> Path:
 
 
 class Told:
-    """What a client was told."""
+    """The answers that a client got."""
 
     def __init__(self, client: Client) -> None:
         self.client = client

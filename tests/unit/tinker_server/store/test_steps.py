@@ -1,12 +1,11 @@
-"""Recorded steps: written with their results, drawn in groups, and deleted when they are old."""
+"""Recorded steps are written with their results, drawn in groups, and deleted when they are old."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tinker_server.store.database import Database
-from tinker_server.store.futures.records import Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import Step
@@ -41,16 +40,16 @@ async def futures(db: Database) -> AsyncIterator[FutureStore]:
 
 
 async def record(db: Database, steps: list[Step]) -> None:
-    """As results are stored."""
+    """Store steps as results are stored."""
     rows = FutureRows(db)
     await rows.finish([(str(step.seq_id), Result(b"{}", "application/json", step=step)) for step in steps])
 
 
 async def test_a_step_is_stored_in_the_transaction_of_its_result(db: Database, futures: FutureStore) -> None:
-    accepted = await futures.enqueue(Operation("forward_backward", "m", 1, b"body", "application/json", "alice"))
+    accepted = await futures.queue.enqueue(Operation("forward_backward", "m", 1, b"body", "application/json", "alice"))
     step = batch(1, 0, loss=5.0)
-    futures.complete(accepted.request_id, Result(b"{}", "application/json", step=step))
-    await futures.flush()
+    futures.queue.complete(accepted.request_id, Result(b"{}", "application/json", step=step))
+    await futures.queue.flush()
     assert await StepStore(db).recent(["m", "other"]) == {"m": [step]}
 
 

@@ -1,4 +1,4 @@
-"""The store on a migrated database: SQLite in a file, and PostgreSQL where TEST_DATABASE_URL points."""
+"""The store on a migrated database: SQLite in a file, and the PostgreSQL that TEST_DATABASE_URL names."""
 
 import asyncio
 import time
@@ -32,8 +32,7 @@ from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
-from tinker_server.store.futures.records import Accepted, Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Accepted, Operation, Result
 from tinker_server.store.futures.store import TOMBSTONES_KEPT_S, FutureStore
 from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
 from tinker_server.store.runs import RunStore
@@ -70,32 +69,32 @@ async def test_the_migrations_make_the_tables_that_the_code_declares(db: Databas
 
 
 async def accept(futures: FutureStore, operation: Operation) -> str:
-    return (await futures.enqueue(operation)).request_id
+    return (await futures.queue.enqueue(operation)).request_id
 
 
 async def test_the_same_number_again_gives_the_first_request_id(futures: FutureStore) -> None:
     first = step(1)
-    assert await futures.enqueue(first) == Accepted(first.request_id, is_new=True)
+    assert await futures.queue.enqueue(first) == Accepted(first.request_id, is_new=True)
     repeat = Accepted(first.request_id, is_new=False)
-    assert await futures.enqueue(step(1)) == repeat
-    futures.complete(first.request_id, done())
+    assert await futures.queue.enqueue(step(1)) == repeat
+    futures.queue.complete(first.request_id, done())
     assert await futures.wait(first.request_id, OWNER, 5) is not None
-    assert await futures.enqueue(step(1)) == repeat
+    assert await futures.queue.enqueue(step(1)) == repeat
 
 
 async def test_retries_in_one_commit_agree_on_one_request_id(futures: FutureStore) -> None:
-    accepted = await asyncio.gather(*(futures.enqueue(step(seq_id)) for seq_id in [1, 2, 1, 1, 2]))
+    accepted = await asyncio.gather(*(futures.queue.enqueue(step(seq_id)) for seq_id in [1, 2, 1, 1, 2]))
     ids = [one.request_id for one in accepted]
     assert ids[0] == ids[2] == ids[3] and ids[1] == ids[4] and ids[0] != ids[1]
     assert [one.is_new for one in accepted] == [True, True, False, False, False]
 
 
 async def test_another_operation_under_a_used_number_is_refused_and_harms_no_other(futures: FutureStore) -> None:
-    await futures.enqueue(step(1))
+    await futures.queue.enqueue(step(1))
     outcomes = await asyncio.gather(
-        futures.enqueue(step(1, kind="save_weights")),
-        futures.enqueue(step(1, digest="another")),
-        futures.enqueue(step(2)),
+        futures.queue.enqueue(step(1, kind="save_weights")),
+        futures.queue.enqueue(step(1, digest="another")),
+        futures.queue.enqueue(step(2)),
         return_exceptions=True,
     )
     assert [type(outcome) for outcome in outcomes] == [SequenceConflict, SequenceConflict, Accepted]
@@ -105,7 +104,7 @@ async def test_numbers_have_64_bits(futures: FutureStore) -> None:
     work = step(10**18)
     assert await accept(futures, work) == work.request_id
     with pytest.raises(BadRequest):
-        await futures.enqueue(step(2**63))
+        await futures.queue.enqueue(step(2**63))
 
 
 @pytest.mark.flaky(reruns=2)
@@ -114,48 +113,48 @@ async def test_a_held_wait_ends_as_soon_as_the_result_is_there(futures: FutureSt
     waits = [asyncio.create_task(futures.wait(request_id, OWNER, 30)) for _ in range(2)]
     await asyncio.sleep(0.05)
     started = time.perf_counter()
-    futures.complete(request_id, done('{"x":1}'))
+    futures.queue.complete(request_id, done('{"x":1}'))
     for result in await asyncio.gather(*waits):
         assert result is not None and result.body == b'{"x":1}'
     assert time.perf_counter() - started < 0.5
 
 
-async def test_a_wait_for_nothing_yet_ends_empty_handed(futures: FutureStore) -> None:
+async def test_a_wait_without_a_result_ends_with_none(futures: FutureStore) -> None:
     assert await futures.wait(await accept(futures, step(1)), OWNER, 0.02) is None
 
 
-async def test_an_unknown_request_id_is_told(futures: FutureStore) -> None:
+async def test_an_unknown_request_id_is_refused(futures: FutureStore) -> None:
     with pytest.raises(UnknownFuture):
         await futures.wait("nothing", OWNER, 1)
 
 
 async def test_results_too_large_for_memory_come_from_the_database(futures: FutureStore) -> None:
     request_id = await accept(futures, step(1))
-    futures.complete(request_id, Result(b"x" * 5000, "application/x-protobuf"))
+    futures.queue.complete(request_id, Result(b"x" * 5000, "application/x-protobuf"))
     result = await futures.wait(request_id, OWNER, 5)
     assert result is not None and result.body == b"x" * 5000 and result.content_type == "application/x-protobuf"
 
 
 async def test_expired_results_leave_a_tombstone(futures: FutureStore) -> None:
     request_id = await accept(futures, step(1))
-    futures.complete(request_id, done())
+    futures.queue.complete(request_id, done())
     await futures.wait(request_id, OWNER, 5)
     await futures.expire(time.time() + 1)
     with pytest.raises(ResultExpired):
         await futures.wait(request_id, OWNER, 1)
 
 
-async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -> None:
+async def test_a_new_store_finds_unfinished_operations_and_results(db: Database) -> None:
     first = FutureStore(db, recent_bytes=0)
     await first.start()
     left, finished = step(1), step(2)
     for work in (left, finished):
-        await first.enqueue(work)
-    first.complete(finished.request_id, done("no", failed=True))
+        await first.queue.enqueue(work)
+    first.queue.complete(finished.request_id, done("no", failed=True))
     await first.stop()
     second = FutureStore(db, recent_bytes=0)
     assert await second.start() == [replace(left, body=None, tries=0)]
-    assert await second.body(left.request_id) == left.body
+    assert await second.rows.body(left.request_id) == left.body
     result = await second.wait(finished.request_id, OWNER, 1)
     assert result is not None and result.body == b"no" and result.failed
     assert await second.wait(left.request_id, OWNER, 0.01) is None
@@ -165,7 +164,7 @@ async def test_a_new_store_finds_what_was_left_and_what_was_done(db: Database) -
 async def test_a_thousand_futures_at_once_cost_a_few_commits(futures: FutureStore) -> None:
     async def one(seq_id: int) -> None:
         request_id = await accept(futures, step(seq_id))
-        futures.complete(request_id, done())
+        futures.queue.complete(request_id, done())
         assert await futures.wait(request_id, OWNER, 30) is not None
 
     commits: list[Connection] = []
@@ -191,7 +190,7 @@ async def test_the_database_file_shrinks_when_results_have_expired(tmp_path: Pat
     await futures.expire(0)
     empty = size()
     for number in range(20):
-        futures.complete(await accept(futures, step(number)), done("x" * 500_000))
+        futures.queue.complete(await accept(futures, step(number)), done("x" * 500_000))
     await futures.expire(0)
     assert size() > empty + 9_000_000
     await futures.expire(time.time() + 1)
@@ -267,7 +266,7 @@ def run(session_id: str, number: int = 0) -> TrainingRun:
     )
 
 
-async def test_runs_are_on_disk_after_a_restart_and_known_still(db: Database) -> None:
+async def test_runs_are_on_disk_after_a_restart_and_still_known(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     await RunStore(db).add(run(session_id))
     store = RunStore(db)
@@ -294,7 +293,7 @@ def checkpoint(directory: str, expires_at: float | None = None) -> Checkpoint:
     )
 
 
-async def test_a_checkpoint_is_replaced_expires_and_goes(db: Database) -> None:
+async def test_a_checkpoint_is_replaced_expires_and_is_deleted(db: Database) -> None:
     store, path = CheckpointStore(db), TinkerPath("run", "weights", "a")
     await store.put(checkpoint("first"))
     await store.put(checkpoint("second", expires_at=100))
@@ -350,7 +349,7 @@ async def test_a_sampling_session_never_stands_for_other_weights(db: Database) -
     await store.create(sampler(2, "checkpoints/saved-again", path))  # the same name
 
 
-async def test_a_place_has_one_model_or_copy(db: Database) -> None:
+async def test_a_model_id_has_one_model_or_copy(db: Database) -> None:
     session_id = await SessionStore(db).create(CreateSessionRequest(), None, OWNER)
     store = RunStore(db)
     await store.add(run(session_id))

@@ -1,4 +1,4 @@
-"""Which sampler weights without a name are kept, and for how long."""
+"""Sampler weights without a name are deleted beyond their limits, unless they are in use."""
 
 import asyncio
 import time

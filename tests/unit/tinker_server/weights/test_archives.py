@@ -1,4 +1,4 @@
-"""Weights packed as one file."""
+"""Weights are packed as one file."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ def archives(storage: Storage, tmp_path: Path) -> Iterator[Archives]:
 
 
 def packed(data_dir: Path) -> list[Path]:
-    """What lies among the archives, whole or being written."""
+    """Return the archives, whole or being written."""
     return list((data_dir / "archives").iterdir()) if (data_dir / "archives").exists() else []
 
 
@@ -61,7 +61,7 @@ async def test_an_archive_is_packed_once_for_all_who_ask_and_other_threads_stay_
         assert tar.getmember("file").size == 20_000_000
 
 
-async def test_who_goes_away_does_not_stop_the_packing_for_others(archives: Archives) -> None:
+async def test_a_request_that_ends_does_not_stop_the_packing_for_others(archives: Archives) -> None:
     first, second = (asyncio.create_task(archives.get(DIRECTORY)) for _ in range(2))
     await asyncio.sleep(0.05)
     first.cancel()

@@ -1,4 +1,4 @@
-"""What the futures' store makes of a database that refuses, breaks off, or cannot take one result."""
+"""The futures' store on a database that refuses, breaks off, or cannot store one result."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import DataError
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from tinker_server.errors import DatabaseUnavailable, DiskFull, UnknownFuture
 from tinker_server.store.database import Database
-from tinker_server.store.futures.records import Accepted, Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Accepted, Operation, Result
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.futures.store import FutureStore
 
@@ -45,10 +44,10 @@ def locked() -> DatabaseUnavailable:
     return DatabaseUnavailable("the database does not answer")
 
 
-async def test_an_answer_leaves_when_its_result_is_stored_and_not_before(
+async def test_a_result_is_answered_once_it_is_stored_and_not_before(
     futures: FutureStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request_id = (await futures.enqueue(step(1))).request_id
+    request_id = (await futures.queue.enqueue(step(1))).request_id
     finish, refusals = FutureRows.finish, 1
 
     async def refuse_once(self: FutureRows, results: list[tuple[str, Result]]) -> None:
@@ -59,15 +58,15 @@ async def test_an_answer_leaves_when_its_result_is_stored_and_not_before(
         await finish(self, results)
 
     monkeypatch.setattr(FutureRows, "finish", refuse_once)
-    futures.complete(request_id, done())
+    futures.queue.complete(request_id, done())
     assert await futures.wait(request_id, OWNER, 0.2) is None
     assert await futures.wait(request_id, OWNER, 10) is not None
     assert not refusals
 
 
 async def test_a_result_larger_than_can_be_stored_fails_by_name(futures: FutureStore) -> None:
-    request_id = (await futures.enqueue(step(1))).request_id
-    futures.complete(request_id, done("x" * 100_001))
+    request_id = (await futures.queue.enqueue(step(1))).request_id
+    futures.queue.complete(request_id, done("x" * 100_001))
     result = await futures.wait(request_id, OWNER, 10)
     assert result is not None and result.failed and b"100001 bytes, and 100000 can be stored" in result.body
 
@@ -83,11 +82,11 @@ async def test_one_result_that_the_database_does_not_take_stops_no_other(
         await finish(self, results)
 
     monkeypatch.setattr(FutureRows, "finish", refuse_large)
-    accepted = [await futures.enqueue(step(number)) for number in range(5)]
+    accepted = [await futures.queue.enqueue(step(number)) for number in range(5)]
     for number, one in enumerate(accepted):
-        futures.complete(one.request_id, done("x" * 10_001 if number == 2 else "{}"))
-    other = await futures.enqueue(step(9, "another model"))
-    futures.complete(other.request_id, done())
+        futures.queue.complete(one.request_id, done("x" * 10_001 if number == 2 else "{}"))
+    other = await futures.queue.enqueue(step(9, "another model"))
+    futures.queue.complete(other.request_id, done())
     async with asyncio.timeout(10):
         results = [await futures.wait(one.request_id, OWNER, 10) for one in [*accepted, other]]
     assert [result is not None and result.failed for result in results] == [False, False, True, False, False, False]
@@ -96,11 +95,11 @@ async def test_one_result_that_the_database_does_not_take_stops_no_other(
 
 
 def fail_after_commits(monkeypatch: pytest.MonkeyPatch, times: int) -> Callable[[], int]:
-    """The connection breaks off so many times just when a commit has gone through; how often it still will."""
-    write, left = Database.write, times
+    """Break the connection `times` times just after a commit; return a function that says how often it still will."""
+    write, left = Database.write_rows, times
 
     @asynccontextmanager
-    async def broken(self: Database) -> AsyncIterator[AsyncSession]:
+    async def broken(self: Database) -> AsyncIterator[AsyncConnection]:
         nonlocal left
         async with write(self) as session:
             yield session
@@ -108,7 +107,7 @@ def fail_after_commits(monkeypatch: pytest.MonkeyPatch, times: int) -> Callable[
             left -= 1
             raise locked()
 
-    monkeypatch.setattr(Database, "write", broken)
+    monkeypatch.setattr(Database, "write_rows", broken)
     return lambda: left
 
 
@@ -117,9 +116,9 @@ async def test_a_connection_lost_at_commit_neither_loses_nor_doubles(
 ) -> None:
     left = fail_after_commits(monkeypatch, 1)
     operation = step(1)
-    assert await futures.enqueue(operation) == Accepted(operation.request_id, is_new=True)
+    assert await futures.queue.enqueue(operation) == Accepted(operation.request_id, is_new=True)
     assert not left()
-    assert await futures.enqueue(step(1)) == Accepted(operation.request_id, is_new=False)
+    assert await futures.queue.enqueue(step(1)) == Accepted(operation.request_id, is_new=False)
 
 
 async def test_an_operation_that_was_stored_without_an_answer_is_adopted_by_its_repeat(
@@ -128,14 +127,14 @@ async def test_an_operation_that_was_stored_without_an_answer_is_adopted_by_its_
     fail_after_commits(monkeypatch, 2)
     lost = step(1)
     with pytest.raises(DatabaseUnavailable):
-        await futures.enqueue(lost)
+        await futures.queue.enqueue(lost)
     started = time.monotonic()
     assert await futures.wait(lost.request_id, OWNER, 0.3) is None
     assert time.monotonic() - started > 0.25, "a poll is held, whoever asks"
-    repeats = await asyncio.gather(*(futures.enqueue(step(1)) for _ in range(3)))
+    repeats = await asyncio.gather(*(futures.queue.enqueue(step(1)) for _ in range(3)))
     assert sorted(one.is_new for one in repeats) == [False, False, True]
     assert {one.request_id for one in repeats} == {lost.request_id}
-    futures.complete(lost.request_id, done())
+    futures.queue.complete(lost.request_id, done())
     assert await futures.wait(lost.request_id, OWNER, 10) is not None
 
 
@@ -148,9 +147,9 @@ async def test_a_database_that_another_program_has_locked_does_not_answer_and_th
     with contextlib.closing(sqlite3.connect(tmp_path / "test.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(DatabaseUnavailable):
-            await futures.enqueue(step(1))
+            await futures.queue.enqueue(step(1))
         other.execute("ROLLBACK")
-    assert (await futures.enqueue(step(1))).is_new
+    assert (await futures.queue.enqueue(step(1))).is_new
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
@@ -164,10 +163,10 @@ async def test_connections_that_were_cut_are_made_again(database_url: str) -> No
             cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
             await session.execute(text(f"{cut} AND pid <> pg_backend_pid()"))
         operation = step(number)
-        assert await futures.enqueue(operation) == Accepted(operation.request_id, is_new=True)
+        assert await futures.queue.enqueue(operation) == Accepted(operation.request_id, is_new=True)
         async with admin.read() as session:
             await session.execute(text(f"{cut} AND pid <> pg_backend_pid()"))
-        futures.complete(operation.request_id, done())
+        futures.queue.complete(operation.request_id, done())
         async with asyncio.timeout(20):
             while True:
                 try:
@@ -189,8 +188,8 @@ async def test_results_expire_while_others_keep_coming(futures: FutureStore) -> 
         number = 0
         while not stopping:
             number += 1
-            accepted = await futures.enqueue(step(number, lane))
-            futures.complete(accepted.request_id, done())
+            accepted = await futures.queue.enqueue(step(number, lane))
+            futures.queue.complete(accepted.request_id, done())
 
     tasks = [asyncio.create_task(work(f"model {number}")) for number in range(50)]
     await asyncio.sleep(0.5)
@@ -206,7 +205,7 @@ async def test_acknowledging_very_many_results_stops_no_submit(futures: FutureSt
     slowest = 0.0
     for number in range(20):
         started = time.monotonic()
-        await futures.enqueue(step(number, "another model"))
+        await futures.queue.enqueue(step(number, "another model"))
         slowest = max(slowest, time.monotonic() - started)
     assert slowest < 1.0
 
@@ -215,20 +214,20 @@ async def test_a_clock_set_back_hides_no_finished_sample(db: Database) -> None:
     now = 2_000_000_000.0
     first = FutureStore(db, recent_bytes=0, clock=lambda: now)
     await first.start()
-    early = (await first.enqueue(step(1, "sampler"))).request_id
-    first.complete(early, done())
+    early = (await first.queue.enqueue(step(1, "sampler"))).request_id
+    first.queue.complete(early, done())
     await first.stop()
     second = FutureStore(db, recent_bytes=0, clock=lambda: now - 3600)
     await second.start()
-    late = (await second.enqueue(step(2, "sampler"))).request_id
-    second.complete(late, done())
-    await second.flush()
+    late = (await second.queue.enqueue(step(2, "sampler"))).request_id
+    second.queue.complete(late, done())
+    await second.queue.flush()
     early_row, late_row = [await second.wait(one, OWNER, 5) for one in (early, late)]
     assert early_row is not None and late_row is not None and late_row.finished_at > early_row.finished_at
     await second.stop()
 
 
-async def test_a_full_disk_refuses_by_name_and_what_was_not_stored_is_taken_once_there_is_room(tmp_path: Path) -> None:
+async def test_a_full_disk_refuses_by_name_and_a_retry_is_stored_once_there_is_room(tmp_path: Path) -> None:
     pages = 60
 
     def limit(connection: Any, _: object) -> None:
@@ -241,10 +240,10 @@ async def test_a_full_disk_refuses_by_name_and_what_was_not_stored_is_taken_once
     await futures.start()
     large = replace(step(1), body=b"x" * 1_000_000)
     with pytest.raises(DiskFull, match="full"):
-        await futures.enqueue(large)
+        await futures.queue.enqueue(large)
     pages = 10_000
     await db.close()  # so that connections are made anew
-    assert (await futures.enqueue(large)).is_new
+    assert (await futures.queue.enqueue(large)).is_new
     await futures.stop()
     await db.close()
 

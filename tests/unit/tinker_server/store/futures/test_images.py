@@ -13,12 +13,11 @@ from api_schemas import wire
 from api_schemas.training import ForwardBackwardRequest
 from tinker_server.store.database import Database
 from tinker_server.store.futures import replay_log
-from tinker_server.store.futures.records import Operation
-from tinker_server.store.futures.results import Result
+from tinker_server.store.futures.records import Operation, Result
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.tables import Future, Image, ImagePlaceRow
-from tinker_server.web.image_places import image_places
+from tinker_server.web.submission import image_places
 
 OWNER = "alice"
 IMAGES = [np.random.default_rng(seed).bytes(5000 + seed) for seed in range(3)]
@@ -60,7 +59,7 @@ def operation(seq_id: int, images: list[bytes], content_type: str = wire.PROTOBU
 
 
 async def stored(db: Database) -> tuple[int, int]:
-    """Images, and places of them."""
+    """Return the numbers of stored images and of their positions."""
     async with db.read() as session:
         counts = [await session.scalar(select(func.count()).select_from(table)) for table in (Image, ImagePlaceRow)]
     return counts[0] or 0, counts[1] or 0
@@ -77,8 +76,8 @@ async def futures(db: Database) -> AsyncIterator[FutureStore]:
 async def end(futures: FutureStore, operation: Operation, *, failed: bool = False) -> None:
     category = "user" if failed else None
     result = Result(b"{}", "application/json", failed, category)
-    futures.complete(operation.request_id, result, logged=True)
-    await futures.flush()
+    futures.queue.complete(operation.request_id, result, logged=True)
+    await futures.queue.flush()
 
 
 @pytest.mark.parametrize("content_type", BODIES)
@@ -89,50 +88,50 @@ async def test_images_are_stored_once_and_every_body_comes_back_as_it_was(
     operations = [operation(number, images, content_type) for number, images in enumerate(orders)]
     assert [len(one.images) for one in operations] == [3, 1, 2, 2, 0]
     for one in operations:
-        assert (await futures.enqueue(one)).is_new
+        assert (await futures.queue.enqueue(one)).is_new
     assert await stored(db) == (3, 8)
     for one in operations:
-        assert await futures.body(one.request_id) == one.body
+        assert await futures.rows.body(one.request_id) == one.body
     async with db.read() as session:
         rests = await session.execute(select(func.sum(func.length(Future.request))))
     assert rests.scalar_one() < 2000
 
 
-async def test_an_image_goes_with_the_last_request_that_needs_it(db: Database, futures: FutureStore) -> None:
+async def test_an_image_is_deleted_with_the_last_request_that_needs_it(db: Database, futures: FutureStore) -> None:
     one, two, failing = operation(1, IMAGES[:2]), operation(2, IMAGES[1:]), operation(3, IMAGES)
     for each in (one, two, failing):
-        await futures.enqueue(each)
+        await futures.queue.enqueue(each)
     await end(futures, one)
     await end(futures, two)
     await end(futures, failing, failed=True)
     assert await stored(db) == (3, 4), "what is logged may run again, what failed may not"
-    assert await futures.body(one.request_id) == one.body
-    await db.change(lambda session: replay_log.cover(session, "model", 1))
+    assert await futures.rows.body(one.request_id) == one.body
+    await db.change(lambda session: replay_log.truncate(session, "model", 1))
     assert await stored(db) == (2, 2)
-    assert await futures.body(two.request_id) == two.body and await futures.body(one.request_id) == b""
-    await db.change(lambda session: replay_log.cover(session, "model", None))
+    assert await futures.rows.body(two.request_id) == two.body and await futures.rows.body(one.request_id) == b""
+    await db.change(lambda session: replay_log.truncate(session, "model", None))
     assert await stored(db) == (0, 0)
 
 
 async def test_a_repeat_and_a_conflict_store_no_image(db: Database, futures: FutureStore) -> None:
     first = operation(1, IMAGES[:1])
-    await futures.enqueue(first)
-    assert not (await futures.enqueue(operation(1, IMAGES[:1]))).is_new
-    await futures.enqueue(operation(1, IMAGES[1:], lane="another model"))
+    await futures.queue.enqueue(first)
+    assert not (await futures.queue.enqueue(operation(1, IMAGES[:1]))).is_new
+    await futures.queue.enqueue(operation(1, IMAGES[1:], lane="another model"))
     assert await stored(db) == (3, 3)
     rows = FutureRows(db)
     await rows.insert([first], 1.0)  # as after a commit whose answer was lost
     assert await stored(db) == (3, 3) and await rows.body(first.request_id) == first.body
 
 
-async def test_the_next_server_counts_what_waits_with_its_images(db: Database, futures: FutureStore) -> None:
+async def test_the_next_server_counts_the_images_of_waiting_bodies(db: Database, futures: FutureStore) -> None:
     waiting = operation(1, IMAGES)
-    await futures.enqueue(waiting)
+    await futures.queue.enqueue(waiting)
     (left,) = await FutureRows(db).queued()
     assert left.size_bytes == len(waiting.body or b"")
 
 
-def test_what_clients_send_in_no_known_form_stays_in_the_body() -> None:
+def test_an_image_in_an_unknown_form_stays_in_the_body() -> None:
     body = json_body(IMAGES[:1]).replace(b"+", b"\\u002b")
     request = ForwardBackwardRequest.model_validate_json(body)
     assert image_places(body, wire.JSON, request) == ()
