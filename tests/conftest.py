@@ -1,6 +1,8 @@
 """Fixtures shared by all tests: tiny models, made once."""
 
 import gc
+import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.workers import ByEngine
 
     return ByEngine(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seconds of each folder of tests, set-up and tear-down included, over all workers."""
+    seconds: Counter[str] = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            folder = Path(report.nodeid.partition("::")[0]).parent
+            seconds["/".join(folder.parts[:2])] += report.duration
+    terminalreporter.section("seconds of each folder")
+    for name, spent_s in seconds.most_common():
+        terminalreporter.line(f"{spent_s:8.1f}  {name}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,57 @@
+"""The repository's own habits: workflows, hooks and pages agree with the project they serve."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_workflow_runs_ci_on_every_supported_python() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    job = workflow["jobs"]["test"]
+    supported = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    first, behind = (int(minor) for minor in re.fullmatch(r">=3\.(\d+),<3\.(\d+)", supported).groups())
+    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(first, behind)]
+    assert job["steps"][-1]["run"] == ".ci/run"
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_taken"),
+    [
+        ("Add a test", True),
+        ("A" * 72, True),
+        ("A" * 73, False),
+        ("Add a test.", False),
+        ("# comment\nAdd a test", True),
+    ],
+)
+def test_a_commit_subject_is_short_and_has_no_full_stop(subject: str, is_taken: bool, tmp_path: Path) -> None:
+    (tmp_path / "message").write_text(
+        subject + "\n\nA body may be as long as it needs to be, beyond seventy-two letters.\n"
+    )
+    ended = subprocess.run([ROOT / ".ci/commit_subject.sh", tmp_path / "message"], capture_output=True, check=False)
+    assert (ended.returncode == 0) == is_taken
+
+
+def test_hooks_and_templates_are_whole() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    entries = [hook["entry"].split()[0] for hook in hooks]
+    assert all(entry.startswith(".venv/bin/") or (ROOT / entry).exists() for entry in entries)
+    for template in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(template.read_text())
+
+
+def test_the_changelog_begins_with_what_is_not_released() -> None:
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert versions[:2] == ["Unreleased", project["version"]]
+
+
+def test_the_glossary_is_in_the_order_of_the_alphabet() -> None:
+    words = re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)[1:]
+    assert words == sorted(words, key=str.casefold)
