@@ -6,6 +6,7 @@ then their models. Directories are given by paths that are the same to server, t
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleBuffer
@@ -188,6 +189,9 @@ class Trainer(Protocol):
 
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         """Make a model from its snapshot, as it was."""
+
+    def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
+        """While the block runs, only models that are being restored get turns: this one, and others in such a block."""
 
     def last_turn(self, model_id: str) -> int:
         """Return a number that changes whenever the trainer begins to work for this model."""

@@ -28,11 +28,11 @@ from tests.factories import MIXED, datum, make_renderer
 from tests.photographs import photographs
 from tests.submitting import Client
 from tinker_server.app import REPLAY_S
-from tinker_server.models import snapshots
+from tinker_server.models import model
 from tinker_server.web import submission
 
 MODEL = Path(__file__).resolve().parents[1] / "tinker_server" / "tiny_vl"
-LOGGED: tuple[str, ...] = snapshots.LOGGED
+LOGGED: tuple[str, ...] = model.LOGGED
 
 
 class Work:
@@ -96,20 +96,20 @@ async def measure(rounds: int, steps: int) -> None:
         async with server(data_dir, backend) as client:
             created = await client.create_model(lora_config=LoraConfig(rank=32, seed=1))
             assert not (await finished(client, created)).failed
-            work, models = Work(client), client.services.models
+            work = Work(client)
             await work.step()
             begun_bytes = size_bytes(data_dir)
             for _ in range(rounds):
                 for how in ("no log", "log", "log and snapshot"):
-                    snapshots.LOGGED = () if how == "no log" else LOGGED
+                    model.LOGGED = () if how == "no log" else LOGGED
                     began = time.perf_counter()
                     for number in range(steps):
                         if how == "log and snapshot" and number == 0:
-                            client.services.snapshots._logs[client.model_id].must_end = True
+                            client.services.scheduler.actor(client.model_id).model.log.must_end = True
                         await work.step()
                     times_s[how].append(time.perf_counter() - began)
-                    await models.settle(client.model_id)
-            snapshots.LOGGED = LOGGED
+                    await client.services.scheduler.actor(client.model_id).model.settle()
+            model.LOGGED = LOGGED
             num_operations = 2 * steps * rounds * 3
             print(
                 f"{(size_bytes(data_dir) - begun_bytes) / num_operations * 1000 / 2**20:.1f} MiB per 1,000 operations"

@@ -170,6 +170,9 @@ class FakeTrainer:
         await self.load_state(model_id, directory, with_optimizer=True)
         self.gradients[model_id] = json.loads((directory / "gradient").read_text())
 
+    def restoring(self, model_id: str, owner: str) -> contextlib.AbstractContextManager[None]:
+        return self.turns.first(owner, model_id)
+
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         await self.save_state(model_id, directory)
         save_file(ADAPTER, directory / "adapter_model.safetensors")

@@ -15,11 +15,11 @@ from tinker_server.chat.answering import Chats
 from tinker_server.dashboard import pages
 from tinker_server.errors import Superseded
 from tinker_server.models.admission import Admission
-from tinker_server.models.bringing_back import bring_back_lost
-from tinker_server.models.dispatcher import Scheduler
-from tinker_server.models.registry import Models
-from tinker_server.models.restore import Recovery
-from tinker_server.models.snapshots import SnapshotLimits, Snapshots
+from tinker_server.models.base_models import BaseModels
+from tinker_server.models.execution import Execution
+from tinker_server.models.model import ModelStores, SnapshotLimits, Snapshots
+from tinker_server.models.replay import LogReplay
+from tinker_server.models.scheduler import Scheduler
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
@@ -27,7 +27,7 @@ from tinker_server.operations.housekeeping import Housekeeper, Periods, SteadyCl
 from tinker_server.operations.recording import Recording
 from tinker_server.operations.sampling import Sampling
 from tinker_server.operations.table import Executors, OperationRunner
-from tinker_server.operations.training import ModelOperations
+from tinker_server.operations.training import Training
 from tinker_server.routes import (
     admin,
     chat,
@@ -67,6 +67,8 @@ from tinker_server.weights.saving import Saving
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
 REPLAY_S = 120.0
 """Of a trainer's work, after which a model's snapshot is taken: so long it takes at most to run its log again."""
+INTERRUPTED_S = 20.0
+"""Of running a log again, after which one is taken too: so much is lost at most where that is interrupted."""
 RECENT_RESULTS_BYTES = 64 << 20
 """Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
@@ -152,36 +154,36 @@ def build_services(
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
     futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
-    models = Models(backend.models, runs, storage, Recovery(futures, checkpoints, storage))
-    limits = SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S)
-    snapshots = Snapshots(models, runs, futures, storage, limits)
+    bases, replay = BaseModels(backend.models), LogReplay(futures, checkpoints, storage)
+    snapshots = Snapshots(SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S, INTERRUPTED_S))
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, noted=futures.changes.note)
     executors = Executors(
-        ModelOperations(keys, models, runs, checkpoints, storage, usage),
-        Saving(models, checkpoints, samplers, storage, usage, audit),
-        Sampling(models, checkpoints, samplers, storage, usage, gallery),
-        snapshots,
-        Recording(steps, models, measured),
+        Training(keys, bases, checkpoints, storage, usage),
+        Saving(bases, checkpoints, samplers, storage, usage, audit),
+        Sampling(bases, checkpoints, samplers, storage, usage, gallery),
+        Recording(steps, measured),
     )
     admission = Admission(
         SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
         BODIES_IN_FLIGHT * settings.max_body_bytes,
         QUEUED_BODIES * settings.max_body_bytes,
     )
-    scheduler = Scheduler(futures, OperationRunner(executors), admission, measured, tracing, settings.gap_grace_s)
+    execution = Execution(futures, OperationRunner(executors), measured, tracing)
+    model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
+    scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
     stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, storage)
     return Services(
         settings=settings,
         keys=keys,
-        models=models,
+        models=bases,
         sessions=sessions,
         runs=runs,
         checkpoints=checkpoints,
         samplers=samplers,
         futures=futures,
         scheduler=scheduler,
-        housekeeper=Housekeeper(stores, models, snapshots, scheduler, _periods(settings), clock),
+        housekeeper=Housekeeper(stores, scheduler, _periods(settings), clock),
         catalog=Catalog(db),
         usage=usage,
         audit=audit,
@@ -193,7 +195,7 @@ def build_services(
         admission=admission,
         storage=storage,
         snapshots=snapshots,
-        chats=Chats(models, checkpoints, storage, usage, admission, gallery),
+        chats=Chats(bases, checkpoints, storage, usage, admission, gallery),
         copying=Copying(sessions, runs, checkpoints, storage),
         archives=Archives(storage),
         links=Links(settings.data_dir),
@@ -233,6 +235,6 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.scheduler.resume(unfinished)
         housekeeping = asyncio.create_task(services.housekeeper.run(), name="housekeeping")
         stack.callback(housekeeping.cancel)
-        bringing_back = asyncio.create_task(bring_back_lost(services.models), name="bringing back")
-        stack.callback(bringing_back.cancel)
+        restoring = asyncio.create_task(services.scheduler.restore_lost(), name="restoring lost models")
+        stack.callback(restoring.cancel)
         yield

@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 REMEMBERED = 10_000
@@ -32,6 +32,8 @@ class FairTurns:
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._served: dict[tuple[str, ...], int] = {}
         """When an owner, and an owner's key, had its last turn."""
+        self._first: set[tuple[str, str]] = set()
+        """Owner and key of the queues that go before all others."""
         self._count = itertools.count(1)
 
     @asynccontextmanager
@@ -60,9 +62,21 @@ class FairTurns:
                 self._leave(queue, granted)
             self._grant()
 
-    def standing(self, owner: str, key: str) -> tuple[int, int]:
+    @contextmanager
+    def first(self, owner: str, key: str) -> Iterator[None]:
+        """While the block runs, this queue goes before all others. They get no turn between two of its own either,
+        when nothing waits in it. Several such queues take turns."""
+        self._first.add((owner, key))
+        try:
+            yield
+        finally:
+            self._first.discard((owner, key))
+            self._grant()
+
+    def standing(self, owner: str, key: str) -> tuple[bool, int, int]:
         """Who has the smallest is next."""
-        return self._served.get((owner,), 0), self._served.get((owner, key), 0)
+        is_later = (owner, key) not in self._first
+        return is_later, self._served.get((owner,), 0), self._served.get((owner, key), 0)
 
     def _leave(self, queue: _Queue, granted: asyncio.Future[None]) -> None:
         """One who waited is gone without a turn."""
@@ -73,8 +87,7 @@ class FairTurns:
 
     def _grant(self) -> None:
         """Give turns while there is room for the next in line; a large one is waited for, not passed over."""
-        while self._queues:
-            queue = min(self._queues.values(), key=lambda one: self.standing(one.owner, one.key))
+        while (queue := self._next()) is not None:
             granted, size = queue.waiting[0]
             if size > self._free:
                 return
@@ -85,6 +98,12 @@ class FairTurns:
             self._free -= size
             self._note(queue)
             granted.set_result(None)
+
+    def _next(self) -> _Queue | None:
+        queues = list(self._queues.values())
+        if self._first:
+            queues = [one for one in queues if (one.owner, one.key) in self._first]
+        return min(queues, key=lambda one: self.standing(one.owner, one.key), default=None)
 
     def _drop_if_empty(self, queue: _Queue) -> None:
         if not queue.waiting:

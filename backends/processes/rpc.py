@@ -30,6 +30,8 @@ OnPart = Callable[[Any], None]
 """Takes one part of an answer, ahead of the answer itself."""
 MAX_ANSWER_BYTES = 512 << 20
 """A user decides how long an answer is; a longer one fails its call alone. Messages to a child are the server's."""
+STOP_S = 1.0
+"""Time for a child to end by itself when the server stops. Its computation is lost, and what it holds is kept."""
 
 
 class ChildDied(ProcessDied):
@@ -160,7 +162,7 @@ class Child:
         else:
             call.answer.set_exception(_ERRORS[outcome](value))
 
-    async def stop(self, grace_s: float = 10) -> None:
+    async def stop(self, grace_s: float = STOP_S) -> None:
         """Close our end, which is the child's signal to end, and wait until it has ended."""
         self._outbox.close()
         await self.process.end(grace_s)

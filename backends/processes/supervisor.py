@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
-from backends.processes.rpc import Child
+from backends.processes.rpc import STOP_S, Child
 from backends.protocol import BackendFailed, Loading, OnLoading, ProcessState, ignore_loading
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.end(grace_s=10)
+        await self.end(STOP_S)
 
     @property
     def is_alive(self) -> bool:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,10 @@ class TrainerClient:
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         """Implement the protocol; starts the ranks if they have died."""
         await self._add(commands.Resume(model_id, lora, directory), owner)
+
+    def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
+        """Implement the protocol."""
+        return self._turns.first(owner, model_id)
 
     def holds(self, model_id: str) -> bool:
         """Implement the protocol."""

@@ -159,7 +159,7 @@ def test_bodies_that_wait_are_in_the_database_and_not_in_memory(tmp_path: Path) 
         server.set_gate(gate, is_open=False)
         answers = [train(server, forward_backward_body(model_id, 1, loss_fn="held"))]
         answers += [train(server, forward_backward_body(model_id, n, tokens=bytes(600_000))) for n in range(2, 6)]
-        lane = server.app.state.services.scheduler._lanes[model_id]
+        lane = server.app.state.services.scheduler.actor(model_id).lane
         assert [(one.body, one.request) for one in lane.waiting.values()] == [(None, None)] * 4
         server.set_gate(gate, is_open=True)
         for answer in answers:

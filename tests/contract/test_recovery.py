@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -148,15 +149,53 @@ async def test_a_snapshot_and_the_log_after_it_give_the_same(tiny_vl, tmp_path, 
     async with server(tmp_path, backend) as client:
         await create(client)
         found = [await train(client, 1)]
-        client.services.snapshots._logs[client.model_id].must_end = True
+        client.services.scheduler.actor(client.model_id).model.log.must_end = True
         found.append(await train(client, 4))
-        await client.services.models.settle(client.model_id)
+        await client.services.scheduler.actor(client.model_id).model.settle()
         assert (await client.services.runs.get(client.model_id)).snapshot is not None
         first = await forward_backward(client, 7)
         await finished(client, first)
         backend.kill()
         found.append(await train(client, 7))
     assert found == undisturbed
+
+
+async def test_a_replay_that_is_interrupted_again_and_again_goes_on_from_where_it_was_and_gives_the_same(
+    tiny_vl, tmp_path, undisturbed, monkeypatch
+):
+    """The trainer is killed at each second operation of its life, with a part of a gradient in it."""
+    backend = RealTrainer(tiny_vl)
+    async with server(tmp_path, backend) as client:
+        snapshots = client.services.snapshots
+        snapshots.limits = replace(snapshots.limits, interrupted_s=0)
+        await create(client)
+        found = [await train(client, 1), await train(client, 4)]
+        begun, taken = ["nothing"], 0
+
+        async def await_snapshot() -> None:
+            while snapshots.num_taken == taken:  # noqa: ASYNC110 - nobody is told of it
+                await asyncio.sleep(0.01)
+
+        def counting(name, real):
+            async def run(*arguments, **options):
+                nonlocal taken
+                if name == "forward_backward" and begun[-1] == name and begun.count("killed") < 3:
+                    await asyncio.wait_for(await_snapshot(), 10)
+                    taken = snapshots.num_taken
+                    begun.append("killed")
+                    backend.kill()
+                else:
+                    begun.append(name)
+                return await real(*arguments, **options)
+
+            return run
+
+        for name in ("create_model", "resume", "forward_backward"):
+            monkeypatch.setattr(backend.trainer, name, counting(name, getattr(backend.trainer, name)))
+        backend.kill()
+        found.append(await train(client, 7))
+    assert found == undisturbed
+    assert begun.count("create_model") == 1 and begun.count("resume") == 3, begun
 
 
 async def test_the_next_server_goes_on_bit_for_bit_where_a_killed_one_was(tiny_vl, tmp_path, undisturbed):

@@ -1,7 +1,9 @@
 """A server whose lock ended with its connection, and whose database another server has taken since."""
 
 import asyncio
+import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +25,35 @@ def stops() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-async def end_lock(url: str) -> None:
-    """As a network or an operator does: the connection that holds the lock ends, and no other."""
-    engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
-    locks = "locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-    async with engine.connect() as connection:
-        await connection.execute(text(f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE {locks}"))
-    await engine.dispose()
+LOCKS = (
+    "SELECT pid, application_name FROM pg_locks JOIN pg_stat_activity USING (pid)"
+    " WHERE locktype = 'advisory' AND datname = current_database()"
+)
+
+
+@contextlib.contextmanager
+def ending_lock(url: str) -> Iterator[None]:
+    """As a network or an operator does: the connection that holds the lock ends, and no other. However quickly its
+    server takes it again meanwhile, so that another comes first."""
+    done = threading.Event()
+
+    async def end() -> None:
+        engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
+        async with engine.connect() as connection:
+            ((_, name),) = await connection.execute(text(LOCKS))
+            of_server = text(f"SELECT pg_terminate_backend(pid) FROM ({LOCKS}) AS held WHERE application_name = :name")
+            while not done.is_set():
+                await connection.execute(of_server, {"name": name})
+                await asyncio.sleep(0.02)
+        await engine.dispose()
+
+    ending = threading.Thread(target=lambda: asyncio.run(end()))
+    ending.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ending.join()
 
 
 async def count(url: str, table: str) -> int:
@@ -57,12 +81,12 @@ def test_a_server_whose_database_was_taken_accepts_and_writes_nothing(
 
     model = first.model()
     assert submit(first, 1)[0] == 200
-    asyncio.run(end_lock(database_url))
-    second = Running(tmp_path / "b", database_url=database_url)
+    with ending_lock(database_url):
+        second = Running(tmp_path / "b", database_url=database_url)
     try:
         written, loose = files(tmp_path / "a"), asyncio.run(count(database_url, "loose_directories"))
         services = first.app.state.services
-        suspending = asyncio.run_coroutine_threadsafe(services.snapshots.suspend(model), first.loop)
+        suspending = asyncio.run_coroutine_threadsafe(services.scheduler.suspend(model), first.loop)
         outcome = suspending.exception(20)
         answers = [submit(first, number) for number in range(2, 10)]
         print(f"suspending: {outcome!r}; submits: {[status for status, _ in answers]}")
@@ -100,8 +124,8 @@ def test_a_server_that_is_superseded_in_the_middle_of_a_write_ends_it_first(
         writing = asyncio.Event()
         slow = asyncio.run_coroutine_threadsafe(write_slowly(), first.loop)
         asyncio.run_coroutine_threadsafe(writing.wait(), first.loop).result(20)
-        asyncio.run(end_lock(database_url))
-        second = Running(tmp_path / "b", database_url=database_url)
+        with ending_lock(database_url):
+            second = Running(tmp_path / "b", database_url=database_url)
         second_started_at = time.monotonic()
         second.stop()
         assert slow.result(20) < second_started_at

@@ -126,7 +126,7 @@ class Run:
         services = self.server.app.state.services
 
         async def suspend() -> None:
-            await services.snapshots.suspend(self.history.model_id)
+            await services.scheduler.suspend(self.history.model_id)
 
         for answer in self.history.submitted.values():
             self.server.result(answer)  # only an idle model is suspended
@@ -134,10 +134,10 @@ class Run:
 
     def _snapshot(self) -> None:
         """Begun with the next operation, and written while others run."""
-        logs = self.server.app.state.services.snapshots._logs
+        scheduler = self.server.app.state.services.scheduler
 
         async def make_due() -> None:
-            logs[self.history.model_id].must_end = True
+            scheduler.actor(self.history.model_id).model.log.must_end = True
 
         asyncio.run_coroutine_threadsafe(make_due(), self.server.loop).result(10)
 

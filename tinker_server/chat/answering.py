@@ -10,7 +10,7 @@ from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models.admission import Admission
-from tinker_server.models.registry import Models
+from tinker_server.models.base_models import BaseModels
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
@@ -25,14 +25,14 @@ class Chats:
 
     def __init__(  # noqa: PLR0913
         self,
-        models: Models,
+        bases: BaseModels,
         checkpoints: CheckpointStore,
         storage: Storage,
         usage: UsageStore,
         admission: Admission,
         gallery: Gallery,
     ) -> None:
-        self._models = models
+        self._bases = bases
         self._checkpoints = checkpoints
         self._storage = storage
         self._usage = usage
@@ -45,7 +45,7 @@ class Chats:
         Raises BadRequest, UnknownBaseModel, UnknownCheckpoint, OtherBaseModel.
         """
         base_model, path = _names(name)
-        return await find_weights(self._models, self._checkpoints, base_model, path, owner)
+        return await find_weights(self._bases, self._checkpoints, base_model, path, owner)
 
     async def answer(self, request: ChatRequest, owner: str, addresses: ImageAddresses) -> AsyncGenerator[str, None]:
         """The answer in its vendor's form, as its parts come. Closing stops the work.
@@ -55,18 +55,18 @@ class Chats:
         found = await self.find(request.model, owner)
         weights = self._weights(found.directory, request.model)
         counts = (owner, request.num_sequences, request.size_bytes)
-        self._admission.enter_sample(*counts)
+        self._admission.samples.enter(*counts)
         try:
             await with_data(request.endpoint, request.body, addresses)
             task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
             async for part in self._parts(task, found):
                 yield part
         finally:
-            self._admission.leave_sample(*counts)
+            self._admission.samples.leave(*counts)
 
     async def _parts(self, task: ChatTask, found: FoundWeights) -> AsyncGenerator[str, None]:
         parts: asyncio.Queue[str | None] = asyncio.Queue()
-        work = asyncio.create_task(self._models.base(found.base_model).sampler.chat(task, parts.put_nowait))
+        work = asyncio.create_task(self._bases.base(found.base_model).sampler.chat(task, parts.put_nowait))
         work.add_done_callback(lambda _: parts.put_nowait(None))
         try:
             while (part := await parts.get()) is not None:

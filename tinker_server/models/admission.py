@@ -1,4 +1,4 @@
-"""How much an owner may have waiting at once: a bound on what its requests hold in memory and in the database."""
+"""Bounds what each owner has in flight, and so what its requests hold in memory and in the database."""
 
 from collections import defaultdict
 
@@ -9,73 +9,41 @@ MAX_QUEUED = 10_000
 
 
 class Budget:
-    """So much of something for each owner: what one has in flight takes nothing from another."""
+    """Several amounts for each owner, named by what they count: what one owner has in flight takes nothing from
+    another."""
 
-    def __init__(self, most: int, what: str) -> None:
+    def __init__(self, most: dict[str, int]) -> None:
         self._most = most
-        self._what = what
-        self._in_flight: defaultdict[str, int] = defaultdict(int)
+        self._in_flight: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(most))
 
-    def require(self, owner: str, amount: int) -> None:
-        """Raises Busy where there is no room. What is larger than all room is let in alone."""
-        used = self._in_flight.get(owner, 0)
-        if used and used + amount > self._most:
-            raise Busy(
-                f"{used} {self._what} are in flight; {self._most} are allowed; send this one again a little later"
-            )
+    def enter(self, owner: str, *amounts: int, forced: bool = False) -> None:
+        """Let a request in and count it. Raises Busy where there is no room, unless `forced`. A request that is larger
+        than all room is let in alone."""
+        in_flight = self._in_flight[owner]
+        for used, amount, (what, most) in zip(in_flight, amounts, self._most.items(), strict=True):
+            if used and used + amount > most and not forced:
+                raise Busy(f"{used} {what} are in flight; {most} are allowed; send this one again a little later")
+        for number, amount in enumerate(amounts):
+            in_flight[number] += amount
 
-    def enter(self, owner: str, amount: int) -> None:
-        """Count what was let in."""
-        self._in_flight[owner] += amount
-
-    def leave(self, owner: str, amount: int) -> None:
-        """It has ended."""
-        self._in_flight[owner] -= amount
-        if not self._in_flight[owner]:
+    def leave(self, owner: str, *amounts: int) -> None:
+        """Count what has ended."""
+        in_flight = self._in_flight[owner]
+        for number, amount in enumerate(amounts):
+            in_flight[number] -= amount
+        if not any(in_flight):
             del self._in_flight[owner]
 
     @property
-    def total(self) -> int:
-        """Of all owners."""
-        return sum(self._in_flight.values())
+    def totals(self) -> list[int]:
+        """The amounts of all owners together."""
+        return [sum(owners) for owners in zip(*self._in_flight.values(), strict=True)] or [0] * len(self._most)
 
 
 class Admission:
-    """Of samples, by sequences and by the bytes of their prompts; of training, by what waits and its bytes."""
+    """The budget of samples and that of training operations."""
 
     def __init__(self, max_sequences: int, max_sample_bytes: int, max_queued_bytes: int) -> None:
-        self.queued = Budget(MAX_QUEUED, "training operations")
-        self.sequences = Budget(max_sequences, "samples")
-        self.sample_bytes = Budget(max_sample_bytes, "bytes of prompts")
-        self.queued_bytes = Budget(max_queued_bytes, "bytes of training operations")
-
-    def require_queued(self, owner: str, size_bytes: int) -> None:
-        """Raises Busy where one more training operation has no room."""
-        self.queued.require(owner, 1)
-        self.queued_bytes.require(owner, size_bytes)
-
-    def enter_queued(self, owner: str, size_bytes: int) -> None:
-        """Count a training operation."""
-        self.queued.enter(owner, 1)
-        self.queued_bytes.enter(owner, size_bytes)
-
-    def leave_queued(self, owner: str, size_bytes: int) -> None:
-        """It has ended."""
-        self.queued.leave(owner, 1)
-        self.queued_bytes.leave(owner, size_bytes)
-
-    def enter_sample(self, owner: str, num_samples: int, size_bytes: int) -> None:
-        """One request for a thousand samples counts as a thousand. Raises Busy."""
-        self.sequences.require(owner, num_samples)
-        self.sample_bytes.require(owner, size_bytes)
-        self.force_sample(owner, num_samples, size_bytes)
-
-    def force_sample(self, owner: str, num_samples: int, size_bytes: int) -> None:
-        """Count a request that was let in by an earlier server."""
-        self.sequences.enter(owner, num_samples)
-        self.sample_bytes.enter(owner, size_bytes)
-
-    def leave_sample(self, owner: str, num_samples: int, size_bytes: int) -> None:
-        """It has ended."""
-        self.sequences.leave(owner, num_samples)
-        self.sample_bytes.leave(owner, size_bytes)
+        self.samples = Budget({"samples": max_sequences, "bytes of prompts": max_sample_bytes})
+        """By sequences, so that a request for a thousand counts as a thousand, and by the prompts' bytes."""
+        self.queued = Budget({"training operations": MAX_QUEUED, "bytes of training operations": max_queued_bytes})

@@ -1,17 +1,16 @@
-"""One model's operations that wait, which numbers may still come, and whether its gradient is whole.
+"""One model's operations that wait, the numbers that may still come, and whether the gradient is whole.
 
-Numbers come in any order and some never come: the SDK may send the first part of a batch last, and what
-it could not send, or was refused, keeps its number. A missing number is settled, that is no longer
-waited for, when a later operation other than a part of a batch arrives (the SDK sends those only after all
-before them were answered), when the server itself refused it, or when a grace has passed.
+Numbers come in any order and some never come: the SDK may send the first part of a batch last, and what it could not
+send, or was refused, keeps its number. A missing number is settled, that is no longer waited for, when a later
+operation other than a part of a batch arrives (the SDK sends those only after all before them were answered), when the
+server itself refused it, or when a grace has passed.
 
 A number that was skipped may have been a forward_backward, so that the gradient lacks it, as it lacks what failed:
 the next optim_step then fails. A part of a batch that comes late, but before that step is taken, makes the gradient
-whole again. What comes after, or is no part of a batch, is refused: the gradient is another one by then. All this is
-in the rows of the lane too, from which a restarted server takes it.
+whole again. A later one, or one that is no part of a batch, is refused: the gradient is another one by then. All this
+is in the rows of the lane too, from which a restarted server takes it.
 """
 
-import asyncio
 import heapq
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Container
@@ -22,47 +21,42 @@ from tinker_server.store.futures.records import Operation, PastOperation
 PARTS_OF_BATCHES = ("forward_backward", "forward")
 """Operations that may overtake each other on their way: one batch is sent as several."""
 CLEARING = ("optim_step", "load_weights", "create_model")
-"""After these there is no gradient."""
+"""Operations after which there is no gradient."""
 MAX_REFUSED = 10_000
-"""Refused numbers that are remembered; others are settled as those that never come."""
+"""Refused numbers that are remembered; others are settled like those that never come."""
 BUSY_S = 60.0
-"""How long a number that was answered 429 is waited for: longer than the SDK's longest pause before it tries again."""
+"""A number that was answered 429 is waited for so long: longer than the SDK's longest pause before it tries again."""
 
 
 @dataclass
 class Lane:
-    """A model's operations that wait."""
+    """A model's operations that wait, by number."""
 
     expected: int
     """Smallest number that has neither run nor been settled."""
     missing: str = ""
-    """What the accumulated gradient lacks for good, in words; empty: nothing."""
+    """Says what the accumulated gradient lacks for good; empty: nothing."""
     skipped: set[int] = field(default_factory=set)
     """Numbers of this gradient's operations that never came, and still may."""
     lacking: str = ""
-    """What the gradient lacked, for good or not, when the running operation was taken."""
+    """Says what the gradient lacked, for good or not, when the running operation was taken."""
     settled_below: int = 0
     refused: dict[int, str] = field(default_factory=dict)
-    """By number, the kind of operation."""
+    """Kind of operation by number."""
     busy_until_s: dict[int, float] = field(default_factory=dict)
     """Numbers that were answered 429, and will be sent again."""
     waiting: dict[int, Operation] = field(default_factory=dict)
     waiting_numbers: list[int] = field(default_factory=list)
     """A heap: there may be thousands."""
     refused_below: int = 0
-    """From `expected` to this number all are refused."""
+    """All numbers from `expected` to this one are refused."""
     arriving: Counter[int] = field(default_factory=Counter)
     """Numbers that are being stored: nothing behind them begins before."""
     last_arrival_s: float = 0
     """By the event loop's clock."""
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    driver: asyncio.Task[None] | None = None
-    running: Operation | None = None
-    last_turn: int = 0
-    """Of the trainer for this model, when what runs was taken."""
 
     def add(self, operation: Operation, now_s: float) -> None:
-        """An operation has arrived."""
+        """Take in an operation that has arrived."""
         if operation.seq_id not in self.waiting:
             heapq.heappush(self.waiting_numbers, operation.seq_id)
         self.waiting[operation.seq_id] = operation
@@ -70,25 +64,23 @@ class Lane:
         self.last_arrival_s = now_s
         if operation.operation_kind not in PARTS_OF_BATCHES:
             self.settled_below = max(self.settled_below, operation.seq_id)
-        self.arrived.set()
 
     def refuse(self, number: int, operation_kind: str) -> None:
-        """An operation was refused before it had a future."""
+        """Note that an operation was refused before it had a future."""
         if number >= self.expected and len(self.refused) < MAX_REFUSED:
             self.refused[number] = operation_kind
-            self.arrived.set()
 
     def put_off(self, number: int, now_s: float) -> None:
-        """An operation was answered 429: it comes again."""
+        """Note that an operation was answered 429: it comes again."""
         if len(self.busy_until_s) < MAX_REFUSED:
             self.busy_until_s[number] = now_s + BUSY_S
 
     def is_awaited(self, number: int) -> bool:
-        """Whether all that waits here waits for this number."""
+        """Return whether all that waits here waits for this number."""
         return bool(self.waiting) and number < self.waiting_numbers[0]
 
     def takes(self, operation_kind: str, number: int) -> bool:
-        """Whether an operation comes in time: none after it has run, or it is a part that this gradient lacks.
+        """Return whether an operation comes in time: none after it has run, or it is a part that this gradient lacks.
 
         A model that is created again, as number 0, is told so by its result.
         """
@@ -96,13 +88,13 @@ class Lane:
         return number >= self.expected or is_late_part or number == 0
 
     def take(self) -> Operation:
-        """The operation with the smallest number. What is skipped for it is missing until it comes."""
+        """Hand out the operation with the smallest number. A number skipped for it is missing until it comes."""
         number = heapq.heappop(self.waiting_numbers)
         if number > self.expected:
             self._settle_before(number)
         self.skipped.discard(number)
         operation = self.waiting.pop(number)
-        self.lacking = self.missing or _lacking(self.skipped)
+        self.lacking = self.missing or (_lacking(self.skipped) if self.skipped else "")
         if operation.operation_kind in CLEARING and number >= self.expected:
             self.skipped.clear()  # what comes from now on comes too late
         self.expected = max(self.expected, number + 1)
@@ -116,19 +108,20 @@ class Lane:
                 del settled[one]
 
     def skip(self, number: int, harmless: Container[int] = ()) -> None:
-        """Numbers before this one have not come, but for those that change no gradient."""
+        """Note that numbers before this one have not come; `harmless` ones change no gradient."""
         if number - self.expected > MAX_REFUSED:
             self.missing = self.missing or _lacking({number - 1})
         else:
             self.skipped.update(one for one in range(self.expected, number) if one not in harmless)
 
     def note(self, operation: Operation, failure_category: str | None) -> None:
-        """An operation has ended: well, or with a failure."""
+        """Note that an operation has ended, well or with a failure."""
         kind, number = operation.operation_kind, operation.seq_id
         self.missing = missing_after(self.missing, kind, number, failure_category)
 
     def wait_s(self, now_s: float, grace_s: float) -> float:
-        """How long a number before the smallest that waits is still waited for; not positive where none is."""
+        """Return the seconds for which a number before the smallest that waits is still waited for; not positive
+        where none is."""
         number = self.waiting_numbers[0]
         if any(one < number for one in self.arriving):
             return grace_s
@@ -141,22 +134,17 @@ class Lane:
         until_s = [until for one, until in self.busy_until_s.items() if first <= one < number]
         return max(self.last_arrival_s + grace_s, *until_s, 0) - now_s
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything waits or runs."""
-        return bool(self.waiting) or (self.driver is not None and not self.driver.done())
-
 
 GRADIENT_KINDS = ("forward_backward", "optim_step")
-"""What is missing from a gradient if it was refused: the step, for it would have cleared it."""
+"""Operations whose refusal leaves the gradient wrong: a refused step would have cleared it."""
 
 
 def _lacking(skipped: Collection[int]) -> str:
-    return f"an operation of number {min(skipped)} was refused, or never came" if skipped else ""
+    return f"an operation of number {min(skipped)} was refused, or never came"
 
 
 def missing_after(missing: str, operation_kind: str, seq_id: int, failure_category: str | None) -> str:
-    """What the gradient lacks after one more operation."""
+    """Return what the gradient lacks after one more operation."""
     if operation_kind == "forward_backward" and failure_category is not None:
         return f"forward_backward {seq_id} failed"
     if operation_kind in CLEARING:
@@ -168,7 +156,8 @@ def missing_after(missing: str, operation_kind: str, seq_id: int, failure_catego
 
 
 async def lane_after(past: AsyncIterator[PastOperation], first: int) -> Lane:
-    """The lane of a model by its operations that have ended, the largest number first; `first` where there are none."""
+    """Make a model's lane from its operations that have ended, the largest number first. It begins with `first` where
+    there are none."""
     since_clearing: list[PastOperation] = []
     async for operation in past:
         since_clearing.append(operation)

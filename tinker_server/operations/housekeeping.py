@@ -1,4 +1,4 @@
-"""What is done from time to time: what clients leave behind is moved to disk or deleted, what was counted is written.
+"""Keeps house from time to time: moves to disk or deletes what clients leave behind, and writes what was counted.
 
 A client that only paused (a debugger, a lost network) finds its model again: it comes back from disk with its
 next operation, gradient and optimizer as they were.
@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from backends.protocol import BackendFailed
 from tinker_server.errors import DatabaseUnavailable
-from tinker_server.models.dispatcher import Scheduler
-from tinker_server.models.registry import Models
-from tinker_server.models.snapshots import Snapshots
+from tinker_server.models.scheduler import Scheduler
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.store import FutureStore
@@ -27,7 +25,7 @@ from tinker_server.store.usage import UsageStore
 
 log = logging.getLogger(__name__)
 SNAPSHOT_KEPT_S = 7 * 24 * 3600
-"""How long a suspended model waits for its client."""
+"""A suspended model waits so long for its client."""
 AHEAD_S, HELD_S = 60.0, 24 * 3600.0
 """A clock that is set ahead by more is not followed until it has stayed so for a day."""
 
@@ -56,7 +54,7 @@ class SteadyClock:
 
 @dataclass(frozen=True)
 class Periods:
-    """How often, and after how long."""
+    """Say how often each chore is done, and how long things are kept."""
 
     every_s: float
     session_timeout_s: float
@@ -68,7 +66,7 @@ class Periods:
 
 @dataclass(frozen=True)
 class Stores:
-    """What is looked after."""
+    """Hold what is looked after."""
 
     sessions: SessionStore
     runs: RunStore
@@ -81,26 +79,16 @@ class Stores:
 
 
 class Housekeeper:
-    """Looks after everything that the stores hold, and at the models in memory."""
+    """Looks after everything that the stores hold, and the models in memory."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        stores: Stores,
-        models: Models,
-        snapshots: Snapshots,
-        scheduler: Scheduler,
-        periods: Periods,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, stores: Stores, scheduler: Scheduler, periods: Periods, clock: Callable[[], float]) -> None:
         self._stores = stores
-        self._models = models
-        self._snapshots = snapshots
         self._scheduler = scheduler
         self._periods = periods
         self._clock = clock
 
     async def run(self) -> None:
-        """For as long as the server lives. One chore that fails does not keep the others from being done."""
+        """Do all chores for as long as the server lives. One that fails does not keep the others from being done."""
         while True:
             await asyncio.sleep(self._periods.every_s)
             now = self._clock()
@@ -122,29 +110,29 @@ class Housekeeper:
                     await self._drop(run, "its session is finished")
                 continue
             silent = await stores.sessions.last_heartbeat(run.session_id) < now - timeout_s
-            # Who sends no heartbeats but works, by curl for example, is not silent.
+            # A client that sends no heartbeats but works, by curl for example, is not silent.
             if silent and self._scheduler.is_idle(run.model_id, timeout_s):
-                await self._try("suspended, for its client is silent", run, self._snapshots.suspend(run.model_id))
+                await self._try("suspended, for its client is silent", run, self._scheduler.suspend(run.model_id))
         await stores.sessions.save_heartbeats()
         for run in await stores.runs.suspended_since_before(now - SNAPSHOT_KEPT_S):
             if self._scheduler.is_idle(run.model_id, 0):
                 await self._drop(run, "its client did not come back")
 
     async def look_after_weights(self, now: float) -> None:
-        """Delete weights that have expired, or have no name and are not used, and what nothing refers to."""
+        """Delete weights that have expired, or have no name and are not used, and directories without a reference."""
         storage = self._stores.storage
         await storage.delete(*await self._stores.samplers.take_unused(self._periods.unnamed, now))
         await storage.delete(*await self._stores.checkpoints.take_expired(now))
         await storage.delete_unreferenced()
 
     async def look_after_records(self, now: float) -> None:
-        """Write what was counted, delete old results."""
+        """Write what was counted, and delete old results."""
         await self._stores.usage.save()
         await self._stores.steps.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)
 
     async def _drop(self, run: TrainingRun, why: str) -> None:
-        await self._try(f"dropped, for {why}", run, self._models.drop(run.model_id))
+        await self._try(f"dropped, for {why}", run, self._scheduler.drop(run.model_id))
         self._scheduler.forget(run.model_id)
 
     async def _try(self, what: str, run: TrainingRun, change: Awaitable[None]) -> None:

@@ -1,4 +1,4 @@
-"""What a finished operation leaves for its run's curves; and when each began and ended, for the metrics.
+"""Records finished operations: a step for the run's curves, and times for the metrics.
 
 Nothing here fails an operation: what cannot be recorded is left out, and logged.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from api_schemas.base import Response
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest, OptimStepResponse
 from backends.lru import LRU
-from tinker_server.models.registry import Models
+from tinker_server.models.model import Model
 from tinker_server.observability.metrics import Metrics
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
@@ -19,34 +19,32 @@ from tinker_server.store.steps import StepStore
 
 log = logging.getLogger(__name__)
 RUNS_KEPT = 10_000
-"""Runs whose last step is remembered; that of others is read again."""
+"""Runs whose last step is remembered; the last step of others is read again."""
 TAKES_TURNS = ("forward_backward", "forward", "optim_step")
-"""What waits for the trainer, and does nothing else: time that the trainer did not work for it, it waited."""
+"""Operations that do nothing but have the trainer work: while the trainer did not work for them, they waited."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one operation waited and ran."""
+    """The seconds that one operation waited and ran."""
 
     waited_s: float
     run_s: float
 
 
 class Timer:
-    """Started when an operation is carried out."""
+    """Times an operation, from when it is carried out."""
 
-    def __init__(self, models: Models, operation: Operation) -> None:
-        self._models = models
-        self._operation = operation
+    def __init__(self, operation: Operation, model: Model | None) -> None:
+        self._model = model if operation.operation_kind in TAKES_TURNS else None
         self._queued_s = max(0.0, time.time() - operation.accepted_at)
         self._began = time.monotonic()
-        self._worked_s = models.worked_s(operation.lane)
+        self._worked_s = 0.0 if self._model is None else self._model.worked_s()
 
     def read(self) -> Timing:
-        """Until now."""
+        """Return the times until now."""
         run_s = elapsed_s = time.monotonic() - self._began
-        worked_s = self._models.worked_s(self._operation.lane) - self._worked_s
-        if self._operation.operation_kind in TAKES_TURNS and 0 < worked_s < elapsed_s:
+        if self._model is not None and 0 < (worked_s := self._model.worked_s() - self._worked_s) < elapsed_s:
             run_s = worked_s
         return Timing(self._queued_s + elapsed_s - run_s, run_s)
 
@@ -54,18 +52,13 @@ class Timer:
 class Recording:
     """Follows the runs' steps."""
 
-    def __init__(self, steps: StepStore, models: Models, metrics: Metrics) -> None:
+    def __init__(self, steps: StepStore, metrics: Metrics) -> None:
         self._steps = steps
-        self._models = models
         self._metrics = metrics
         self._last: LRU[str, Step] = LRU(RUNS_KEPT)
 
-    def start(self, operation: Operation) -> Timer:
-        """An operation is carried out from now on."""
-        return Timer(self._models, operation)
-
     async def done(self, operation: Operation, response: Response, timer: Timer) -> Step | None:
-        """What to store with the result of an operation; None of most kinds."""
+        """Record an operation, and return the step to store with its result; None for most kinds."""
         timing = timer.read()
         self._metrics.ran(operation.operation_kind, timing.waited_s, timing.run_s)
         try:
@@ -99,23 +92,23 @@ class Recording:
 
 
 def is_optim_step(step: Step) -> bool:
-    """What was applied is the last of its step."""
+    """Return whether the record is of an optim_step, the last of its step."""
     return step.learning_rate is not None
 
 
 def _of_batch(blank: Step, output: ForwardBackwardOutput) -> Step:
     tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
-    told = output.metrics
+    metrics = output.metrics
     return replace(
         blank,
         tokens=tokens,
         total_tokens=blank.total_tokens + tokens,
-        loss=_finite(told, "loss:sum"),
-        loss_tokens=int(told.get("tokens:sum", tokens)),
-        sampler_gap=_finite(told, "sampler_gap:mean"),
-        divergence=_finite(told, "kl_k3:mean"),
-        clip_fraction=_finite(told, "clip_fraction:mean"),
-        advantage=_finite(told, "advantage:mean"),
+        loss=_finite(metrics, "loss:sum"),
+        loss_tokens=int(metrics.get("tokens:sum", tokens)),
+        sampler_gap=_finite(metrics, "sampler_gap:mean"),
+        divergence=_finite(metrics, "kl_k3:mean"),
+        clip_fraction=_finite(metrics, "clip_fraction:mean"),
+        advantage=_finite(metrics, "advantage:mean"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Drawing samples from a base model or saved weights."""
+"""Samples from a base model or saved weights."""
 
 import asyncio
 from pathlib import Path
@@ -7,7 +7,7 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
-from tinker_server.models.registry import Models
+from tinker_server.models.base_models import BaseModels
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.checkpoints import CheckpointStore
@@ -18,18 +18,18 @@ from tinker_server.weights.lookup import find_weights
 
 
 class Sampling:
-    """On the samplers. Raises InvalidInput, BackendFailed or a TinkerServerError; texts are for the user."""
+    """Works on the samplers. Raises InvalidInput, BackendFailed or a TinkerServerError; texts are for the user."""
 
     def __init__(  # noqa: PLR0913
         self,
-        models: Models,
+        bases: BaseModels,
         checkpoints: CheckpointStore,
         samplers: SamplerStore,
         storage: Storage,
         usage: UsageStore,
         gallery: Gallery,
     ) -> None:
-        self._models = models
+        self._bases = bases
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._storage = storage
@@ -37,7 +37,7 @@ class Sampling:
         self._gallery = gallery
 
     async def sample(self, request: SampleRequest, owner: str) -> SampleResponse:
-        """As many continuations as the request asks for."""
+        """Return as many continuations as the request asks for."""
         if request.sampling_session_id is not None:
             with self._samplers.using(request.sampling_session_id):
                 sampler = await self._samplers.get(request.sampling_session_id)
@@ -47,20 +47,20 @@ class Sampling:
                     )
                 session_id, base_model = sampler.session_id, sampler.base_model
                 note(base_model=base_model)
-                self._models.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
+                self._bases.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
                 weights = self._weights(sampler.directory, sampler.model_path or "the weights of the sampling session")
                 task = SamplingTask.from_request(request, weights, owner)
                 model_path = sampler.model_path
-                response = await self._models.base(base_model).sampler.sample(task)
+                response = await self._bases.base(base_model).sampler.sample(task)
         else:
             session_id, model_path = NO_SESSION, request.model_path
             base_model, directory, _ = await find_weights(
-                self._models, self._checkpoints, request.base_model, request.model_path, owner
+                self._bases, self._checkpoints, request.base_model, request.model_path, owner
             )
             note(base_model=base_model)
             weights = self._weights(directory, f"{request.model_path}")
             task = SamplingTask.from_request(request, weights, owner)
-            response = await self._models.base(base_model).sampler.sample(task)
+            response = await self._bases.base(base_model).sampler.sample(task)
         await self._count(request, response, owner, session_id, base_model)
         self._gallery.note(request, response, owner, (base_model, model_path))
         return response
@@ -73,10 +73,10 @@ class Sampling:
     async def _count(
         self, request: SampleRequest, response: SampleResponse, owner: str, session_id: str, base_model: str
     ) -> None:
-        """Prompt tokens once, however many continuations were drawn from them; images as many as they expand to."""
+        """Count prompt tokens once, however many continuations were sampled, and an image as what it expands to."""
         length = _known_length(request.prompt)
         if length is None:
-            length = await asyncio.to_thread(self._models.base(base_model).check_sample, request)
+            length = await asyncio.to_thread(self._bases.base(base_model).check_sample, request)
         cached = min(response.prompt_cache_hit_tokens, length)
         sampled = sum(len(sequence.tokens) for sequence in response.sequences)
         used = (owner, session_id, base_model)
@@ -87,7 +87,7 @@ class Sampling:
 
 
 def _known_length(prompt: ModelInput) -> int | None:
-    """Tokens of a prompt; None where an image's client did not say how many it expects."""
+    """Return the tokens of a prompt; None where an image's client did not say how many it expects."""
     length = 0
     for chunk in prompt.chunks:
         if isinstance(chunk, EncodedTextChunk):

@@ -57,12 +57,8 @@ def _queue(server: Services) -> Iterator[Metric]:
         (operation.operation_kind, "running" if runs else "waiting") for operation, runs in server.scheduler.in_flight()
     )
     yield _gauge("tinker_operations", "Operations that wait or run.", ("kind", "state"), in_flight)
-    admission = server.admission
-    waiting = {
-        ("samples",): admission.sequences.total,
-        ("prompt_bytes",): admission.sample_bytes.total,
-        ("training_bytes",): admission.queued_bytes.total,
-    }
+    (num_samples, prompt_bytes), (_, training_bytes) = server.admission.samples.totals, server.admission.queued.totals
+    waiting = {("samples",): num_samples, ("prompt_bytes",): prompt_bytes, ("training_bytes",): training_bytes}
     yield _gauge("tinker_admitted", "What owners have in flight, of what is bounded.", ("what",), waiting)
 
 
@@ -71,7 +67,7 @@ def _work(server: Services) -> Iterator[Metric]:
     yield _counter("tinker_tokens", "Tokens trained on, read and drawn.", ("kind", "base_model"), tokens)
     snapshots = {("taken",): server.snapshots.num_taken, ("failed",): server.snapshots.num_failed}
     yield _counter("tinker_snapshots", "Snapshots of models in training.", ("outcome",), snapshots)
-    log_bytes = sum(server.snapshots.log_bytes.values())
+    log_bytes = server.scheduler.log_bytes
     yield _gauge("tinker_log_bytes", "Requests kept to be run again after a crash.", (), {(): log_bytes})
 
 

@@ -100,6 +100,7 @@ class RunStore:
 
         async def truncate_log(session: AsyncSession) -> None:
             await replay_log.truncate(session, model_id, position)
+            await replay_log.clear_tries(session, model_id)
 
         await self._set(model_id, truncate_log, snapshot=snapshot, computed_with=computed_with)
 

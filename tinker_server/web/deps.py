@@ -13,10 +13,9 @@ from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
 from tinker_server.chat.answering import Chats
 from tinker_server.models.admission import Admission
-from tinker_server.models.dispatcher import Scheduler
-from tinker_server.models.registry import Models
-from tinker_server.models.snapshots import Snapshots
-from tinker_server.models.stopping import stop_work
+from tinker_server.models.base_models import BaseModels
+from tinker_server.models.model import Snapshots
+from tinker_server.models.scheduler import Scheduler
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.operations.housekeeping import Housekeeper
@@ -49,7 +48,7 @@ class Services:
 
     settings: Settings
     keys: Keys
-    models: Models
+    models: BaseModels
     sessions: SessionStore
     runs: RunStore
     checkpoints: CheckpointStore
@@ -77,7 +76,7 @@ class Services:
     async def drain(self) -> None:
         """Wait a while for running work, answer all held polls, and move idle models to disk."""
         drain_s = 0 if self.storage.is_superseded else self.settings.drain_s  # results could not be stored
-        await stop_work(self.scheduler, self.futures, self.runs, self.snapshots, drain_s)
+        await self.scheduler.stop(drain_s)
 
 
 async def api_key(key: Annotated[str | None, Security(_KEY)]) -> str:
@@ -122,7 +121,7 @@ async def _server_url(http: Request) -> str:
 
 
 AppSettings = Annotated[Settings, _part(lambda server: server.settings)]
-ServedModels = Annotated[Models, _part(lambda server: server.models)]
+ServedModels = Annotated[BaseModels, _part(lambda server: server.models)]
 Sessions = Annotated[SessionStore, _part(lambda server: server.sessions)]
 Runs = Annotated[RunStore, _part(lambda server: server.runs)]
 Checkpoints = Annotated[CheckpointStore, _part(lambda server: server.checkpoints)]

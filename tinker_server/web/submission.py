@@ -22,7 +22,7 @@ from api_schemas.inputs import ImageChunk
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardRequest
 from tinker_server.errors import BadRequest
-from tinker_server.models.dispatcher import Scheduler
+from tinker_server.models.scheduler import Scheduler
 from tinker_server.offload import off_loop
 from tinker_server.operations.table import OPERATIONS, OperationKind
 from tinker_server.store.futures.records import ImagePlace, Operation

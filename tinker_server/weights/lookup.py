@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest
-from tinker_server.models.registry import Models
+from tinker_server.models.base_models import BaseModels
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 
 
@@ -20,18 +20,18 @@ class FoundWeights(NamedTuple):
 
 
 async def find_weights(
-    models: Models, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None, owner: str
+    bases: BaseModels, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None, owner: str
 ) -> FoundWeights:
     """Find the weights that a request names. Raises BadRequest, UnknownCheckpoint, UnknownBaseModel."""
     if model_path is not None:
         checkpoint = await checkpoints.require_readable(_path(model_path), {owner}, time.time())
         if base_model not in (None, checkpoint.base_model):
             raise BadRequest(f"{model_path} is of {checkpoint.base_model}, not of {base_model}")
-        models.require_same(checkpoint.base_model, checkpoint.base_fingerprint, model_path)
+        bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, model_path)
         return FoundWeights(checkpoint.base_model, checkpoint.directory, checkpoint.base_fingerprint)
     if base_model is None:
         raise BadRequest("give base_model or model_path")
-    models.base(base_model)
+    bases.base(base_model)
     return FoundWeights(base_model)
 
 

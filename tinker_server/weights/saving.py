@@ -20,7 +20,8 @@ from api_schemas.weights import (
 )
 from backends.protocol import Trainer
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
-from tinker_server.models.registry import Models
+from tinker_server.models.base_models import BaseModels
+from tinker_server.models.model import Model
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
@@ -46,41 +47,43 @@ class Saving:
 
     def __init__(  # noqa: PLR0913
         self,
-        models: Models,
+        bases: BaseModels,
         checkpoints: CheckpointStore,
         samplers: SamplerStore,
         storage: Storage,
         usage: UsageStore,
         audit: AuditStore,
     ) -> None:
-        self._models = models
+        self._bases = bases
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._storage = storage
         self._usage = usage
         self._audit = audit
 
-    async def save_weights(self, request: SaveWeightsRequest) -> SaveWeightsResponse:
+    async def save_weights(self, model: Model, request: SaveWeightsRequest) -> SaveWeightsResponse:
         """Save a training checkpoint."""
-        saved = await self._save("weights", request.path, request, _for_training)
+        saved = await self._save("weights", model, request, _for_training)
         return SaveWeightsResponse(path=saved.tinker_path)
 
-    async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> SaveWeightsForSamplerResponse:
+    async def save_weights_for_sampler(
+        self, model: Model, request: SaveWeightsForSamplerRequest
+    ) -> SaveWeightsForSamplerResponse:
         """Save sampler weights under a name, or as a new sampling session on weights without a name."""
         if request.kind == "inflight" and request.path is not None:
             raise Unsupported("kind 'inflight' is for a sampling session; weights with a name are of kind 'snapshot'")
         if (request.path is None) == (request.sampling_session_seq_id is None):
             raise Unsupported("give either path (a name) or sampling_session_seq_id (a new sampling session)")
         if request.path is not None:
-            saved = await self._save("sampler_weights", request.path, request, _for_download)
+            saved = await self._save("sampler_weights", model, request, _for_download)
             return SaveWeightsForSamplerResponse(path=saved.tinker_path)
         if request.ttl_seconds is not None or request.user_metadata is not None:
             raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
         if (made := await self._made_before(request)) is not None:
             return SaveWeightsForSamplerResponse(sampling_session_id=made)
         async with self._storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
-            async with self._models.training(request.model_id) as (run, trainer):
-                await _for_the_sampler(trainer, run, self._storage.path(directory))
+            run, trainer = await model.loaded()
+            await _for_the_sampler(trainer, run, self._storage.path(directory))
             await self._publish(run, directory)
             number = request.sampling_session_seq_id or 0
             name = await self._sampling_session(run, ids.sampling_session_id(run.session_id, number), directory)
@@ -100,7 +103,7 @@ class Saving:
 
     async def _publish(self, run: TrainingRun, directory: str) -> None:
         """Have the sampler load the weights. If it does not score them as the trainer does, the save fails."""
-        await self._models.base(run.base_model).sampler.publish(self._storage.path(directory), run.owner)
+        await self._bases.base(run.base_model).sampler.publish(self._storage.path(directory), run.owner)
 
     async def _sampling_session(self, run: TrainingRun, sampling_session_id: str, directory: str) -> str:
         sampler = SamplingSession(
@@ -122,7 +125,9 @@ class Saving:
         # A sample that has just begun may still be reading the weights it began with, but not the ones before.
         await self._storage.delete_unreferenced_in(folder, left)
 
-    async def save_weights_external(self, request: SaveWeightsExternalRequest) -> SaveWeightsExternalResponse:
+    async def save_weights_external(
+        self, model: Model, request: SaveWeightsExternalRequest
+    ) -> SaveWeightsExternalResponse:
         """Save the adapter, or the whole model, as files for other programs."""
         texts = request.age_encryption_recipients
         recipients = [] if texts is None else parse_recipients(texts)
@@ -130,19 +135,19 @@ class Saving:
         async def save(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
             await _export(trainer, run, directory, recipients)
 
-        saved = await self._save("external_weights", request.path, request, save)
+        saved = await self._save("external_weights", model, request, save)
         return SaveWeightsExternalResponse(path=saved.tinker_path, size_bytes=saved.size_bytes)
 
     async def _save(
         self,
         kind: Kind,
-        name: str,
+        model: Model,
         request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
         save: Callable[[Trainer, TrainingRun, Path], Awaitable[None]],
     ) -> Checkpoint:
         """Save and record weights under a name. The trainer is held only while it writes."""
         try:
-            path = TinkerPath(request.model_id, kind, check_name(name))
+            path = TinkerPath(model.id, kind, check_name(request.path or ""))
         except ValueError as error:
             raise Unsupported(str(error)) from None
         now = time.time()
@@ -153,8 +158,8 @@ class Saving:
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
-            async with self._models.training(request.model_id) as (run, trainer):
-                await save(trainer, run, self._storage.path(directory))
+            run, trainer = await model.loaded()
+            await save(trainer, run, self._storage.path(directory))
             await self._storage.flush(directory)
             if kind == "sampler_weights":
                 await self._publish(run, directory)

@@ -77,7 +77,7 @@ async def _now(server: Services, viewer: Viewer) -> dict[str, object]:
     disk = await asyncio.to_thread(shutil.disk_usage, server.settings.data_dir)
     gpus = await asyncio.to_thread(server.backend.gpus)
     saved = await server.catalog.storage(viewer.owner, None, time.time())
-    log_bytes = sum(server.snapshots.log_bytes.values())
+    log_bytes = server.scheduler.log_bytes
     own_process = (ProcessState("server", psutil.Process().pid, True, 0), await asyncio.to_thread(_memory, None))
     return {
         "bases": states,

@@ -57,6 +57,14 @@ async def truncate(session: AsyncSession, model_id: str, position: int | None) -
     return outcome.rowcount
 
 
+async def clear_tries(session: AsyncSession, model_id: str) -> None:
+    """Within a transaction: this server got further with the model than those before. What waits for the model has so
+    far ended none of them."""
+    waiting = (Future.lane == model_id) & (Future.status == "queued") & (Future.tries > 0)
+    change = update(Future).where(waiting).values(tries=0)
+    await session.execute(change, execution_options={"synchronize_session": False})
+
+
 async def last_position(session: AsyncSession) -> int:
     """Return the largest position that was given; 0 if there is none."""
     return await session.scalar(select(func.max(Future.position))) or 0

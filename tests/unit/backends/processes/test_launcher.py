@@ -77,6 +77,18 @@ async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # the event loop's watcher of children
 
 
+async def test_a_child_that_works_when_the_server_stops_is_not_waited_for_long() -> None:
+    child = await launch("busy", "tests.busy_child", {})
+    await child.call(Grandchild())
+    working = asyncio.create_task(child.call(Nap(30)))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await child.stop()
+    assert time.monotonic() - began < 3
+    with pytest.raises(ChildDied):
+        await working
+
+
 def _group(pid: int) -> int:
     try:
         return os.getpgid(pid)

@@ -39,7 +39,7 @@ class Story:
         await self._client.result(await self._client.create_model())
 
     async def happen(self, event: str) -> None:
-        client, snapshots = self._client, self._client.services.snapshots
+        client, scheduler = self._client, self._client.services.scheduler
         match event:
             case "part":
                 self._seq_id += 1
@@ -51,9 +51,9 @@ class Story:
                 self._parts = 0
                 self._told.append((await client.optim_step(self._seq_id, self._model_id), len(self._steps)))
             case "snapshot":  # after the next operation, while those after it run
-                snapshots._logs[self._model_id].must_end = True
+                scheduler.actor(self._model_id).model.log.must_end = True
             case "suspend":
-                await snapshots.suspend(self._model_id)
+                await scheduler.suspend(self._model_id)
             case "the trainer dies":
                 await client.trainer.die()
             case "the server crashes":

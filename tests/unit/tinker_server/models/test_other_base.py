@@ -20,7 +20,7 @@ async def saved_and_suspended(data_dir: Path) -> tuple[str, str]:
     async with server(data_dir) as before:
         await before.result(await before.create_model())
         path = json.loads((await before.result(await before.save(1, "a"))).body)["path"]
-        await before.services.snapshots.suspend(before.model_id)
+        await before.services.scheduler.suspend(before.model_id)
         return before.model_id, path
 
 

@@ -20,12 +20,12 @@ from tinker_server.store.steps import StepStore
 
 
 class Working:
-    """Of `Models`, how long a trainer has worked."""
+    """A model, as far as it says how long its trainer has worked for it."""
 
     def __init__(self) -> None:
         self.seconds = 5.0
 
-    def worked_s(self, model_id: str) -> float:
+    def worked_s(self) -> float:
         return self.seconds
 
 
@@ -34,19 +34,19 @@ def operation(kind: str, seq_id: int = 1, accepted_s_ago: float = 10) -> Operati
 
 
 def test_what_the_trainer_did_not_work_for_it_an_operation_has_waited() -> None:
-    models = Working()
-    timer = Timer(models, operation("forward_backward"))
+    model = Working()
+    timer = Timer(operation("forward_backward"), model)
     time.sleep(0.05)
-    models.seconds += 0.02
+    model.seconds += 0.02
     timing = timer.read()
     assert timing.run_s == pytest.approx(0.02)
     assert timing.waited_s >= 10 + 0.05 - 0.02
 
 
 def test_a_save_runs_for_as_long_as_it_takes() -> None:
-    models = Working()
-    timer = Timer(models, operation("save_weights"))
-    models.seconds += 0.001
+    model = Working()
+    timer = Timer(operation("save_weights"), model)
+    model.seconds += 0.001
     time.sleep(0.02)
     timing = timer.read()
     assert timing.run_s >= 0.02 and 10 <= timing.waited_s < 11
@@ -54,17 +54,17 @@ def test_a_save_runs_for_as_long_as_it_takes() -> None:
 
 async def test_what_cannot_be_recorded_costs_no_result(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepStore, "last", None)
-    recording = Recording(StepStore(db), Working(), Metrics())
+    recording = Recording(StepStore(db), Metrics())
     output = ForwardBackwardOutput(loss_fn_outputs=[], metrics={"loss:sum": 1.0})
     work = operation("forward_backward")
-    assert await recording.done(work, output, recording.start(work)) is None
+    assert await recording.done(work, output, Timer(work, Working())) is None
 
 
 async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
-    recording = Recording(StepStore(db), Working(), Metrics())
+    recording = Recording(StepStore(db), Metrics())
     told = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
     work = operation("forward_backward")
-    step = await recording.done(work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=told), recording.start(work))
+    step = await recording.done(work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=told), Timer(work, Working()))
     assert step is not None
     assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)
 

@@ -11,15 +11,12 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from backends.protocol import SamplingTask
 from tests.fakes import FakeBackend
-from tinker_server.models.registry import Models
-from tinker_server.models.restore import Recovery
+from tinker_server.models.base_models import BaseModels
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.operations.sampling import Sampling
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
-from tinker_server.store.futures.store import FutureStore
-from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.usage import UsageStore
 
@@ -52,9 +49,7 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
         return SampleResponse(sequences=[sequence] * task.num_samples, prompt_cache_hit_tokens=6)
 
     backend.tiny.sampler.sample = sample  # type: ignore[method-assign]
-    recovery = Recovery(FutureStore(db, recent_bytes=0), CheckpointStore(db), storage)
-    models = Models(backend.models, RunStore(db), storage, recovery)
-    sampling = Sampling(models, CheckpointStore(db), SamplerStore(db), storage, usage, Gallery(10))
+    sampling = Sampling(BaseModels(backend.models), CheckpointStore(db), SamplerStore(db), storage, usage, Gallery(10))
     image = ImageChunk(data=b"x", format="png", expected_tokens=expected_tokens)
     request = SampleRequest(
         base_model="tiny",  # of no session, and counted all the same

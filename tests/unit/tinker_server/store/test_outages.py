@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from api_schemas.training import Trainable
 from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
 from tests.fakes import FakeBackend
 from tinker_server.errors import DatabaseUnavailable, SessionFinished
-from tinker_server.models.registry import Models
-from tinker_server.models.restore import Recovery
-from tinker_server.models.snapshots import SnapshotLimits, Snapshots
+from tinker_server.models.base_models import BaseModels
+from tinker_server.models.model import Model, ModelStores, SnapshotLimits, Snapshots
+from tinker_server.models.replay import LogReplay
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
@@ -43,10 +43,10 @@ class House:
     sessions: SessionStore
     runs: RunStore
     storage: Storage
-    models: Models
-    snapshots: Snapshots
+    stores: ModelStores
     saving: Saving
     model_id: str = ""
+    model: Model = field(init=False)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -64,18 +64,18 @@ class House:
 
     async def steps(self) -> int:
         """Return the trainer's steps of the model, which is brought into memory."""
-        async with self.models.training(self.model_id):
-            return self.backend.tiny.trainer.steps[self.model_id]
+        await self.model.loaded()
+        return self.backend.tiny.trainer.steps[self.model_id]
 
 
 def build(data_dir: Path, backend: FakeBackend) -> House:
     db = Database(f"sqlite+aiosqlite:///{data_dir / 'test.db'}", retry_s=0.5, busy_timeout_ms=50)
     runs, storage = RunStore(db), Storage(data_dir, db)
     futures = FutureStore(db, recent_bytes=0)
-    models = Models(backend.models, runs, storage, Recovery(futures, CheckpointStore(db), storage))
-    snapshots = Snapshots(models, runs, futures, storage, SnapshotLimits(600, 1 << 20, 600))
-    saving = Saving(models, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), AuditStore(db))
-    return House(data_dir, db, backend, SessionStore(db), runs, storage, models, snapshots, saving)
+    bases, replay = BaseModels(backend.models), LogReplay(futures, CheckpointStore(db), storage)
+    stores = ModelStores(bases, runs, futures, storage, replay, Snapshots(SnapshotLimits(600, 1 << 20, 600, 600)))
+    saving = Saving(bases, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), AuditStore(db))
+    return House(data_dir, db, backend, SessionStore(db), runs, storage, stores, saving)
 
 
 @pytest.fixture
@@ -95,10 +95,9 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         status="active",
         created_at=1.0,
     )
-    await house.backend.tiny.trainer.create_model(house.model_id, run.trainable, run.owner)
+    house.model = Model(house.model_id, house.stores)
+    await house.model.create(run, None, with_optimizer=False)
     house.backend.tiny.trainer.steps[house.model_id] = 7
-    await house.runs.add(run)
-    house.models.added(run)
     yield house
     await house.db.close()
 
@@ -120,8 +119,8 @@ async def test_a_model_is_restored_if_its_suspension_could_not_be_recorded(house
     with contextlib.ExitStack() as lock:
         lock_once_snapshot_is_recorded(house, lock)
         with pytest.raises(DatabaseUnavailable):
-            await house.snapshots.suspend(house.model_id)
-    await house.models.unload(await house.runs.get(house.model_id))
+            await house.model.suspend()
+    await house.model.unload()
     assert await house.steps() == 7
 
 
@@ -129,8 +128,8 @@ async def test_the_next_sweep_completes_a_suspension(house: House) -> None:
     with contextlib.ExitStack() as lock:
         lock_once_snapshot_is_recorded(house, lock)
         with pytest.raises(DatabaseUnavailable):
-            await house.snapshots.suspend(house.model_id)
-    await house.snapshots.suspend(house.model_id)
+            await house.model.suspend()
+    await house.model.suspend()
     assert (await house.runs.get(house.model_id)).status == "suspended"
     assert await house.steps() == 7
 
@@ -139,9 +138,10 @@ async def test_a_crash_before_a_suspension_is_recorded_loses_nothing(house: Hous
     with contextlib.ExitStack() as lock:
         lock_once_snapshot_is_recorded(house, lock)
         with pytest.raises(DatabaseUnavailable):
-            await house.snapshots.suspend(house.model_id)
+            await house.model.suspend()
     next_server = build(house.data_dir, FakeBackend())
     next_server.model_id = house.model_id
+    next_server.model = Model(house.model_id, next_server.stores)
     await next_server.runs.mark_all_suspended()
     await next_server.storage.delete_half_written()
     assert await next_server.steps() == 7
@@ -150,7 +150,7 @@ async def test_a_crash_before_a_suspension_is_recorded_loses_nothing(house: Hous
 
 async def test_a_model_stays_in_memory_if_its_suspension_cannot_begin(house: House) -> None:
     with house.locked(), pytest.raises(DatabaseUnavailable):
-        await house.snapshots.suspend(house.model_id)
+        await house.model.suspend()
     assert house.backend.tiny.trainer.steps[house.model_id] == 7
     assert await house.steps() == 7 and house.files() == []
 
@@ -159,7 +159,9 @@ async def test_a_short_lock_does_not_fail_a_save(house: House) -> None:
     with contextlib.ExitStack() as lock:
         lock.enter_context(house.locked())
         asyncio.get_running_loop().call_later(0.2, lock.close)
-        saved = await house.saving.save_weights(SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a"))
+        saved = await house.saving.save_weights(
+            house.model, SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a")
+        )
     assert saved.path.endswith("/weights/a") and house.files() == ["a"]
 
 
@@ -175,17 +177,21 @@ async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named:
     trainer.save_state = locking  # type: ignore[method-assign]
     with lock, pytest.raises(DatabaseUnavailable) as caught:
         if named:
-            await house.saving.save_weights(SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a"))
+            await house.saving.save_weights(
+                house.model, SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="a")
+            )
         else:
             request = SaveWeightsForSamplerRequest(model_id=house.model_id, seq_id=1, sampling_session_seq_id=0)
-            await house.saving.save_weights_for_sampler(request)
+            await house.saving.save_weights_for_sampler(house.model, request)
     assert "locked" not in str(caught.value) and "SELECT" not in str(caught.value)
     await house.storage.delete_unreferenced(kept_s=0)
     assert house.files() == []
 
 
 async def test_files_that_a_crash_left_half_written_are_deleted_by_the_next_server(house: House) -> None:
-    saved = await house.saving.save_weights(SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="kept"))
+    saved = await house.saving.save_weights(
+        house.model, SaveWeightsRequest(model_id=house.model_id, seq_id=1, path="kept")
+    )
     reserved = await house.storage.reserve(house.model_id, "weights", "unrecorded")
     (house.data_dir / reserved).mkdir(parents=True)
     (house.data_dir / reserved / "steps").write_text("1")
@@ -203,7 +209,7 @@ async def test_replaced_inflight_weights_are_deleted_by_the_next_save_or_the_nex
         request = SaveWeightsForSamplerRequest(
             model_id=house.model_id, seq_id=number, sampling_session_seq_id=number, kind="inflight"
         )
-        await house.saving.save_weights_for_sampler(request)
+        await house.saving.save_weights_for_sampler(house.model, request)
     assert house.files() == ["2", "3"]
     next_server = build(house.data_dir, FakeBackend())
     await next_server.storage.delete_half_written()

@@ -80,12 +80,12 @@ async def test_nothing_that_was_answered_is_missing_after_a_power_loss(
         for number in range(1, 8, 4):
             await told.well(await before.forward_backward(number))
             if snapshots:
-                before.services.snapshots._logs[before.model_id].must_end = True
+                before.services.scheduler.actor(before.model_id).model.log.must_end = True
             await told.well(await before.optim_step(number + 1))
             for name, save in (("a", before.save), ("b", before.save_named_for_sampler)):
                 saved = await told.well(await save(number + (2 if name == "a" else 3), f"{name}{number}"))
                 told.paths.append(json.loads(saved.body)["path"])
-            await before.services.models.settle(before.model_id)
+            await before.services.scheduler.actor(before.model_id).model.settle()
             await assert_all_is_there(power_loss(disk, tmp_path / "data", f"loss {number}"), told, 1 + number // 4, [])
             told.paths.clear()
         await told.well(await before.forward_backward(9))
@@ -100,7 +100,7 @@ async def test_models_that_were_moved_to_disk_are_there_after_a_power_loss(tmp_p
         await told.well(await before.optim_step(1))
         await told.well(await before.save_unnamed(2))
         await told.well(await before.forward_backward(3))
-        await before.services.snapshots.suspend(before.model_id)
+        await before.services.scheduler.suspend(before.model_id)
         await assert_all_is_there(power_loss(disk, tmp_path / "data", "loss"), told, 1, [1])
 
 

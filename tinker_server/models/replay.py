@@ -1,12 +1,16 @@
-"""A model made again: its snapshot, or a fresh model, and on it the log of what was done since, in order.
+"""Restores a model: its snapshot, or a fresh model, and the operations of its log run again on it, in order.
 
-Results were given the first time, so nothing is stored or counted here. What failed the first time is not tried again:
-it leaves in the gradient what it left there then. Operations that change nothing, such as saves, are passed over.
+A restoration goes before all new work on its trainer. `on_replayed` may take a snapshot between two operations, so that
+a second interruption costs no more than what came after that.
+
+Results were given the first time, so nothing is stored or counted here. An operation that failed the first time is not
+run again: the gradient is left as it was left then. Operations that change nothing, such as saves, are not logged.
 """
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from api_schemas.training import AdamParams, OptimStepRequest
 from api_schemas.weights import LoadWeightsRequest
@@ -21,37 +25,59 @@ from tinker_server.store.records import TrainingRun
 log = logging.getLogger(__name__)
 
 
-class Recovery:
-    """Reads snapshots and logs; changes neither."""
+@dataclass(frozen=True)
+class Replayed:
+    """One operation of a log, run again."""
+
+    position: int
+    size_bytes: int
+    """Bytes of its request; 0 where the request is not needed again."""
+    seconds: float
+
+
+OnReplayed = Callable[[Replayed], Awaitable[None]]
+"""Called after each operation and before the next. The model is as it was after that operation."""
+
+
+class LogReplay:
+    """Reads snapshots and logs, and changes neither."""
 
     def __init__(self, futures: FutureStore, checkpoints: CheckpointStore, storage: Storage) -> None:
         self._futures = futures
         self._checkpoints = checkpoints
         self._storage = storage
 
-    async def restore(self, run: TrainingRun, trainer: Trainer, numerics: Mapping[str, str]) -> float:
-        """Make the model as it was after its last operation; the seconds that its log took.
+    async def restore(
+        self, run: TrainingRun, trainer: Trainer, numerics: Mapping[str, str], on_replayed: OnReplayed
+    ) -> None:
+        """Make the model as it was after its last operation.
 
-        Raises LostModel where that cannot be, and what the trainer raises where it fails.
+        Raises LostModel where that is impossible, and whatever the trainer raises.
         """
-        _say_what_changed(run, numerics)
+        _log_changed_numerics(run, numerics)
+        with trainer.restoring(run.model_id, run.owner):
+            await self._load(run, trainer)
+            count = 0
+            async for entry in self._futures.logged(run.model_id):
+                began = time.monotonic()
+                size_bytes = await self._run_again(entry, run.model_id, trainer)
+                await on_replayed(Replayed(entry.position, size_bytes, time.monotonic() - began))
+                count += 1
+        log.info("model %s is restored; %d operations were run again", run.model_id, count)
+
+    async def _load(self, run: TrainingRun, trainer: Trainer) -> None:
         if run.snapshot is None:
             await trainer.create_model(run.model_id, run.trainable, run.owner)
         elif self._storage.holds(run.snapshot):
             await trainer.resume(run.model_id, run.trainable, run.owner, self._storage.path(run.snapshot))
         else:
             raise LostModel(f"model {run.model_id}: its snapshot was deleted; create it again from a checkpoint")
-        began, count = time.monotonic(), 0
-        async for entry in self._futures.logged(run.model_id):
-            await self._run_again(entry, run.model_id, trainer)
-            count += 1
-        log.info("model %s is restored; %d operations were run again", run.model_id, count)
-        return time.monotonic() - began
 
-    async def _run_again(self, entry: Entry, model_id: str, trainer: Trainer) -> None:
+    async def _run_again(self, entry: Entry, model_id: str, trainer: Trainer) -> int:
+        """Return the request's size in bytes."""
         if entry.failure_category is not None:
             await self._fail_again(entry, model_id, trainer)
-            return
+            return 0
         body = await self._futures.rows.body(entry.request_id)
         try:
             match entry.operation_kind:
@@ -61,7 +87,7 @@ class Recovery:
                     request = OptimStepRequest.model_validate_json(body)
                     await trainer.optim_step(model_id, request.adam_params or AdamParams())
                 case "load_weights":
-                    await self._load(LoadWeightsRequest.model_validate_json(body), model_id, trainer)
+                    await self._load_weights(LoadWeightsRequest.model_validate_json(body), model_id, trainer)
                 case kind:
                     raise AssertionError(f"{kind} is not logged")
         except InvalidInput as error:
@@ -69,10 +95,11 @@ class Recovery:
                 f"model {model_id} cannot be restored: its {entry.operation_kind} {entry.seq_id} fails now, and did not"
                 f" when it was first run ({error}); create it again from a checkpoint"
             ) from error
+        return len(body)
 
     async def _fail_again(self, entry: Entry, model_id: str, trainer: Trainer) -> None:
-        """A forward_backward left a part of the gradient missing. A step that its user is to blame for cleared the
-        gradient, and any other left one that must not be applied."""
+        """Leave the gradient as the failure left it: incomplete after a forward_backward, cleared after an optim_step
+        that failed by its user's fault, and not to be applied after any other failed optim_step."""
         await trainer.mark_incomplete(model_id)
         if entry.operation_kind == "optim_step" and entry.failure_category == "user":
             try:
@@ -81,7 +108,7 @@ class Recovery:
                 return
             raise AssertionError("a step was taken on an incomplete gradient")
 
-    async def _load(self, request: LoadWeightsRequest, model_id: str, trainer: Trainer) -> None:
+    async def _load_weights(self, request: LoadWeightsRequest, model_id: str, trainer: Trainer) -> None:
         checkpoint = await self._checkpoints.find(parse_path(request.path))
         if checkpoint is None:
             raise InvalidInput(f"{request.path} was deleted")
@@ -89,7 +116,7 @@ class Recovery:
         await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
 
 
-def _say_what_changed(run: TrainingRun, numerics: Mapping[str, str]) -> None:
+def _log_changed_numerics(run: TrainingRun, numerics: Mapping[str, str]) -> None:
     before = run.computed_with or numerics
     changed = [
         f"{name} was {before.get(name)}, is {value}" for name, value in numerics.items() if before.get(name) != value

@@ -1,16 +1,20 @@
 """What a crash leaves, and what the next server makes of it. A crash is a copy of the disk of a running server."""
 
 import asyncio
+import contextlib
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backends.protocol import BackendFailed
+from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.errors import DatabaseUnavailable
+from tinker_server.settings import Settings
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.records import TrainingRun
@@ -25,7 +29,7 @@ def crash(data_dir: Path) -> Path:
 
 
 async def suspend(client: Client, model_id: str | None = None) -> None:
-    await client.services.snapshots.suspend(model_id or client.model_id)
+    await client.services.scheduler.suspend(model_id or client.model_id)
 
 
 async def busy_trainer(client: Client) -> None:
@@ -156,6 +160,39 @@ async def test_a_stop_takes_no_longer_than_it_may_though_an_operation_goes_on(tm
     assert asyncio.get_running_loop().time() - started < 2
 
 
+async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's command runs to its end, and idle models wait behind it. The children's second is not in here."""
+    ended = asyncio.Event()
+
+    async def stubborn(self: FakeTrainer, model_id: str, batch: object, *, backward: bool) -> None:
+        async with self.turns.turn("", model_id):
+            self.begun[model_id] += 1
+            while not ended.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await ended.wait()
+
+    async def behind(self: FakeTrainer, model_id: str, directory: Path) -> None:
+        async with self.turns.turn("", model_id):
+            pytest.fail("it has no turn")
+
+    async with server(tmp_path, drain_s=Settings(data_dir=tmp_path).drain_s) as client:
+        await client.result(await client.create_model())
+        await client.result(await client.create_model(1))
+        monkeypatch.setattr(FakeTrainer, "forward_backward", stubborn)
+        monkeypatch.setattr(FakeTrainer, "snapshot", behind)
+        await client.forward_backward(1)
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        asyncio.get_running_loop().call_later(25, ended.set)
+        await client.services.drain()  # as the web server does, before all is closed
+    took_s = time.monotonic() - began
+    ended.set()
+    await asyncio.sleep(0)
+    assert took_s < 9, f"{took_s:.1f} s"
+
+
 async def test_creating_a_model_where_one_lives_leaves_it_alone(tmp_path: Path) -> None:
     async with server(tmp_path / "data") as client:
         await client.result(await client.create_model())
@@ -199,7 +236,7 @@ async def test_no_snapshot_counts_before_the_results_that_it_holds_are_stored(
         await before.result(await before.forward_backward(1))
         with monkeypatch.context() as patch:
             patch.setattr(FutureRows, "finish", refuse)
-            before.services.snapshots._logs[before.model_id].must_end = True
+            before.services.scheduler.actor(before.model_id).model.log.must_end = True
             submitted = [await before.forward_backward(2), await before.forward_backward(3)]
             await asyncio.sleep(0.5)
             assert list((tmp_path / "data").glob("checkpoints/*/snapshots/*~*")), "no snapshot was taken"
@@ -247,11 +284,12 @@ async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
             raise DatabaseUnavailable("the database does not answer")
         return await get(self, model_id)
 
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
     async with server(tmp_path / "data") as client:
-        await client.result(await client.create_model())
         monkeypatch.setattr(RunStore, "get", refuse)
-        assert not (await client.result(await client.forward_backward(1))).failed
-        assert refusals == 0 and gradients(client, client.model_id) == [1]
+        assert not (await client.result(await client.forward_backward(1, model_id=before.model_id))).failed
+        assert refusals == 0 and gradients(client, before.model_id) == [1]
 
 
 async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +299,7 @@ async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, m
     async with server(tmp_path / "data") as client:
         await client.result(await client.create_model())
         monkeypatch.setattr(client.trainer, "snapshot", broken)
-        client.services.snapshots._logs[client.model_id].must_end = True
+        client.services.scheduler.actor(client.model_id).model.log.must_end = True
         for number in range(1, 4):
             assert not (await client.result(await client.forward_backward(number))).failed
         client.trainer.steps.clear()
@@ -272,6 +310,6 @@ async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, m
 async def test_what_is_sent_to_an_unloaded_model_is_not_logged(tmp_path: Path) -> None:
     async with server(tmp_path / "data") as client:
         await client.result(await client.create_model())
-        await client.services.models.drop(client.model_id)
+        await client.services.scheduler.drop(client.model_id)
         assert "create it again" in (await client.error(await client.forward_backward(1)))["error"]
         assert [entry async for entry in client.services.futures.logged(client.model_id)] == []

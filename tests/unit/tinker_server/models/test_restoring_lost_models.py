@@ -39,8 +39,8 @@ async def test_models_on_disk_and_unloaded_ones_stay_where_they_are(tmp_path: Pa
     async with server(tmp_path) as client:
         first, second = await two_models(client)
         await client.result(await client.create_model(2))
-        await client.services.snapshots.suspend(first)
-        await client.services.models.drop(second)
+        await client.services.scheduler.suspend(first)
+        await client.services.scheduler.drop(second)
         await client.trainer.die()
         await until(lambda: client.trainer.steps == {f"{client.session_id}:train:2": 0})
         assert (await client.services.runs.get(first)).status == "suspended"

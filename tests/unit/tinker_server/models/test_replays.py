@@ -1,0 +1,172 @@
+"""Running a log again is interrupted as often as it likes, and gets further each time; new work waits for it.
+
+A crash of the server is a copy of its disk.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_schemas.training import AdamParams
+from backends.protocol import EncodedBatch, ProcessDied
+from tests.fakes import FakeTrainer
+from tests.submitting import Client, server
+
+STEPS = 7
+"""Of two parts and an optim_step each."""
+
+
+class Lives:
+    """After so many operations of a trainer `end` is called, which must not return as if nothing were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_operations: int) -> None:
+        self.num_ends = 0
+        self.end: Callable[[FakeTrainer], Awaitable[None]] | None = None
+        self._left = self._num_operations = num_operations
+        forward_backward, optim_step = FakeTrainer.forward_backward, FakeTrainer.optim_step
+
+        async def short_forward_backward(
+            trainer: FakeTrainer, model_id: str, batch: EncodedBatch, *, backward: bool
+        ) -> object:
+            await self._live(trainer)
+            return await forward_backward(trainer, model_id, batch, backward=backward)
+
+        async def short_step(trainer: FakeTrainer, model_id: str, adam: AdamParams) -> object:
+            await self._live(trainer)
+            return await optim_step(trainer, model_id, adam)
+
+        monkeypatch.setattr(FakeTrainer, "forward_backward", short_forward_backward)
+        monkeypatch.setattr(FakeTrainer, "optim_step", short_step)
+
+    async def _live(self, trainer: FakeTrainer) -> None:
+        if self.end is None:
+            return
+        await asyncio.sleep(0.05)  # the snapshot before is written meanwhile
+        if self._left == 0:
+            self._left = self._num_operations
+            self.num_ends += 1
+            await self.end(trainer)
+        self._left -= 1
+
+
+async def die(trainer: FakeTrainer) -> None:
+    await trainer.die()
+    raise ProcessDied("the trainer was killed")
+
+
+def follow_closely(client: Client) -> None:
+    """A snapshot after each operation that is run again, where the one before is written."""
+    snapshots = client.services.snapshots
+    snapshots.limits = replace(snapshots.limits, interrupted_s=0)
+
+
+async def steps(client: Client, model_id: str | None = None) -> None:
+    for number in range(1, 1 + 3 * STEPS, 3):
+        await client.forward_backward(number, model_id=model_id)
+        await client.forward_backward(number + 1, model_id=model_id)
+        assert not (await client.result(await client.optim_step(number + 2, model_id))).failed
+
+
+def applied_before(client: Client) -> list[Any]:
+    return [gradient for _, gradient in client.trainer.applied]
+
+
+async def test_a_replay_under_a_trainer_that_always_dies_before_its_end_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = Lives(monkeypatch, 2)
+    async with server(tmp_path) as client:
+        follow_closely(client)
+        await client.result(await client.create_model())
+        await steps(client)
+        await client.forward_backward(3 * STEPS + 1)
+        lives.end = die
+        await client.trainer.die()
+        result = await client.result(await client.optim_step(3 * STEPS + 2))
+        assert not result.failed, result.body
+        assert json.loads(result.body)["metrics"]["step"] == STEPS + 1
+        assert applied_before(client)[-1] == [1]
+        assert lives.num_ends > 7, "more than restorations that leave nothing are tried"
+
+
+async def test_a_replay_under_servers_that_always_end_before_its_end_ends_and_blames_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives, ended = Lives(monkeypatch, 6), asyncio.Event()
+
+    async def end_server(_: FakeTrainer) -> None:
+        ended.set()
+        await asyncio.Event().wait()
+
+    data_dir = tmp_path / "data"
+    async with server(data_dir) as client:
+        await client.result(await client.create_model())
+        await steps(client)
+        client.trainer.gates["hold"].clear()
+        model_id, waiting = client.model_id, await client.forward_backward(3 * STEPS + 1, "hold")
+        left = data_dir.with_name("0")
+        await asyncio.sleep(0.1)
+        shutil.copytree(data_dir, left)
+    lives.end = end_server
+    for number in range(1, 9):
+        async with server(left) as client:
+            follow_closely(client)
+            result = asyncio.create_task(client.result(waiting))
+            end = asyncio.create_task(ended.wait())
+            await asyncio.wait([result, end], return_when=asyncio.FIRST_COMPLETED)
+            end.cancel()
+            if result.done():
+                assert not result.result().failed, result.result().body
+                lives.end = None
+                last = await client.result(await client.optim_step(3 * STEPS + 2, model_id))
+                assert json.loads(last.body)["metrics"]["step"] == STEPS + 1
+                assert applied_before(client)[-1] == [1]
+                break
+            ended.clear()
+            result.cancel()
+            left = data_dir.with_name(f"{number}")
+            shutil.copytree(data_dir.with_name(f"{number - 1}"), left)
+    else:
+        pytest.fail(f"no result after {lives.num_ends} servers")
+    assert lives.num_ends >= 3
+
+
+async def test_a_short_replay_takes_no_snapshot(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        await client.result(await client.create_model())
+        await steps(client)
+        await client.trainer.die()
+        await client.result(await client.optim_step(3 * STEPS + 1))
+        assert client.services.snapshots.num_taken == 0
+
+
+async def test_new_work_of_others_waits_for_a_replay(tmp_path: Path) -> None:
+    async with server(tmp_path / "data") as before:
+        await before.result(await before.create_model())
+        await steps(before)
+        shutil.copytree(tmp_path / "data", tmp_path / "left")
+    async with server(tmp_path / "left") as client:
+        others = [f"{client.session_id}:train:{number}" for number in range(4)]
+        for number in range(4):
+            await client.result(await client.create_model(number))
+        client.trainer.gates["hold"].clear()
+        waiting = [await client.forward_backward(1, "hold", others[0])]
+        await asyncio.sleep(0.05)
+        for name in others[1:]:
+            waiting += [await client.forward_backward(number, "new", name) for number in range(1, 4)]
+        waiting.append(await client.optim_step(3 * STEPS + 1, before.model_id))
+        await asyncio.sleep(0.1)
+        client.trainer.gates["hold"].set()
+        for request_id in waiting:
+            await client.result(request_id)
+        replayed = [at for at, (_, model_id) in enumerate(client.trainer.calls) if model_id == before.model_id]
+        assert len(replayed) == 1 + 3 * STEPS + 1
+        last = replayed[-2]  # what follows is the new step, which has no precedence
+        names = [name for name, _ in client.trainer.calls]
+        assert names.count("new") == 9 and "new" not in names[:last]

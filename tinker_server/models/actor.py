@@ -1,0 +1,157 @@
+"""One task per model, which does all that is done to the model, one thing after another.
+
+Operations run in the order of their numbers. Other requests (suspend, restore, drop) run before the next operation, and
+an unload behind all operations that wait. This order is the only exclusion: a model has no lock. The task lives while
+there is something to do.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+
+from tinker_server.models.admission import Admission
+from tinker_server.models.execution import Execution
+from tinker_server.models.lane import Lane
+from tinker_server.models.model import Model
+from tinker_server.offload import INLINE_BYTES
+from tinker_server.store.futures.records import Operation
+
+Request = Callable[[], Awaitable[None]]
+"""A method of the model."""
+
+
+class Actor:
+    """The inbox of one model, and the task that empties it."""
+
+    def __init__(self, model: Model, execution: Execution, admission: Admission, gap_grace_s: float) -> None:
+        self.model = model
+        self.lane: Lane | None = None
+        """None until an operation has come, and the model's past ones were read for its number."""
+        self._execution = execution
+        self._admission = admission
+        self._gap_grace_s = gap_grace_s
+        self._requests: deque[tuple[Request, asyncio.Future[None]]] = deque()
+        self._unloads: deque[Operation] = deque()
+        self._running: Operation | None = None
+        self._last_turn = 0
+        """The trainer's for this model, when the running operation was taken."""
+        self._woken = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closing = False
+        self.was_cut_off = False
+        """True where an operation was stopped half-way, when the server stopped."""
+
+    @property
+    def is_working(self) -> bool:
+        """True while its task runs."""
+        return self._task is not None and not self._task.done()
+
+    @property
+    def is_settled(self) -> bool:
+        """True where nothing is under way, and the model is as its last result says; the rest waits or is to come."""
+        return not self.is_working and not self.was_cut_off
+
+    def is_idle(self, for_s: float) -> bool:
+        """Return whether nothing waits or runs, and nothing has come for so long."""
+        if self.is_working:
+            return False
+        return self.lane is None or self.lane.last_arrival_s + for_s <= asyncio.get_running_loop().time()
+
+    def in_flight(self) -> Iterator[tuple[Operation, bool]]:
+        """Yield the operations that run or wait, each with whether it runs."""
+        if self._running is not None:
+            yield self._running, True
+        if self.lane is not None:
+            for operation in self.lane.waiting.values():
+                yield operation, False
+
+    def queue(self, lane: Lane, operation: Operation) -> None:
+        """Have an operation run in its turn."""
+        if operation.size_bytes > INLINE_BYTES and (lane.waiting or self.is_working):
+            operation = replace(operation, body=None, request=None)  # it is in the database
+        lane.add(operation, asyncio.get_running_loop().time())
+        self._wake()
+
+    def queue_unload(self, operation: Operation) -> None:
+        """Have an unload_model run, which has no number, once no operation waits."""
+        self._unloads.append(operation)
+        self._wake()
+
+    async def ask(self, request: Request) -> None:
+        """Have a request run before the next operation, wait for it, and raise what it raises."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._requests.append((request, done))
+        self._wake()
+        await done
+
+    def look_again(self) -> None:
+        """Wake the task where it waits for a number."""
+        self._woken.set()
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """Begin no more operations, and end what has changed nothing. Returns the task while it runs."""
+        self._is_closing = True
+        self._woken.set()
+        if self._task is None or self._task.done():
+            return None
+        waits = self._running is not None and self.model.last_turn() == self._last_turn
+        if waits or (self._running is None and self.model.is_being_restored):
+            self._task.cancel()
+        return self._task
+
+    def _wake(self) -> None:
+        self._woken.set()
+        if not self.is_working:
+            self._task = asyncio.create_task(self._work(), name=f"actor of {self.model.id}")
+
+    async def _work(self) -> None:
+        while True:
+            if self._requests:
+                await _answer(*self._requests.popleft())
+            elif self._is_closing:
+                return
+            elif self.lane is not None and self.lane.waiting:
+                wait_s = self.lane.wait_s(asyncio.get_running_loop().time(), self._gap_grace_s)
+                if wait_s > 0:
+                    self._woken.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(wait_s):
+                            await self._woken.wait()
+                else:
+                    await self._operate(self.lane)
+            elif self._unloads:
+                operation = self._unloads.popleft()
+                self._execution.complete(operation, await self._execution.result(operation, self.model))
+            else:
+                return
+
+    async def _operate(self, lane: Lane) -> None:
+        operation = self._running = lane.take()
+        self._last_turn = self.model.last_turn()
+        try:
+            result = await self._execution.result(operation, self.model, lane.lacking)
+            logged = await self.model.takes_place_in_log(operation, result.failure_category)
+            result = self._execution.complete(operation, result, logged=logged)
+        finally:
+            self._admission.queued.leave(operation.owner, 1, operation.size_bytes)
+        lane.note(operation, result.failure_category)
+        await self.model.maybe_snapshot(operation.operation_kind)
+        self._running = None
+
+
+async def _answer(request: Request, done: asyncio.Future[None]) -> None:
+    if done.cancelled():
+        return
+    try:
+        await request()
+    except asyncio.CancelledError:
+        done.cancel()
+        raise
+    except Exception as error:  # noqa: BLE001 - the one who asked gets it
+        if not done.done():
+            done.set_exception(error)
+    else:
+        if not done.done():
+            done.set_result(None)

@@ -1,0 +1,34 @@
+"""The served base models by name. The models trained on them are in `scheduler.py`."""
+
+from collections.abc import Mapping
+
+from backends.protocol import BaseModel, Trainer
+from tinker_server.errors import OtherBaseModel, UnknownBaseModel
+
+
+class BaseModels:
+    """Finds a base model's trainer and sampler, and refuses what was made on other weights."""
+
+    def __init__(self, served: Mapping[str, BaseModel]) -> None:
+        self.served = served
+
+    def base(self, name: str) -> BaseModel:
+        """Return a base model. Raises UnknownBaseModel."""
+        if name not in self.served:
+            raise UnknownBaseModel(f"base model {name!r} is not served here; served: {', '.join(self.served)}")
+        return self.served[name]
+
+    def require_same(self, base_model: str, fingerprint: str | None, what: str) -> None:
+        """Refuse what was made on other weights of the base model; what is older than fingerprints passes.
+
+        Raises UnknownBaseModel, OtherBaseModel.
+        """
+        served = self.base(base_model).info.fingerprint
+        if fingerprint not in (None, served):
+            raise OtherBaseModel(
+                f"{what} is of another {base_model} than the one served under this name now: its weights differ"
+            )
+
+    def trainers(self) -> list[Trainer]:
+        """Return each trainer once: names that share a directory share one."""
+        return list({id(base.trainer): base.trainer for base in self.served.values()}.values())

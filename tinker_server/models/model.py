@@ -1,0 +1,344 @@
+"""One model in training: whether it is in memory, its snapshots, and what is known of its log.
+
+Only the model's actor calls what changes it, one call after another, so nothing here is locked.
+
+A snapshot is copied between two operations, when every result of the model has its place in the log or has none, or
+while the log is run again, after one of its operations. It is recorded once it is on disk and those results are
+stored: what it holds is never run again on it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backends.protocol import ModelLost, ProcessDied, Trainer
+from tinker_server.errors import DatabaseUnavailable, LostModel, ModelIdTaken, UnknownModel
+from tinker_server.models.base_models import BaseModels
+from tinker_server.models.replay import LogReplay, Replayed
+from tinker_server.observability.tracing.hooks import note
+from tinker_server.store.directories import Storage
+from tinker_server.store.futures.records import Operation
+from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.records import TrainingRun
+from tinker_server.store.runs import RunStore
+
+log = logging.getLogger(__name__)
+LOGGED: tuple[str, ...] = ("forward_backward", "optim_step", "load_weights")
+"""Operations that change a model, apart from making it."""
+RETRY_S = 30.0
+"""Pause after a snapshot that failed."""
+
+
+@dataclass(frozen=True)
+class SnapshotLimits:
+    """The limits of a log: beyond one of them it is too long."""
+
+    every_s: float
+    log_bytes: int
+    replay_s: float
+    interrupted_s: float
+    """Seconds of running the log again that an interruption may cost."""
+
+
+@dataclass
+class Snapshots:
+    """The limits and the counts of all models' snapshots."""
+
+    limits: SnapshotLimits
+    num_taken: int = 0
+    num_failed: int = 0
+
+
+@dataclass(frozen=True)
+class ModelStores:
+    """The stores that all models share."""
+
+    bases: BaseModels
+    runs: RunStore
+    futures: FutureStore
+    storage: Storage
+    replay: LogReplay
+    snapshots: Snapshots
+
+
+@dataclass
+class Log:
+    """The counts of a model's log. After a restart it counts as empty until it has been run again."""
+
+    size_bytes: int = 0
+    seconds: float = 0
+    """Seconds that running it again takes."""
+    since: float = field(default_factory=time.monotonic)
+    """Time of the snapshot before it, or of the model's first operation in this server."""
+    not_before: float = 0
+    """Time from which a snapshot may be tried again."""
+    is_empty: bool = True
+    must_end: bool = False
+    """It does not give the model exactly: a snapshot must take its place."""
+
+    def add(self, size_bytes: int, seconds: float) -> None:
+        """Count one more operation."""
+        self.size_bytes += size_bytes
+        self.seconds += seconds
+        self.is_empty = False
+
+
+class Model:
+    """The state of one model, and what moves it between memory and disk."""
+
+    def __init__(self, model_id: str, stores: ModelStores) -> None:
+        self.id = model_id
+        self.run: TrainingRun | None = None
+        """None until it is looked up, and while there is none."""
+        self.log = Log()
+        self.is_being_restored = False
+        self._stores = stores
+        self._trainer: Trainer | None = None
+        self._is_whole = False
+        """True once it was made or restored to the end, in a trainer that may have died since."""
+        self._worked_since_s: float | None = None
+        """Time since which the model is at hand for the running operation; None: not yet."""
+        self._writing: asyncio.Task[bool] | None = None
+        """Writes and records a snapshot; its value is whether it was recorded."""
+
+    @property
+    def is_active(self) -> bool:
+        """True where the run is recorded as in memory."""
+        return self.run is not None and self.run.status == "active"
+
+    @property
+    def is_in_memory(self) -> bool:
+        """True where the trainer holds the model, unless it has died unnoticed."""
+        return self._is_whole and self._trainer is not None and self._trainer.holds(self.id)
+
+    def is_lost_with(self, trainer: Trainer) -> bool:
+        """Return whether the model was in this trainer's memory, and the trainer has died."""
+        return self._is_whole and self._trainer is trainer and not trainer.holds(self.id)
+
+    @property
+    def is_writing(self) -> bool:
+        """True while a snapshot is being written or recorded."""
+        return self._writing is not None and not self._writing.done()
+
+    def last_turn(self) -> int:
+        """Return a number that changes when the trainer begins to work for the model: before, nothing has changed."""
+        return 0 if self._trainer is None else self._trainer.last_turn(self.id)
+
+    def worked_s(self) -> float:
+        """Return the seconds that the trainer has worked for the model since it was loaded."""
+        return 0 if self._trainer is None else self._trainer.worked_s(self.id)
+
+    async def loaded(self) -> tuple[TrainingRun, Trainer]:
+        """Return the run and its trainer, which holds the model. A model that is not in memory is restored.
+
+        Raises UnknownModel, LostModel, UnknownBaseModel; ModelLost where the trainer has ended since, and the model
+        is restored the next time.
+        """
+        run = self.run or await self._find()
+        trainer = self._trainer_of(run)
+        if run.status == "lost":
+            raise LostModel(f"model {self.id} was unloaded or given up; create it again from a checkpoint")
+        if not self.is_in_memory:
+            run = await self._restore(run, trainer)
+        self._worked_since_s = time.monotonic()
+        return run, trainer
+
+    async def create(self, run: TrainingRun, weights: Path | None, *, with_optimizer: bool) -> None:
+        """Make the model, fresh or of saved weights. It is recorded once it is in memory, and is not in memory unless
+        it is recorded. Raises ModelIdTaken."""
+        trainer = self._trainer_of(run)
+        if await self._stores.runs.find(self.id) is not None:  # before the trainer would lose the one it has
+            raise ModelIdTaken(f"{self.id} is in use, for a model or for a copy of weights; take another model_seq_id")
+        await trainer.create_model(self.id, run.trainable, run.owner)
+        try:
+            if weights is not None:
+                await trainer.load_state(self.id, weights, with_optimizer=with_optimizer)
+            await self._stores.runs.add(run)
+        except BaseException:
+            await trainer.delete_model(self.id)
+            raise
+        self.run, self._is_whole = run, True
+
+    async def mark_incomplete(self) -> None:
+        """Have the next optim_step fail and clear the gradient. Raises as `loaded`."""
+        _, trainer = await self.loaded()
+        await trainer.mark_incomplete(self.id)
+
+    async def restore(self) -> None:
+        """Restore a model that was lost with its trainer, unless it is there again by now, or not needed.
+
+        Raises LostModel, BackendFailed, DatabaseUnavailable; ModelLost where the trainer has ended again.
+        """
+        run = self.run or await self._find()
+        if run.status == "active" and not self.is_in_memory:
+            await self._restore(run, self._trainer_of(run))
+
+    async def suspend(self) -> None:
+        """Move the model from memory to disk. Whatever fails, it stays, or is found again by its log.
+
+        Raises BackendFailed, DatabaseUnavailable.
+        """
+        if (self.run or await self._find()).status != "active":
+            return
+        if self.is_in_memory:
+            await self._take_and_record()
+        await self._stores.runs.mark_suspended(self.id)
+        await self.unload()
+
+    async def drop(self) -> None:
+        """Forget the model, in memory and on disk. Its checkpoints stay."""
+        await self.settle()
+        run = self.run or await self._find()
+        await self.unload()
+        await self._stores.runs.mark_lost(self.id)
+        await self._find()
+        if run.snapshot is not None:
+            await self._stores.storage.delete(run.snapshot)
+
+    async def unload(self) -> None:
+        """Free the model's memory."""
+        run = await self._find()
+        await self._trainer_of(run).delete_model(self.id)
+        self._is_whole = False
+        self.log = Log()
+
+    async def takes_place_in_log(self, operation: Operation, failure_category: str | None) -> bool:
+        """Return whether an operation that has just ended belongs into the log, and count it there."""
+        since_s, self._worked_since_s = self._worked_since_s, None
+        if operation.operation_kind not in LOGGED or await self._is_gone():
+            return False
+        if operation.operation_kind == "load_weights":
+            # The weights it read may be deleted at any time, so a snapshot takes its place.
+            return failure_category is None and not await self._take_and_record()
+        took_s = 0 if since_s is None or failure_category is not None else time.monotonic() - since_s
+        self.log.add(operation.size_bytes, took_s)
+        self.log.must_end |= failure_category == "server"
+        return True
+
+    async def maybe_snapshot(self, operation_kind: str) -> None:
+        """Take a snapshot where an operation has made the log too long. It is written while later operations run.
+
+        After an optim_step there is no gradient to write, so that is the time for it.
+        """
+        if self.log.is_empty or self.is_writing:
+            return
+        limits, age_s = self._stores.snapshots.limits, time.monotonic() - self.log.since
+        parts = (age_s / limits.every_s, self.log.size_bytes / limits.log_bytes, self.log.seconds / limits.replay_s)
+        is_long = max(parts) > (1 if operation_kind == "optim_step" else 2)
+        if (is_long or self.log.must_end) and time.monotonic() > self.log.not_before:
+            await self._take_snapshot(self._stores.futures.queue.last_position)
+
+    async def settle(self) -> bool:
+        """Wait until no snapshot is being recorded, and return whether the last one was."""
+        task, self._writing = self._writing, None
+        return task is not None and await asyncio.shield(task)
+
+    async def _is_gone(self) -> bool:
+        try:
+            return (self.run or await self._find()).status == "lost"
+        except UnknownModel:
+            return True
+        except DatabaseUnavailable:
+            return False
+
+    async def _find(self) -> TrainingRun:
+        """Read the run anew. Raises UnknownModel."""
+        self.run = run = await self._stores.runs.get(self.id)
+        return run
+
+    def _trainer_of(self, run: TrainingRun) -> Trainer:
+        """Return the run's trainer. Raises UnknownBaseModel; Superseded where another server has the database, so that
+        whatever the trainer computes or writes would be nobody's."""
+        if self._trainer is None:
+            self._trainer = self._stores.bases.base(run.base_model).trainer
+        note(base_model=run.base_model)
+        self._stores.storage.require_lease()
+        return self._trainer
+
+    async def _restore(self, run: TrainingRun, trainer: Trainer) -> TrainingRun:
+        """Restore the model, however often the trainer ends meanwhile, as long as each try leaves a newer snapshot."""
+        bases = self._stores.bases
+        bases.require_same(run.base_model, run.base_fingerprint, self.id)
+        numerics = bases.base(run.base_model).info.numerics
+        self._is_whole, self.is_being_restored = False, True  # half a model is none
+        try:
+            run = await self._settled()
+            while True:
+                self.log = Log()
+                try:
+                    await self._stores.replay.restore(run, trainer, numerics, self._after_replayed)
+                    break
+                except (ModelLost, ProcessDied) as error:
+                    tried, run = run.snapshot, await self._settled()
+                    if run.snapshot == tried:
+                        raise ModelLost(f"the trainer ended while it restored {self.id}") from error
+            if run.status != "active":
+                await self._stores.runs.mark_active(self.id)
+            self._is_whole = True
+            return await self._find()
+        finally:
+            self.is_being_restored = False
+
+    async def _settled(self) -> TrainingRun:
+        await self.settle()
+        return await self._find()
+
+    async def _after_replayed(self, replayed: Replayed) -> None:
+        """Take a snapshot where an interruption would cost too much, whatever the operation was."""
+        self.log.add(replayed.size_bytes, replayed.seconds)
+        is_long = self.log.seconds > self._stores.snapshots.limits.interrupted_s
+        if is_long and time.monotonic() > self.log.not_before and not self.is_writing:
+            await self._take_snapshot(replayed.position)
+
+    async def _take_and_record(self) -> bool:
+        """Take a snapshot, wait until it is on disk, and return whether it was recorded."""
+        await self.settle()
+        await self._take_snapshot(self._stores.futures.queue.last_position)
+        return await self.settle()
+
+    async def _take_snapshot(self, position: int) -> None:
+        """Copy the model, which holds its log up to this position, and have the copy written and recorded."""
+        before, self.log = self.log, Log()
+        try:
+            run = await self._find()
+            directory = await self._stores.storage.reserve(self.id, "snapshots", "model")
+            written = await self._trainer_of(run).snapshot(self.id, self._stores.storage.path(directory))
+        except Exception as error:  # noqa: BLE001 - the log does without, and the model's operations must go on
+            self._put_back(before, error)
+            return
+        record = self._record(directory, position, before, written)
+        self._writing = asyncio.create_task(record, name=f"snapshot of {self.id}")
+
+    async def _record(self, directory: str, position: int, before: Log, written: Awaitable[None]) -> bool:
+        stores = self._stores
+        try:
+            await written
+            await stores.futures.queue.flush()
+            if stores.futures.queue.has_unstored(self.id, position):
+                return False  # the server stops while the database takes nothing
+            run = await self._find()
+            numerics = dict(stores.bases.base(run.base_model).info.numerics)
+            await stores.runs.set_snapshot(self.id, directory, position, numerics)
+            await self._find()
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._put_back(before, error)
+            return False
+        stores.snapshots.num_taken += 1
+        if run.snapshot is not None:
+            with contextlib.suppress(OSError):  # it is listed as unreferenced, and deleted later
+                await stores.storage.delete(run.snapshot)
+        return True
+
+    def _put_back(self, before: Log, error: Exception) -> None:
+        """Go on with the log: what was counted of it counts again."""
+        log.warning("model %s has no new snapshot, and its log goes on: %s", self.id, error)
+        self._stores.snapshots.num_failed += 1
+        self.log.size_bytes += before.size_bytes
+        self.log.seconds += before.seconds
+        self.log.since, self.log.not_before = before.since, time.monotonic() + RETRY_S
+        self.log.is_empty &= before.is_empty
+        self.log.must_end |= before.must_end
