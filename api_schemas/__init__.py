@@ -1,1 +1,1 @@
-"""The wire types of the Tinker protocol. Knows neither torch nor the server."""
+"""The wire types of the Tinker protocol, independent of torch and of the server."""

@@ -1,4 +1,4 @@
-"""The record of what was done, what was used, and who asks (docs/protocol.md, Records)."""
+"""The audit log, usage, and the owner of a key (docs/protocol.md, Records)."""
 
 from typing import Any, Literal
 
@@ -12,44 +12,44 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
 class AuditEntryInfo(Response):
-    """One thing that was done."""
+    """One audited action."""
 
     timestamp: AwareDatetime
-    """When it was done."""
+    """Time of the action."""
     event: str
     """`<resource>_<action>`, such as `checkpoint_deleted`."""
     event_details: dict[str, Any]
-    """What it was done to."""
+    """Details of the action, such as the ids of its objects."""
     model_id: str | None = None
-    """The model it was done to."""
+    """The model that was acted on."""
     tinker_path: str | None = None
-    """The saved weights it was done to."""
+    """The saved weights that were acted on."""
 
 
 class AuditResponse(Response):
-    """What was done on one day."""
+    """The audited actions of one day."""
 
     entries: list[AuditEntryInfo]
     """Oldest first."""
 
 
 class TokenUsage(Response):
-    """Tokens that a forward pass or a sampler went through."""
+    """Tokens that a trainer or a sampler processed."""
 
     type: Literal["training", "sampling_sample"]
-    """What went through them: a forward pass, or a sampler."""
+    """`training`: tokens of forward passes; `sampling_sample`: sampled tokens."""
     token_count: int
-    """Tokens."""
+    """Number of tokens."""
 
 
 class PrefillUsage(Response):
-    """Prompt tokens."""
+    """Prompt tokens of samples."""
 
     type: Literal["sampling_prefill"] = "sampling_prefill"
     cached: bool
     """Whether they were found in the prefix cache, and so not computed."""
     token_count: int
-    """Tokens."""
+    """Number of tokens."""
 
 
 class CheckpointUsage(Response):
@@ -57,11 +57,11 @@ class CheckpointUsage(Response):
 
     type: Literal["checkpoint"] = "checkpoint"
     count: int
-    """How many."""
+    """Number of saved weights."""
 
 
 class UsageEvent(Response):
-    """One hour of one session's work on one base model. There are no prices here."""
+    """Usage of one base model by one session in one hour. This server has no prices."""
 
     bucket_start: AwareDatetime
     """Start of the hour."""
@@ -69,24 +69,24 @@ class UsageEvent(Response):
     """End of the hour."""
     base_model: BaseModelName
     user_id: str
-    """Who used it."""
+    """The owner."""
     session_id: SessionId
     project_id: ProjectId
     event_info: TokenUsage | PrefillUsage | CheckpointUsage
-    """What was used."""
+    """Kind and amount of the usage."""
 
 
 class UsageSession(Response):
-    """A session that used something."""
+    """A session with usage."""
 
     user_metadata: Metadata = None
 
 
 class UsageResponse(Response):
-    """What was used within the time asked for."""
+    """Usage within an interval."""
 
     data: list[UsageEvent]
-    """By hour, session, base model and kind."""
+    """One entry per hour, session, base model and kind."""
     sessions: dict[str, UsageSession]
     """The sessions of `data`, by id."""
 
@@ -96,32 +96,32 @@ class StorageUsage(Response):
 
     project_id: ProjectId
     org_user_urn: str
-    """Who they belong to."""
+    """Their owner."""
     checkpoint_count: int
-    """How many there are."""
+    """Number of saved weights."""
     size_bytes: int
-    """Size of their files together."""
+    """Total size of their files."""
     size_gigabytes: float
     """The same in 10^9 bytes."""
 
 
 class StorageUsageResponse(Response):
-    """What is stored now."""
+    """The saved weights that are stored now."""
 
     data: list[StorageUsage]
-    """By project."""
+    """One entry per project."""
 
 
 class TraceExportResponse(Response):
-    """Always ready: the trace is made when its URL is fetched."""
+    """A trace's URL. It is always ready, since the trace is made when its URL is fetched."""
 
     status: Literal["ready"] = "ready"
     url: str
-    """Where it can be fetched."""
+    """Signed URL of the trace."""
 
 
 class Organization(Response):
-    """The organization of a key: there are none here, so it is called like the owner."""
+    """The organization of a key. This server has none, so its name is the owner's."""
 
     name: str
     """Its name."""
@@ -131,11 +131,11 @@ class User(Response):
     """The user of a key."""
 
     email: str
-    """The owner's name: addresses are not known here."""
+    """The owner's name, since this server knows no addresses."""
 
 
 class ApiKeyDetails(Response):
-    """Who is behind a key."""
+    """Organization and user of a key."""
 
     org_details: Organization
     """The organization."""
@@ -147,10 +147,10 @@ class ApiKeyResponse(Response):
     """The key of the request."""
 
     key_id: int
-    """Number of the key: 0, since keys here have names alone."""
+    """Number of the key; always 0, since keys here have only names."""
     name: str
-    """The owner it speaks for."""
+    """The owner that it belongs to."""
     note: str
-    """What the key may do."""
+    """A remark if every key is accepted, else empty."""
     details: ApiKeyDetails
-    """Who is behind it."""
+    """Organization and user."""

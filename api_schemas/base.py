@@ -1,4 +1,4 @@
-"""The two bases of every wire type."""
+"""The two base classes of all wire types, and bounds on what clients send."""
 
 import json
 import math
@@ -20,22 +20,22 @@ from pydantic_core import PydanticCustomError
 from api_schemas.old_clients.fields import without_nulls
 
 MAX_DEPTH = 64
-"""Of lists and objects in each other, where a client may send what it likes, such as user_metadata."""
+"""Largest nesting of lists and objects in a free-form field, such as user_metadata."""
 MAX_FIELDS = 64
-"""Of an object whose fields are known: each unknown one would be an error of its own."""
+"""Largest number of entries of an object with known fields, since each unknown one would be an error of its own."""
 NOTED_BYTES = 16 << 10
-"""Of a field that a client may fill as it likes, as JSON: it is stored, listed, and kept in memory."""
+"""Largest size of a free-form field as JSON, since it is stored, listed and cached in memory."""
 NOTED_TOO_LARGE = "noted_too_large"
-"""The type of that error."""
+"""Type of the error for a field beyond NOTED_BYTES."""
 SLICE = 1 << 16
-"""Values handled by one call: the threads of the server take turns between calls, not within one."""
+"""Values handled by one call: Python's threads switch between calls into numpy or pydantic, not within one."""
 
 
 class Request(BaseModel):
-    """What a client sends: frozen, and a field we do not know is an error, never ignored.
+    """A request of a client. It is frozen, and an unknown field is an error.
 
-    A null stands for an absent field. What a database cannot hold
-    is refused, whichever database it is: NUL, halves of surrogate pairs, integers beyond 64 bits, NaN, infinities.
+    A null stands for an absent field. Values that some database cannot store are refused with every database: NUL,
+    halves of surrogate pairs, integers beyond 64 bits, NaN, infinities.
     """
 
     model_config = ConfigDict(
@@ -56,12 +56,12 @@ class Request(BaseModel):
     @classmethod
     def _can_be_stored(cls, value: Any, _: ValidationInfo) -> Any:
         if isinstance(value, list) and all(set(map(type, part)) <= {int, float} for part in slices(value)):
-            return value  # perhaps a million of them; they go into an array, which has bounds of its own
+            return value  # perhaps a million numbers; they become an array, which has its own bounds
         return require_storable(value)
 
 
 class Response(BaseModel):
-    """What the server answers."""
+    """An answer of the server."""
 
     model_config = ConfigDict(
         frozen=True, use_attribute_docstrings=True, protected_namespaces=(), arbitrary_types_allowed=True
@@ -69,14 +69,14 @@ class Response(BaseModel):
 
 
 class FirstError(FailFast):
-    """Of a list: the first wrong entry is told, and no other. Unlike pydantic's, it may stand in a union."""
+    """Reports only the first invalid entry of a list. Unlike pydantic's FailFast, it may be part of a union."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Of an object with any keys: how many it may have. Told first, since each could have an error of its own."""
+    """Bound the entries of an object with free keys, before each of them could have an error of its own."""
     return BeforeValidator(lambda value: _few_entries(value, count))
 
 
@@ -96,23 +96,23 @@ def _few_bytes(value: Any) -> Any:
 
 
 NOTED = AfterValidator(_few_bytes)
-"""Of a field that a client may fill as it likes: NOTED_BYTES at most."""
+"""Bounds a free-form field to NOTED_BYTES."""
 
 
 def slices(values: list[Any]) -> Iterator[list[Any]]:
-    """The values, SLICE at a time."""
+    """Yield the values, SLICE at a time."""
     return (values[start : start + SLICE] for start in range(0, len(values), SLICE))
 
 
 def require_storable(value: Any) -> Any:
-    """The value, in a validator of a field. Raises for what a database would not hold."""
+    """Return the value, in a field's validator. Raises PydanticCustomError if a database cannot store it."""
     if (problem := unstorable(value)) is not None:
         raise PydanticCustomError("unstorable", "{problem}", {"problem": problem})
     return value
 
 
 def unstorable(value: Any, depth: int = 0) -> str | None:  # noqa: C901 - one case for each type of JSON
-    """Why a database would not hold a JSON value, or would give back another one; None if it is all right."""
+    """Return why a database cannot store a JSON value, or would change it; None if it can."""
     match value:
         case str():
             if "\0" in value:

@@ -1,4 +1,4 @@
-"""Listing, publishing, expiring, copying and downloading saved weights (docs/protocol.md, Saved weights)."""
+"""Types for listing, publishing, expiring, copying and downloading weights (docs/protocol.md, Saved weights)."""
 
 from typing import Annotated, Literal
 
@@ -19,22 +19,22 @@ TYPES: dict[Kind, CheckpointType] = {
 
 
 class CheckpointInfo(Response):
-    """Saved weights, as they are listed."""
+    """Saved weights, as an entry of a list."""
 
     checkpoint_id: str
     """`weights/<name>`, `sampler_weights/<name>` or `external_weights/<name>`."""
     checkpoint_type: CheckpointType
-    """What the weights are for."""
+    """Purpose of the weights."""
     time: AwareDatetime
-    """When they were saved."""
+    """Time of the save."""
     tinker_path: TinkerPathText
     size_bytes: int
-    """Size of the files together."""
+    """Total size of the files."""
     public: bool
     """Whether every client may load them."""
     user_metadata: Metadata = None
     expires_at: AwareDatetime | None = None
-    """When they are deleted; null: never."""
+    """Time at which they are deleted; null: never."""
 
 
 class CheckpointsResponse(Response):
@@ -43,29 +43,29 @@ class CheckpointsResponse(Response):
     checkpoints: list[CheckpointInfo]
     """The page, newest first."""
     cursor: Cursor
-    """Which part of the list this is."""
+    """Position of the page in the list."""
 
 
 class SetTtlRequest(Request):
-    """Let weights expire."""
+    """Set or remove the expiry of weights."""
 
     ttl_seconds: TtlSeconds = None
 
 
 class WeightsInfoRequest(Request):
-    """Ask what saved weights are of."""
+    """Ask for the base model and shape of saved weights."""
 
     tinker_path: TinkerPathText
 
 
 class WeightsInfoResponse(Response):
-    """What is needed to make a model of the weights' shape."""
+    """Base model and shape of saved weights, from which a model of the same shape can be created."""
 
     base_model: BaseModelName
     is_lora: bool = True
-    """Whether they are a LoRA adapter's, and not a whole model's."""
+    """Whether they are of a LoRA adapter, not of a whole model."""
     lora_rank: int | None
-    """Rank of the adapter; absent where it is none."""
+    """Rank of the adapter; absent for a whole model."""
     train_unembed: bool
     """Whether the unembedding is trained."""
     train_mlp: bool
@@ -77,7 +77,7 @@ class WeightsInfoResponse(Response):
 
 
 class CopyWeightsRequest(Request):
-    """Copy weights to a project, or to a free place (session_id, model_seq_id) of a session."""
+    """Copy weights to a project, or to an unused id (session_id, model_seq_id)."""
 
     source_path: TinkerPathText
     destination_project_id: Annotated[str | None, NOTED] = Field(default=None, min_length=1)
@@ -87,20 +87,20 @@ class CopyWeightsRequest(Request):
     model_seq_id: Integer | None = Field(default=None, ge=0, lt=2**63)
     """The client's number of the copy's training run in that session."""
     ttl_seconds: Integer | None = None
-    """Seconds until the copy is deleted; absent: it is kept, also where the source expires."""
+    """Seconds until the copy is deleted; absent: it is kept, even if the source expires."""
     weights_access_token: AccessToken = None
 
 
 class CopyWeightsResponse(Response):
-    """The copy."""
+    """The path of the copy."""
 
     tinker_path: TinkerPathText
 
 
 class ExternalWeightsUrlsResponse(Response):
-    """Where exported weights can be fetched."""
+    """URLs of exported weights."""
 
     urls: dict[str, str]
-    """By the file's path within the weights; each can be fetched by a plain GET until `expires`."""
+    """URL by the file's path within the weights; each can be fetched with a plain GET until `expires`."""
     expires: AwareDatetime
-    """When the links end."""
+    """Time at which the URLs expire."""

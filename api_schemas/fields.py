@@ -1,4 +1,4 @@
-"""Fields that many requests and answers share, each described once."""
+"""Fields shared by several requests and answers, each described once."""
 
 from typing import Annotated, Any
 
@@ -9,7 +9,7 @@ from api_schemas.base import NOTED
 
 
 def _sent_as_number(kind: str) -> BeforeValidator:
-    """Raises for what pydantic would turn into a number that nobody sent: "2", true."""
+    """Refuse values that pydantic would convert to a number: "2", true."""
 
     def check(value: Any) -> Any:
         if isinstance(value, bool | str):
@@ -20,40 +20,38 @@ def _sent_as_number(kind: str) -> BeforeValidator:
 
 
 Integer = Annotated[int, _sent_as_number("an integer")]
-"""An integer that a client has to send as one."""
+"""An integer that a client must send as an integer."""
 Real = Annotated[float, _sent_as_number("a number")]
-"""A number that a client has to send as one."""
+"""A number that a client must send as a number."""
 
 SessionId = Annotated[str, Field(description="A session, which is one client.")]
 ModelId = Annotated[
     str, Field(description="A model, which is also its training run: `{session_id}:train:{model_seq_id}`.")
 ]
 SamplingSessionId = Annotated[
-    str, Field(description="What a client samples from: `{session_id}:sample:{sampling_session_seq_id}`.")
+    str, Field(description="A sampling session: `{session_id}:sample:{sampling_session_seq_id}`.")
 ]
-RequestId = Annotated[str, Field(description="Names an operation. Its result is fetched with retrieve_future.")]
+RequestId = Annotated[str, Field(description="Id of an operation, whose result is fetched with retrieve_future.")]
 BaseModelName = Annotated[str, Field(description="Public name of a served base model.")]
 TinkerPathText = Annotated[
     str, Field(description="`tinker://<training run>/<kind>/<name>`, the public name of saved weights.")
 ]
-ProjectId = Annotated[str, Field(description="A project, which is a mere name here.")]
+ProjectId = Annotated[str, Field(description="A project, which is only a name here.")]
 SeqId = Annotated[
     Integer,
-    Field(description="Number of the operation; a client counts a model's from 1. A repeat is the same operation."),
+    Field(description="Sequence number of the operation, from 1 per model. A repeat is the same operation."),
 ]
 ModelSeqId = Annotated[Integer, Field(description="The client's number of the model in its session.")]
 CheckpointName = Annotated[str, Field(description="Name of the saved weights within their training run.")]
-Overwrite = Annotated[
-    bool, Field(description="Replace weights of this name. Without it, a name in use fails the save.")
-]
+Overwrite = Annotated[bool, Field(description="Replace weights of this name. If false, a name in use fails the save.")]
 TtlSeconds = Annotated[
     Integer | None, Field(description="Seconds until the weights are deleted, counted from now; null: they are kept.")
 ]
 ClientMetadata = Annotated[
     dict[str, Any] | None,
     NOTED,
-    Field(description="Whatever the client wants to note. It is listed, and means nothing here."),
+    Field(description="Free-form notes of the client. They are listed, and have no effect."),
 ]
 AccessToken = Annotated[
-    str | None, Field(description="An API key of the weights' owner, to read what is not published.")
+    str | None, Field(description="An API key of the weights' owner; needed to read unpublished weights.")
 ]

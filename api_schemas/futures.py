@@ -1,4 +1,4 @@
-"""Futures: how the result of a slow operation is fetched (docs/protocol.md, Futures)."""
+"""Futures, through which the results of slow operations are fetched (docs/protocol.md, Futures)."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from api_schemas.fields import Integer, Real, RequestId, SamplingSessionId
 
 
 class UntypedFuture(Response):
-    """Answers every submit at once."""
+    """Immediate answer to every submitted operation."""
 
     request_id: RequestId
     model_id: str | None = None
@@ -23,26 +23,26 @@ class RetrieveFutureRequest(Request):
 
     request_id: RequestId
     allow_metadata_only: bool = False
-    """The client takes a large result's size first, and then makes room for it."""
+    """Whether the client accepts a large result's size first, so that it can make room."""
 
 
 class RetrieveFuturePending(Response):
-    """Body of the 408 that ends a held poll: ask again."""
+    """Body of the 408 that ends a held poll; the client polls again."""
 
     type: Literal["try_again"] = "try_again"
     request_id: RequestId
     queue_state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
-    """Whether the operation waits its turn or for room."""
+    """Whether the operation waits in the queue, or for capacity."""
     queue_state_reason: str | None = None
-    """Why it waits."""
+    """Reason for the wait."""
 
 
 class FutureMetadata(Response):
-    """Answers a poll for a large result that allows it, once: the result is there, and so large."""
+    """Size of a finished large result, answered once to a poll that allows it."""
 
     status: Literal["complete_metadata"] = "complete_metadata"
     response_payload_size: int
-    """Bytes of the result."""
+    """Size of the result in bytes."""
 
 
 class SamplingSessionTarget(Request):
@@ -51,43 +51,43 @@ class SamplingSessionTarget(Request):
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: SamplingSessionId
     cloned_sampler_id: Integer = Field(default=0, ge=0, le=10**9)
-    """Those whose seq_id is from this number times 10^9."""
+    """Number of the client. Its samples have a seq_id from this number times 10^9."""
 
 
 class RetrieveFuturesRequest(Request):
-    """What has finished since `prev_cursor`."""
+    """Ask for the operations that have finished since `prev_cursor`."""
 
     target: SamplingSessionTarget
-    """Whose results."""
+    """The samples that are asked about."""
     prev_cursor: Integer = Field(default=0, ge=0)
-    """Of the previous answer; 0 starts from the beginning."""
+    """`cursor` of the previous answer; 0 starts from the beginning."""
     timeout: Real | None = Field(default=None, ge=0)
-    """Seconds to wait for something; absent: as long as the server holds polls. 0 only acknowledges."""
+    """Seconds to wait for a result; absent: as long as the server holds polls. 0 only acknowledges."""
     retrieved_request_ids: Annotated[list[str], FirstError()] = []
-    """Results that the client has; the server deletes them."""
+    """Results that the client has received; the server deletes them."""
 
 
 class FutureCompletion(Response):
-    """One finished operation. Its result, also of a failed one, is fetched with retrieve_future."""
+    """One finished operation. Its result or failure is fetched with retrieve_future."""
 
     state: Literal["finished", "failed"]
-    """Whether there is a result or a failure."""
+    """Whether the operation has a result or a failure."""
     request_id: RequestId
     response_payload_uncompressed_size: int | None = None
-    """Bytes of the result; of a failed operation, null."""
+    """Size of the result in bytes; null for a failed operation."""
 
 
 class RetrieveFuturesResponse(Response):
-    """What has finished."""
+    """The operations that have finished."""
 
     completions: list[FutureCompletion]
-    """In the order it did."""
+    """Operations in the order in which they finished."""
     cursor: int
-    """The next request's `prev_cursor`."""
+    """Value for the next request's `prev_cursor`."""
 
 
 class CancelFutureRequest(Request):
-    """Stop a sample that waits or runs."""
+    """Cancel a sample that waits or runs."""
 
     request_id: RequestId
 
@@ -96,6 +96,6 @@ class FutureFailed(Response):
     """The result of a failed operation, sent with status 200."""
 
     error: str
-    """Why the operation failed."""
+    """Reason of the failure."""
     category: Literal["user", "server", "unknown"]
-    """`user`: the request is at fault, and would fail again; `server`: this server is."""
+    """`user`: the request is at fault, and would fail again; `server`: this server is at fault."""

@@ -1,7 +1,6 @@
 """Model inputs: text and image chunks, tensors, datums.
 
-Arrays are numpy from the edge inwards: JSON lists and protobuf bytes become arrays here and in
-`wire.py`, and nothing further in sees either form.
+JSON lists and protobuf bytes become numpy arrays here and in `wire.py`; all other code sees only arrays.
 """
 
 import base64
@@ -28,12 +27,12 @@ from api_schemas.fields import Integer
 from api_schemas.old_clients.fields import chunk_type, image_fields
 
 MAX_CHUNKS = 1 << 14
-"""Of one input."""
+"""Largest number of chunks of one input."""
 MAX_TENSORS = 32
-"""Of one datum."""
+"""Largest number of tensors of one datum."""
 MAX_COLUMNS, MAX_CELLS = 1 << 10, 1 << 24
-"""Of one sparse tensor, and of those of one request together: a few bytes may describe any number of cells."""
-_BASE64_SLICE = 1 << 20  # a multiple of 4, so that each slice is base64 of its own
+"""Bounds on the columns of a sparse tensor and the dense cells of a request, which a few bytes can describe."""
+_BASE64_SLICE = 1 << 20  # a multiple of 4, so that each slice is valid base64
 
 DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 
@@ -69,7 +68,7 @@ TokenIds = Annotated[
     PlainSerializer(lambda tokens: tokens.tolist()),
     WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
 ]
-"""[T] int32: token ids. Whether they are below the vocabulary's size is the backend's to say."""
+"""[T] int32: token ids. The backend checks that they are below the vocabulary's size."""
 
 FileBytes = Annotated[
     bytes,
@@ -80,7 +79,7 @@ FileBytes = Annotated[
 
 
 class EncodedTextChunk(Request):
-    """A run of token ids. A plain list of ids and any split of it into chunks mean the same."""
+    """A list of token ids. Splitting it into several chunks does not change its meaning."""
 
     type: Literal["encoded_text"] = "encoded_text"
     tokens: TokenIds
@@ -88,7 +87,7 @@ class EncodedTextChunk(Request):
 
 
 class ImageChunk(Request):
-    """An image file. The server expands it to as many placeholder positions as the model's processor makes."""
+    """An image file. The server expands it to the number of placeholder positions of the model's processor."""
 
     type: Literal["image"] = "image"
     data: FileBytes
@@ -96,11 +95,11 @@ class ImageChunk(Request):
     format: Literal["png", "jpeg"]
     """File format of the image."""
     expected_tokens: Integer | None = None
-    """Token count the client computed; a different count on the server fails the request."""
+    """Token count that the client computed; a different count on the server fails the request."""
     height: Integer | None = None
-    """In pixels, from clients before 0.6; the file itself decides."""
+    """Height in pixels, sent by clients before 0.6 and ignored: the file decides."""
     width: Integer | None = None
-    """In pixels, from clients before 0.6; the file itself decides."""
+    """Width in pixels, sent by clients before 0.6 and ignored: the file decides."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,19 +108,19 @@ class ImageChunk(Request):
 
 
 class ImageAssetPointerChunk(Request):
-    """An image by path or URL, where the operator named its directory or host; else refused by name."""
+    """An image by path or URL. It is refused unless the operator allows its directory or host."""
 
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
     format: Literal["png", "jpeg"]
     """File format of the image."""
     location: str
-    """Where the image is."""
+    """Path or URL of the image."""
     expected_tokens: Integer | None = None
-    """Token count the client computed."""
+    """Token count that the client computed."""
 
 
 class DmelChunk(Request):
-    """Audio features. No model here takes them; the backend refuses them by name."""
+    """Audio features. No model here accepts them, so the backend refuses them."""
 
     type: Literal["dmel"] = "dmel"
     dmel: FileBytes
@@ -148,7 +147,7 @@ Chunk = Annotated[
 
 
 class ModelInput(Request):
-    """What the model reads: chunks in order, nothing added."""
+    """The model's input: chunks in order, with nothing added."""
 
     chunks: Annotated[list[Chunk], FirstError(), Field(max_length=MAX_CHUNKS)]
     """Parts of the input, in order."""
@@ -175,18 +174,18 @@ class TensorData(Request):
         PlainValidator(_finite_numbers),
         WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "number"}, {"type": "integer"}]}}),
     ]
-    """The values, row by row; of compressed sparse rows, those that are not left out."""
+    """Values in row-major order; for CSR, the stored values."""
     dtype: Literal["int64", "float32"]
     """Type of the values."""
     shape: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], FirstError(), Field(max_length=8)] | None = None
     """Sizes of the dimensions; absent: one dimension."""
     sparse_crow_indices: Annotated[list[StrictInt], FirstError()] | None = None
-    """Of compressed sparse rows: where each row begins, and where the last ends."""
+    """For CSR: index of each row's first value, and the end of the last row."""
     sparse_col_indices: Annotated[list[StrictInt], FirstError()] | None = None
-    """Of compressed sparse rows: the column of each value."""
+    """For CSR: column of each value."""
 
     def to_array(self, fill: float = 0) -> np.ndarray:
-        """The dense array; cells that CSR leaves out get `fill`. Raises ValueError where sizes disagree."""
+        """Return the dense array; cells without a CSR value get `fill`. Raises ValueError if sizes disagree."""
         values = _numbers(self.data, DTYPES[self.dtype])
         if self.sparse_crow_indices is None and self.sparse_col_indices is None:
             return shaped(values, self.shape)
@@ -209,7 +208,7 @@ def _numbers(values: list[Any], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def shaped(values: np.ndarray, shape: list[int] | None) -> np.ndarray:
-    """`values` in the given shape; no shape means one dimension."""
+    """Reshape `values`; no shape means one dimension. Raises ValueError if the size differs."""
     if not shape:
         return values
     if (size := math.prod(shape)) != values.size:
@@ -220,7 +219,7 @@ def shaped(values: np.ndarray, shape: list[int] | None) -> np.ndarray:
 def dense_from_csr(
     values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[int] | None, fill: float = 0
 ) -> np.ndarray:
-    """[rows, columns] from compressed sparse rows (row i holds values[crow[i]:crow[i+1]])."""
+    """Return [rows, columns] from CSR (row i holds values[crow[i]:crow[i+1]]). Raises ValueError if it is invalid."""
     if shape is None or len(shape) != 2:
         raise ValueError(f"a sparse tensor needs a shape of two dimensions, got {shape}")
     rows, columns = shape
@@ -240,7 +239,7 @@ def dense_from_csr(
 
 
 def sparse_cells(shape: Any) -> int:
-    """Cells of a sparse tensor when it is dense; 0 for a shape that `dense_from_csr` refuses."""
+    """Return the dense cells of a sparse tensor; 0 for a shape that `dense_from_csr` refuses."""
     match shape:
         case [int(rows), int(columns)] if rows >= 0 and 0 <= columns <= MAX_COLUMNS:
             return rows * columns
@@ -248,7 +247,7 @@ def sparse_cells(shape: Any) -> int:
 
 
 def require_few_cells(cells: int) -> None:
-    """Raises ValueError where the sparse tensors of a request are too large together."""
+    """Raise ValueError if the sparse tensors of a request have too many dense cells together."""
     if cells > MAX_CELLS:
         raise ValueError(f"the sparse tensors have {cells} cells together; at most {MAX_CELLS} cells are supported")
 
@@ -270,9 +269,9 @@ DenseTensor = Annotated[
 
 
 class Datum(Request):
-    """One training example: an input, and per position what the loss needs."""
+    """One training example: an input, and the loss's tensors per position."""
 
     model_input: ModelInput
-    """What the model reads."""
+    """The model's input."""
     loss_fn_inputs: Annotated[dict[str, DenseTensor], at_most(MAX_TENSORS)]
-    """By name (target_tokens, weights, logprobs, advantages, ...), each of the input's length N or [N, K]."""
+    """Tensors by name (target_tokens, weights, logprobs, advantages, ...), of shape [N] or [N, K] for an input of N."""

@@ -1,4 +1,4 @@
-"""What all lists share: a page's place, times, and what clients noted."""
+"""Parts shared by all lists: a page's position, times, and clients' metadata."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -9,12 +9,12 @@ from api_schemas.base import Response
 
 
 def from_unix(at: float) -> datetime:
-    """A time as it is answered, with its zone."""
+    """Convert Unix seconds to a time in UTC, as answers have it."""
     return datetime.fromtimestamp(at, UTC)
 
 
 def as_texts(value: Any) -> Any:
-    """What a client noted, as it is answered: the SDK reads texts only."""
+    """Convert a client's metadata to texts, since the SDK reads nothing else."""
     if not isinstance(value, dict):
         return value
     return {key: item if isinstance(item, str) else str(item) for key, item in value.items() if item is not None}
@@ -22,16 +22,16 @@ def as_texts(value: Any) -> Any:
 
 Metadata = Annotated[
     Annotated[dict[str, str], BeforeValidator(as_texts)] | None,
-    Field(description="What the client noted. Values other than texts are answered as their text."),
+    Field(description="Metadata from the client. Values that are not texts are answered as texts."),
 ]
 
 
 class Cursor(Response):
-    """Which part of a list this is."""
+    """Position of a page in a list."""
 
     offset: int
-    """How many entries came before."""
+    """Number of entries before the page."""
     limit: int
-    """Most entries that were asked for."""
+    """Largest number of entries of the page."""
     total_count: int
-    """Entries of the whole list."""
+    """Number of entries of the whole list."""

@@ -14,15 +14,15 @@ class TrainingRunInfo(Response):
     training_run_id: ModelId
     base_model: BaseModelName
     model_owner: str
-    """Who created it."""
+    """The owner."""
     is_lora: bool = True
-    """Whether the model is a LoRA adapter, and no whole model in training."""
+    """Whether the model is a LoRA adapter, not a whole model in training."""
     lora_rank: int | None
-    """Rank of the adapter; null where it is none."""
+    """Rank of the adapter; null for a whole model."""
     corrupted: bool = False
-    """Never here: a model whose process ended is created again from a checkpoint."""
+    """Always false: a model whose process ended is created again from a checkpoint."""
     last_request_time: AwareDatetime
-    """When the last operation was accepted."""
+    """Time at which the last operation was accepted."""
     last_checkpoint: CheckpointInfo | None = None
     """The newest training checkpoint."""
     last_sampler_checkpoint: CheckpointInfo | None = None
@@ -36,4 +36,4 @@ class TrainingRunsResponse(Response):
     training_runs: list[TrainingRunInfo]
     """The page, newest first."""
     cursor: Cursor
-    """Which part of the list this is."""
+    """Position of the page in the list."""

@@ -1,4 +1,4 @@
-"""Sampling (docs/protocol.md, Sampling)."""
+"""Types for sampling (docs/protocol.md, Sampling)."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,25 +12,25 @@ from api_schemas.inputs import ModelInput, TensorData
 
 T = TypeVar("T")
 MAX_STOP_CHARACTERS = 1 << 16
-"""Of one request's stop strings together: each is looked for after every token."""
+"""Largest total length of a request's stop strings, which are all searched for after every token."""
 Stops = Annotated[list[T], FirstError(), Field(max_length=1024)]
 
 
 class SamplingParams(Request):
-    """How to draw tokens."""
+    """Parameters of sampling."""
 
     max_tokens: Integer | None = Field(default=None, ge=1)
-    """Absent: up to the context limit."""
+    """Largest number of tokens; absent: up to the context limit."""
     seed: Integer | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Any 64 bits, signed or not. The same seed and request give the same tokens."""
     stop: str | Stops[str] | Stops[Integer] | None = None
-    """Absent: the model's end tokens. A list is exactly what stops: an empty one stops at nothing."""
+    """Stop strings or token ids, in addition to the model's end tokens. An empty list disables the end tokens too."""
     temperature: Real = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    """Temperature; 0 is greedy."""
     top_k: Integer = Field(default=-1, ge=-1)
-    """-1 (or 0) is off."""
+    """Number of the likeliest tokens to sample from; -1 (or 0) is off."""
     top_p: Real = Field(default=1.0, gt=0, le=1)
-    """Draw from the likeliest tokens that together have this probability; 1 is off."""
+    """Sample from the likeliest tokens that together have this probability; 1 is off."""
 
     @field_validator("stop")
     @classmethod
@@ -44,46 +44,46 @@ class SamplingParams(Request):
     @field_validator("*")
     @classmethod
     def _can_be_stored(cls, value: Any, field: ValidationInfo) -> Any:
-        return value if field.field_name == "seed" else require_storable(value)  # a seed is no number of the database's
+        return value if field.field_name == "seed" else require_storable(value)  # a seed is not stored as a number
 
 
 class SampleRequest(Request):
-    """Draw `num_samples` continuations of a prompt, from a sampling session's weights."""
+    """Sample `num_samples` continuations of a prompt from a sampling session, a base model or saved weights."""
 
     type: Literal["sample"] = "sample"
     sampling_session_id: str | None = None
-    """What to sample from: `{session_id}:sample:{sampling_session_seq_id}`."""
+    """The sampling session: `{session_id}:sample:{sampling_session_seq_id}`."""
     seq_id: Integer | None = None
-    """With the session, the request's identity (not its order). Up to about 10^18."""
+    """Identifies the request within its sampling session, without ordering it. Up to about 10^18."""
     base_model: str | None = None
     """Without a sampling session: the base model to sample from."""
     model_path: str | None = None
     """Without a sampling session: the tinker:// path to sample from. Such a request has no identity, so a repeat
     runs again."""
     prompt: ModelInput
-    """What the continuations continue."""
+    """The prompt to continue."""
     sampling_params: SamplingParams
-    """How to draw."""
+    """Parameters of sampling."""
     num_samples: Integer = Field(default=1, ge=1, le=100_000)
-    """How many continuations to draw."""
+    """Number of continuations."""
     prompt_logprobs: bool = False
-    """Also score the prompt."""
+    """Whether to score the prompt's tokens too."""
     topk_prompt_logprobs: Integer = Field(default=0, ge=0)
-    """Likeliest tokens to score at each prompt position."""
+    """Number of likeliest tokens to score at each prompt position."""
     topk_sample_logprobs: Integer = Field(default=0, ge=0)
-    """Likeliest tokens to score at each drawn position."""
+    """Number of likeliest tokens to score at each sampled position."""
     prompt_alt_tokens_k: Integer = Field(default=0, ge=0)
-    """Tokens to draw at each prompt position."""
+    """Number of tokens to sample at each prompt position."""
     prompt_logprobs_last_n: Integer | None = None
-    """Score so many positions at the prompt's end; absent: all."""
+    """Number of positions at the prompt's end to score; absent: all."""
     target_prompt_logprobs: TensorData | None = None
-    """Token ids to score, int64 [prompt length - 1, K]: row i those for position i + 1; -1, or left out: none."""
+    """Token ids to score, int64 [prompt length - 1, K]: row i is for position i + 1; -1 or omitted: none."""
     record_stability_info: bool = False
-    """Not supported; refused by name."""
+    """Not supported; true is refused."""
 
 
 class TopkLogprobs(Response):
-    """Per position the k likeliest tokens; cells with none hold token 0 and -99999."""
+    """The k likeliest tokens per position; empty cells hold token 0 and -99999."""
 
     token_ids: np.ndarray
     """[T, K] int32"""
@@ -92,29 +92,29 @@ class TopkLogprobs(Response):
 
 
 class SampledSequence(Response):
-    """One continuation. `tokens` ends with the stop token, or the tokens of the stop string."""
+    """One continuation. `tokens` includes the stop token, or the tokens of the stop string."""
 
     stop_reason: Literal["stop", "length"]
     tokens: np.ndarray
     """[T] int32"""
     logprobs: np.ndarray
-    """[T] float32, nats: of the temperature-scaled distribution, renormalised over what top_k and top_p keep. The image
-    placeholders, which are never drawn, count as part of the distribution unless top_k or top_p cut it."""
+    """[T] float32, nats: in the temperature-scaled distribution, renormalised over what top_k and top_p keep. Image
+    placeholders, which are never sampled, count as part of the distribution unless top_k or top_p cut it."""
     topk_logprobs: TopkLogprobs | None = None
 
 
 class PromptTensor(Response):
-    """A float32 [prompt length - 1, K] in one of two layouts: dense, or compressed sparse rows."""
+    """A float32 tensor [prompt length - 1, K], dense or CSR."""
 
     values: np.ndarray
-    """Dense in its shape; sparse [number of cells]"""
+    """Dense: of shape `shape`; CSR: [number of cells]"""
     shape: list[int]
     crow_indices: np.ndarray | None = None
     col_indices: np.ndarray | None = None
 
 
 class PromptAltTokens(Response):
-    """Row i: independent draws, at the request's temperature, of what could stand at prompt position i + 1."""
+    """Independent samples of alternative prompt tokens, at the request's temperature; row i is for position i + 1."""
 
     tokens: np.ndarray
     """[prompt length - 1, K] int32"""
@@ -123,20 +123,20 @@ class PromptAltTokens(Response):
 
 
 class SampleResponse(Response):
-    """Answered as protobuf, or as JSON to clients that take no protobuf."""
+    """Result of asample, sent as protobuf, or as JSON to clients that accept no protobuf."""
 
     sequences: list[SampledSequence]
     prompt_logprobs: np.ndarray | None = None
     """[prompt length] float32, nats, at temperature 1: NaN at position 0, 0.0 at image positions"""
     topk_prompt_logprobs: TopkLogprobs | None = None
     target_prompt_logprobs: PromptTensor | None = None
-    """In the layout of the request, 0.0 where it holds -1."""
+    """Scores in the request's layout; 0.0 where the request has -1."""
     prompt_alt_tokens: PromptAltTokens | None = None
     prompt_cache_hit_tokens: int = 0
 
 
 class CreateSamplingSessionRequest(Request):
-    """Sample from a base model, or from saved weights."""
+    """Create a sampling session on a base model or on saved weights."""
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     session_id: SessionId
@@ -156,22 +156,22 @@ class CreateSamplingSessionResponse(Response):
 
 
 class JoinSamplingSessionRequest(Request):
-    """A copy of a sampling client asks for the numbers that none of the others uses."""
+    """Ask for a range of sample numbers for a copy of a sampling client."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     sampling_session_id: SamplingSessionId
 
 
 class JoinSamplingSessionResponse(Response):
-    """The numbers of one more client."""
+    """The range of sample numbers of one more client."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
-    """The client numbers its samples from 10^9 times this. The first client's is 0."""
+    """The client numbers its samples from 10^9 times this value. The first client has 0."""
 
 
 class GetSamplerResponse(Response):
-    """What a sampling session samples from."""
+    """Base model and weights of a sampling session."""
 
     sampler_id: SamplingSessionId
     base_model: BaseModelName

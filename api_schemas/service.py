@@ -1,4 +1,4 @@
-"""The service itself: configuration of clients, capabilities, telemetry, health (docs/protocol.md, Start)."""
+"""Types for client configuration, capabilities, telemetry and health (docs/protocol.md, Start)."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from api_schemas.fields import SessionId
 
 
 class ClientConfigRequest(Request):
-    """What a client tells of itself. Only its version could be of use here."""
+    """A client's description of itself. All fields but its version are ignored."""
 
     model_config = {"extra": "ignore"}
     sdk_version: str
@@ -15,48 +15,48 @@ class ClientConfigRequest(Request):
 
 
 class ClientConfigResponse(Response):
-    """Flags that steer the SDK; every one we leave out has the SDK's default."""
+    """Flags that steer the SDK; omitted ones have the SDK's default."""
 
     parallel_fwdbwd_chunks: bool = False
-    """False: the chunks of a batch are posted one after the other, so a missing number is never on its way."""
+    """False: the chunks of a batch are sent in order, so that a missing sequence number is never still on its way."""
     proto_write_fwdbwd: bool = True
     """Whether forward_backward is sent as protobuf."""
     fwd_via_fwdbwd: bool = True
-    """Whether forward passes are sent as forward_backward."""
+    """Whether forward passes are sent as forward_backward with forward_only."""
     create_model_via_load_weights: bool = True
     """Whether load_weights may create a model."""
 
 
 class DynamicConfigResponse(Response):
-    """Flags that may change while a client lives."""
+    """Flags that may change while a client runs."""
 
     refresh_interval_sec: int = 300
     """Seconds after which the client asks again."""
     sample_cancel_enabled: bool = True
-    """Samples whose client stops waiting are cancelled."""
+    """Whether the SDK cancels samples that it stops waiting for."""
 
 
 class TelemetryRequest(Request):
-    """The client's own view of a session: its events are logged, never kept."""
+    """A client's own view of its session. The events are logged, not stored."""
 
     model_config = {"extra": "ignore"}
     session_id: SessionId
     sdk_version: str = ""
     """Version of the client."""
     platform: str = ""
-    """Where the client runs."""
+    """Platform of the client."""
     events: Annotated[list[dict[str, Any]], FirstError()] = []
-    """What the client reports."""
+    """Events of the client."""
 
 
 class TelemetryResponse(Response):
-    """The events were taken."""
+    """The events were accepted."""
 
     status: Literal["accepted"] = "accepted"
 
 
 class HealthResponse(Response):
-    """The server takes requests."""
+    """The server accepts requests."""
 
     status: Literal["ok"] = "ok"
 
@@ -75,7 +75,7 @@ class SupportedModel(Response):
 
 
 class ServerCapabilities(Response):
-    """What this server serves."""
+    """Capabilities of the server."""
 
     supported_models: list[SupportedModel]
     """The served base models."""

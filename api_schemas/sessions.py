@@ -1,4 +1,4 @@
-"""Sessions: starting, keeping alive, finishing, listing and searching them (docs/protocol.md, Sessions)."""
+"""Types for starting, keeping alive, finishing, listing and searching sessions (docs/protocol.md, Sessions)."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,15 +14,15 @@ class CreateSessionRequest(Request):
 
     type: Literal["create_session"] = "create_session"
     tags: Annotated[list[str], FirstError(), NOTED] = []
-    """Words the client noted."""
+    """Free-form tags of the client."""
     user_metadata: Annotated[dict[str, Any], NOTED] = {}
-    """Whatever the client wants to note, 16 KiB at most. It is listed and can be searched, and means nothing here."""
+    """Free-form metadata of the client, 16 KiB at most. It is listed and searchable, and has no effect."""
     sdk_version: Annotated[str, NOTED] = ""
     """Version of the client."""
     project_id: Annotated[str | None, NOTED] = None
-    """A project, which is a mere name here; sessions without one are in `default`."""
+    """A project, which is only a name here; sessions without one are in `default`."""
     display_name: Annotated[str | None, NOTED] = None
-    """A name that people read."""
+    """A name for people."""
 
 
 class CreateSessionResponse(Response):
@@ -33,32 +33,32 @@ class CreateSessionResponse(Response):
 
 
 class SessionHeartbeatRequest(Request):
-    """The client lives."""
+    """Report that the client is alive."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
     session_id: SessionId
 
 
 class SessionHeartbeatResponse(Response):
-    """The session goes on."""
+    """The session is alive."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class FinishReason(Request):
-    """How a session ended."""
+    """Outcome of a session."""
 
     type: Literal["success", "errored", "interrupted"]
-    """Whether the client reached its end, met an error, or was stopped."""
+    """Whether the client completed, failed, or was interrupted."""
 
 
 class FinishSessionRequest(Request):
-    """End a session."""
+    """Finish a session."""
 
     reason: FinishReason
-    """How it ended."""
+    """Outcome of the session."""
     detail: str | None = None
-    """More about it, as a text."""
+    """Details of the outcome, as a text."""
 
 
 class ListSessionsResponse(Response):
@@ -69,7 +69,7 @@ class ListSessionsResponse(Response):
 
 
 class GetSessionResponse(Response):
-    """What a session made."""
+    """A session's models and sampling sessions."""
 
     training_run_ids: list[ModelId]
     """The session's models, oldest first."""
@@ -77,7 +77,7 @@ class GetSessionResponse(Response):
     """The session's sampling sessions, oldest first."""
     user_metadata: Metadata = None
     display_name: str | None = None
-    """A name that people read."""
+    """A name for people."""
 
 
 class AssignProjectRequest(Request):
@@ -87,81 +87,81 @@ class AssignProjectRequest(Request):
 
 
 class SearchOwner(Request):
-    """Whose sessions to search."""
+    """Owners whose sessions are searched."""
 
     type: Literal["own", "accessible", "user"] = "own"
-    """One's own (there is no sharing of sessions, so `accessible` means the same), or those of named owners."""
+    """`own`: the caller's sessions; `accessible`: the same, since sessions are not shared; `user`: named owners'."""
     owner_urns: list[str] | None = Field(default=None, min_length=1, max_length=10)
     """With `user`: the owners."""
 
 
 class StatusQuery(Request):
-    """A state that a session may be in."""
+    """A state of sessions to search for."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     """Sessions here are `active` or `client_finished`."""
     reasons: list[Literal["success", "errored", "interrupted"]] | None = Field(default=None, min_length=1)
-    """With `client_finished`: any of these."""
+    """With `client_finished`: any of these outcomes."""
 
 
 class SearchCursor(Request):
-    """Where the next page starts: behind the last session of this one."""
+    """Start of the next page: the last session of this one."""
 
     last_created_at: AwareDatetime
-    """When the last session of the page was created."""
+    """Time at which the last session of the page was created."""
     last_session_id: str
     """The last session of the page."""
 
 
 class SearchSessionsRequest(Request):
-    """All conditions must hold; of `session_id` and `display_name`, either."""
+    """Search for sessions. All conditions must hold, but of `session_id` and `display_name` one is enough."""
 
     session_id: str | None = None
     """A session, which is one client."""
     display_name: str | None = Field(default=None, min_length=1, max_length=256)
-    """Its words must all be in the session's, in whatever case."""
+    """Words that the session's name must contain, in any case."""
     project_ids: Annotated[list[str], FirstError()] | None = Field(default=None, max_length=100)
-    """In any of these projects."""
+    """Projects that the session may be in."""
     user_metadata: Annotated[dict[str, str], at_most(50)] = {}
     """Entries that the session must have."""
     owner: SearchOwner = SearchOwner()
-    """Whose sessions."""
+    """Owners whose sessions are searched."""
     statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=20)
-    """In any of these states."""
+    """States that the session may be in."""
     limit: Integer = Field(default=50, ge=1, le=200)
-    """Most entries to answer."""
+    """Largest number of sessions to return."""
     cursor: SearchCursor | None = None
     """`next_cursor` of the page before; absent: the first page."""
 
 
 class SessionStatus(Response):
-    """How a session stands."""
+    """State of a session."""
 
     type: Literal["active", "client_finished"]
-    """Whether heartbeats come, or the client ended it."""
+    """`active`: heartbeats arrive; `client_finished`: the client finished it."""
     reason: FinishReason | None = None
-    """How it ended."""
+    """Outcome of the session."""
     detail: str | None = None
-    """More about it, as a text."""
+    """Details of the outcome, as a text."""
 
 
 class SessionSummary(Response):
-    """A session as a search finds it."""
+    """A session as a result of a search."""
 
     session_id: SessionId
     created_at: AwareDatetime
-    """When it was created."""
+    """Time of its creation."""
     owner: str
-    """Whose it is."""
+    """Its owner."""
     project_id: ProjectId
     status: SessionStatus | None = None
-    """None: neither finished nor known to be running."""
+    """Its state; null: neither finished nor known to be running."""
     checkpoints_count: int
-    """Weights saved in the session."""
+    """Number of weights saved in the session."""
     checkpoint_storage_bytes: int
-    """Their size together."""
+    """Total size of these weights."""
     display_name: str | None = None
-    """A name that people read."""
+    """A name for people."""
     user_metadata: Metadata = None
 
 
@@ -171,4 +171,4 @@ class SearchSessionsResponse(Response):
     sessions: list[SessionSummary]
     """Sessions, newest first."""
     next_cursor: SearchCursor | None = None
-    """Where the next page begins; null: this is the last."""
+    """Start of the next page; null: this is the last."""

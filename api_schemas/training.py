@@ -1,4 +1,4 @@
-"""Creating, training and stepping a model (docs/protocol.md, Training)."""
+"""Types for creating and training models (docs/protocol.md, Training)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -12,9 +12,9 @@ from api_schemas.fields import BaseModelName, Integer, ModelId, ModelSeqId, Real
 from api_schemas.inputs import Datum, require_few_cells, sparse_cells
 
 MAX_DATUMS = 4096
-"""Of one request; the SDK sends 1024 at most."""
+"""Largest number of datums of a request; the SDK sends 1024 at most."""
 MAX_CONFIG = 16
-"""Entries of loss_fn_config."""
+"""Largest number of entries of loss_fn_config."""
 
 SMALLEST_EPS = 1e-30
 
@@ -25,7 +25,7 @@ class LoraConfig(Request):
     rank: Integer
     """Rank of the adapter."""
     seed: Integer | None = None
-    """Seed of the initial weights; absent: drawn by the server."""
+    """Seed of the initial weights; absent: chosen by the server at random."""
     train_unembed: bool = True
     """Whether the adapter covers the unembedding."""
     train_mlp: bool = True
@@ -35,7 +35,7 @@ class LoraConfig(Request):
 
 
 class Trainable(BaseModel):
-    """What a model trains, as it is stored and as a trainer makes it: a LoraConfig whose seed is drawn."""
+    """Trained parts of a model, as stored and as given to the trainer: a LoraConfig with a definite seed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -52,20 +52,20 @@ class Trainable(BaseModel):
     train_vision: bool = False
     """Whether the adapter covers the vision tower and its mergers."""
     full: bool = False
-    """Whether it is no adapter, but all weights: `rank` and `seed` are then as they were sent, and mean nothing."""
+    """Whether all weights are trained instead of an adapter; `rank` and `seed` are then unused."""
 
     @property
     def lora_rank(self) -> int | None:
-        """None of what is no adapter."""
+        """Return the adapter's rank, or None if all weights are trained."""
         return None if self.full else self.rank
 
 
 class OptimizerConfig(Request):
-    """Which optimizer a model has. Only adamw is public enough to build."""
+    """Optimizer of a model. Only adamw is supported; no other one is publicly specified."""
 
     model_config = {"extra": "allow"}
     type: str = "adamw"
-    """Its name."""
+    """Name of the optimizer."""
 
 
 class CreateModelRequest(Request):
@@ -76,10 +76,10 @@ class CreateModelRequest(Request):
     model_seq_id: ModelSeqId = Field(ge=0)
     base_model: BaseModelName
     user_metadata: Annotated[dict[str, Any] | None, NOTED] = None
-    """Whatever the client wants to note. It is listed; only `train_vision`, 'true' or 'false', means something here:
-    whether the adapter covers the vision tower, on a server that trains it."""
+    """Free-form metadata, which is listed. Only `train_vision` has an effect: 'true' or 'false' says whether the
+    adapter covers the vision tower, on a server that trains it."""
     lora_config: LoraConfig | None = None
-    """The adapter, or where the server trains all weights which of them; of its rank nothing is then used."""
+    """The adapter. On a server that trains all weights it selects which are trained, and its rank is ignored."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
     """The optimizer. Models here have adamw."""
 
@@ -92,7 +92,7 @@ class CreateModelResponse(Response):
 
 
 class UnloadModelRequest(Request):
-    """Let a model go. The SDK has no method for it since 0.2; its answer comes once all earlier work is done."""
+    """Unload a model once all earlier work is done. The SDK has had no method for it since 0.2."""
 
     type: Literal["unload_model"] = "unload_model"
     model_id: ModelId
@@ -106,7 +106,7 @@ class UnloadModelResponse(Response):
 
 
 class GetInfoRequest(Request):
-    """Ask what a model is."""
+    """Ask for a model's base model, LoRA rank and optimizer."""
 
     type: Literal["get_info"] = "get_info"
     model_id: ModelId
@@ -119,18 +119,18 @@ class ModelData(Response):
     """Architecture of the base model, as its config names it."""
     model_name: BaseModelName
     tokenizer_id: str
-    """What a client loads its tokenizer from: a hub id or a directory."""
+    """Hub id or directory that a client loads the tokenizer from."""
 
 
 class GetInfoResponse(Response):
-    """What a client needs to know of its model."""
+    """Base model, LoRA rank and optimizer of a model."""
 
     type: Literal["get_info"] = "get_info"
     model_id: ModelId
     is_lora: bool = True
-    """Whether the model is a LoRA adapter, and no whole model in training."""
+    """Whether the model is a LoRA adapter, not a whole model in training."""
     lora_rank: int | None
-    """Rank of the adapter; absent where it is none."""
+    """Rank of the adapter; null for a whole model."""
     model_name: BaseModelName
     model_data: ModelData
     """The base model."""
@@ -139,7 +139,7 @@ class GetInfoResponse(Response):
 
 
 def _sparse_shapes(data: Any) -> Iterator[Any]:
-    """The shapes of the sparse tensors in an input that is not checked yet."""
+    """Yield the shapes of the sparse tensors in an input that is not validated yet."""
     datums = data.get("data") if isinstance(data, dict) else None
     for datum in datums if isinstance(datums, list) else []:
         inputs = datum.get("loss_fn_inputs") if isinstance(datum, dict) else None
@@ -156,7 +156,7 @@ class ForwardBackwardInput(Request):
     loss_fn: str
     """Name of the loss."""
     loss_fn_config: Annotated[dict[str, Real | str], at_most(MAX_CONFIG)] | None = None
-    """Numbers of the loss, by name; absent: its defaults."""
+    """Parameters of the loss by name; absent: its defaults."""
 
     @model_validator(mode="before")
     @classmethod
@@ -166,19 +166,19 @@ class ForwardBackwardInput(Request):
 
 
 class ForwardBackwardRequest(Request):
-    """Compute a loss and its gradient. Comes as protobuf, from clients before 0.25 as JSON."""
+    """Compute a loss and its gradient. It is sent as protobuf, by clients before 0.25 as JSON."""
 
     type: Literal["forward_backward"] = "forward_backward"
     model_id: ModelId
     seq_id: SeqId
     forward_only: bool = False
-    """Compute log probabilities, and leave the gradient alone."""
+    """Whether to compute only log probabilities, without a gradient."""
     forward_backward_input: ForwardBackwardInput
     """Datums and loss."""
 
 
 class ForwardBackwardOutput(Response):
-    """Answered as protobuf, or as JSON to clients that take no protobuf."""
+    """Result of forward_backward, sent as protobuf, or as JSON to clients that accept no protobuf."""
 
     loss_fn_output_type: str = "ArrayRecord"
     loss_fn_outputs: list[dict[str, np.ndarray]]
@@ -190,28 +190,28 @@ class ForwardBackwardOutput(Response):
 def _not_zero_in_float32(eps: float) -> float:
     if not eps >= SMALLEST_EPS:
         raise PydanticCustomError(
-            "eps", "must be 1e-30 or more: where a gradient was always 0, a step divides by eps alone"
+            "eps", "must be 1e-30 or more: if a gradient was always 0, a step divides by eps alone"
         )
     return eps
 
 
 class AdamParams(Request):
-    """Sent with every optim_step: the server keeps no schedule. Meanings as in torch.optim.AdamW."""
+    """Parameters of torch.optim.AdamW, sent with every optim_step: the server has no schedule."""
 
     learning_rate: Real = Field(default=1e-4, ge=0)
     """Size of the step."""
     beta1: Real = Field(default=0.9, ge=0, lt=1)
     """Decay of the gradient's running mean."""
     beta2: Real = Field(default=0.95, ge=0, lt=1)
-    """Decay of the running mean of its square."""
+    """Decay of the running mean of the squared gradient."""
     eps: Annotated[Real, AfterValidator(_not_zero_in_float32)] = Field(
         default=1e-12, json_schema_extra={"minimum": SMALLEST_EPS}
     )
     """Added to the denominator."""
     weight_decay: Real = Field(default=0.0, ge=0)
-    """Part of the weights that a step takes away, times learning_rate."""
+    """Decoupled weight decay: a step subtracts learning_rate x weight_decay x weight."""
     grad_clip_norm: Real = Field(default=0.0, ge=0)
-    """Largest global L2 norm of the gradient; 0 leaves it alone."""
+    """Largest global L2 norm of the gradient; 0 disables clipping."""
 
 
 class OptimStepRequest(Request):
@@ -223,7 +223,7 @@ class OptimStepRequest(Request):
     adam_params: AdamParams | None = None
     """Parameters of this step; absent: their defaults."""
     optimizer_params: dict[str, Any] | None = None
-    """Parameters of another optimizer family; refused by name, since models here have adamw."""
+    """Parameters of another optimizer; refused, since models here have adamw."""
 
 
 class OptimStepResponse(Response):

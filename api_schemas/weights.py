@@ -1,4 +1,4 @@
-"""Saving and loading weights (docs/protocol.md, Saved weights)."""
+"""Types for saving and loading weights (docs/protocol.md, Saved weights)."""
 
 import re
 from typing import Annotated, Literal, NamedTuple
@@ -33,7 +33,7 @@ class TinkerPath(NamedTuple):
 
     @classmethod
     def parse(cls, path: str) -> "TinkerPath":
-        """Raises ValueError with the grammar where `path` does not follow it."""
+        """Parse a path. Raises ValueError, naming the grammar, if it is malformed."""
         match = _PATH.fullmatch(path)
         if match is None:
             raise ValueError(f"{path!r} is not tinker://<run>/<weights, sampler_weights or external_weights>/<name>")
@@ -44,7 +44,7 @@ class TinkerPath(NamedTuple):
 
 
 def check_name(name: str) -> str:
-    """A checkpoint's name becomes a directory's: letters, digits, `.`, `_`, `-`, not starting with a dot."""
+    """Return a checkpoint's name if it can name a directory. Raises ValueError if not."""
     if _NAME.fullmatch(name) is None:
         raise ValueError(
             f"checkpoint name {name!r}: use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit"
@@ -72,7 +72,7 @@ class SaveWeightsResponse(Response):
 
 
 class SaveWeightsForSamplerRequest(Request):
-    """Save weights to sample from: under a name, or (no path) straight into a new sampling session."""
+    """Save weights to sample from, under a name or, without a path, into a new sampling session."""
 
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
     model_id: ModelId
@@ -82,7 +82,7 @@ class SaveWeightsForSamplerRequest(Request):
     sampling_session_seq_id: Integer | None = Field(default=None, ge=0)
     """Without a path: the client's number of the new sampling session in its session."""
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    """Whether the sampling session stays with these weights (snapshot) or follows later ones (inflight)."""
+    """Whether the sampling session keeps these weights (snapshot) or follows later ones (inflight)."""
     ttl_seconds: TtlSeconds = None
     overwrite: Overwrite = False
     user_metadata: ClientMetadata = None
@@ -93,13 +93,13 @@ class SaveWeightsForSamplerResponse(Response):
 
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
     path: str | None = None
-    """tinker:// path of the weights, where they were saved under a name."""
+    """tinker:// path of the weights, if they were saved under a name."""
     sampling_session_id: str | None = None
-    """What samples from the weights, where they were saved without one."""
+    """Sampling session of the weights, if they were saved without a name."""
 
 
 class SaveWeightsExternalRequest(Request):
-    """Save the adapter in the forms that other programs read; it can be downloaded, not loaded or sampled from."""
+    """Save the adapter in formats of other programs; it can be downloaded, but not loaded or sampled from."""
 
     type: Literal["save_weights_external"] = "save_weights_external"
     model_id: ModelId
@@ -109,7 +109,7 @@ class SaveWeightsExternalRequest(Request):
     overwrite: Overwrite = False
     user_metadata: ClientMetadata = None
     age_encryption_recipients: Annotated[list[str], FirstError(), Field(max_length=64)] | None = None
-    """Every file is encrypted to these age or SSH public keys, and ends in `.age`."""
+    """age or SSH public keys that every file is encrypted to; the files' names then end in `.age`."""
 
 
 class SaveWeightsExternalResponse(Response):
@@ -118,7 +118,7 @@ class SaveWeightsExternalResponse(Response):
     type: Literal["save_weights_external"] = "save_weights_external"
     path: TinkerPathText
     size_bytes: int
-    """Size of the files together."""
+    """Total size of the files."""
 
 
 class LoadWeightsRequest(Request):
@@ -127,11 +127,11 @@ class LoadWeightsRequest(Request):
     type: Literal["load_weights"] = "load_weights"
     path: TinkerPathText
     optimizer: bool = False
-    """Also restore the optimizer's state and step count."""
+    """Whether to restore the optimizer's state and step count too."""
     session_id: str | None = None
     """To create a model: its session."""
     model_seq_id: Integer | None = Field(default=None, ge=0)
-    """To create a model: the client's number of it in its session."""
+    """To create a model: its number in the session, chosen by the client."""
     base_model: str | None = None
     """Public name of the base model, which must be the checkpoint's."""
     user_metadata: ClientMetadata = None
@@ -139,9 +139,9 @@ class LoadWeightsRequest(Request):
     """The optimizer. Models here have adamw."""
     weights_access_token: AccessToken = None
     model_id: str | None = None
-    """To load into a model: which."""
+    """To load into a model: its id."""
     seq_id: Integer | None = None
-    """To load into a model: the number of the operation."""
+    """To load into a model: the operation's sequence number."""
 
 
 class LoadWeightsResponse(Response):

@@ -1,6 +1,6 @@
-"""Protobuf and zstd bytes to and from the wire types. The messages are those of `tinker_wire.proto`.
+"""Conversion of protobuf and zstd bytes to and from the wire types. `tinker_wire.proto` defines the messages.
 
-All packed arrays are little-endian. Results are kept as protobuf; `old_clients/results.py` makes JSON of it.
+All packed arrays are little-endian. Results are stored as protobuf; `old_clients/results.py` converts them to JSON.
 """
 
 from collections.abc import Iterator
@@ -39,24 +39,24 @@ _ZSTD_PIECE_BYTES = 128
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-"""The content type of everything encoded here."""
+"""Content type of all bodies encoded here."""
 
 
 MAX_PARTS = 1 << 16
-"""Datums of a request, with their chunks and tensors."""
+"""Largest number of datums, chunks and tensors of a request together."""
 MAX_DIMENSIONS = 8
 _ENVELOPE = (1, 2, 6)
-"""Numbers of the fields model_id, seq_id, forward_only."""
+"""Field numbers of model_id, seq_id and forward_only."""
 
 
 class MalformedBody(ValueError):
-    """The body is not what its content type says."""
+    """The body does not match its content type."""
 
 
 def decompressed_bytes(body: bytes, max_bytes: int) -> int:
-    """How many bytes a zstd frame says that it holds; `max_bytes` where it does not say.
+    """Return the content size that a zstd frame declares; `max_bytes` if it declares none.
 
-    Raises MalformedBody for more than these, and for what is no frame.
+    Raises MalformedBody for a larger size, and for bytes that are not a frame.
     """
     try:
         size_bytes = zstandard.frame_content_size(body)
@@ -68,11 +68,11 @@ def decompressed_bytes(body: bytes, max_bytes: int) -> int:
 
 
 def decompress(body: bytes, max_bytes: int) -> bytes:
-    """The content of one zstd frame. Raises MalformedBody for a corrupt frame or one that grows past `max_bytes`."""
+    """Decompress one zstd frame. Raises MalformedBody if it is corrupt or its content is larger than `max_bytes`."""
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     content = bytearray()
     try:
-        # A block of 4 bytes may grow to 128 KiB, so a piece of the input to 4 MiB at most.
+        # A block of 4 bytes may grow to 128 KiB, so a piece of input grows to 4 MiB at most.
         for start in range(0, len(body), _ZSTD_PIECE_BYTES):
             content += decompressor.decompress(body[start : start + _ZSTD_PIECE_BYTES])
             if len(content) > max_bytes:
@@ -89,7 +89,7 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
-    """Raises MalformedBody, naming the datum and field, where bytes and declared sizes disagree."""
+    """Decode a ForwardBackwardRequest. Raises MalformedBody, naming datum and field, if bytes and sizes disagree."""
     _require_few_parts(body)
     try:
         message = pb.ForwardBackwardRequest.FromString(body)
@@ -121,12 +121,12 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
 
 
 def canonical(body: bytes) -> bytes:
-    """The same ForwardBackwardRequest in the one form that equal messages share. The body has been decoded before."""
+    """Encode a valid ForwardBackwardRequest canonically, so that equal messages have equal bytes."""
     return pb.ForwardBackwardRequest.FromString(body).SerializeToString(deterministic=True)
 
 
 class Envelope(NamedTuple):
-    """Where a forward_backward belongs."""
+    """Model and sequence number of a forward_backward, and whether it is forward only."""
 
     model_id: str
     seq_id: int
@@ -134,7 +134,7 @@ class Envelope(NamedTuple):
 
 
 def envelope_of(body: bytes) -> Envelope | None:
-    """Of a forward_backward that decode_forward_backward refused; None where it has none."""
+    """Read the envelope of a body that decode_forward_backward refused; None if it has none."""
     found: dict[int, int | memoryview] = {}
     try:
         for number, (field, value) in enumerate(_fields(body)):
@@ -152,7 +152,7 @@ def envelope_of(body: bytes) -> Envelope | None:
 
 
 def _require_few_parts(body: bytes) -> None:
-    """A part may be two bytes long, and a hundred once it is parsed."""
+    """Bound the parts of a body: one of two bytes takes a hundred once it is parsed. Raises MalformedBody."""
     num_parts = 0
     for field, value in _fields(body):
         num_parts += 1
@@ -166,7 +166,7 @@ def _require_few_parts(body: bytes) -> None:
 
 
 def _fields(message: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a protobuf message, by number, without parsing what they hold. Raises MalformedBody."""
+    """Yield the fields of a protobuf message by number, without parsing their content. Raises MalformedBody."""
     view, at = memoryview(message), 0
     while at < len(view):
         tag, at = _varint(view, at)
@@ -263,13 +263,13 @@ def _tensor(name: str, message: pb.Tensor) -> np.ndarray:
 
 
 def encode_forward_backward(output: ForwardBackwardOutput) -> bytes:
-    """One ArrayRecord per run of datums whose tensors agree in all dimensions but the first."""
+    """Encode one ArrayRecord per run of datums whose tensors agree in all dimensions but the first."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
-    for _, run in groupby(output.loss_fn_outputs, key=lambda row: {n: a.shape[1:] for n, a in row.items()}):
-        rows = list(run)
-        record = message.loss_fn_outputs.add(num_datums=len(rows))
-        for name in rows[0]:
-            _batched(record.fields[name], [row[name] for row in rows])
+    for _, run in groupby(output.loss_fn_outputs, key=lambda datum: {n: a.shape[1:] for n, a in datum.items()}):
+        datums = list(run)
+        record = message.loss_fn_outputs.add(num_datums=len(datums))
+        for name in datums[0]:
+            _batched(record.fields[name], [datum[name] for datum in datums])
     return message.SerializeToString()
 
 
@@ -282,7 +282,7 @@ def _batched(message: pb.BatchedTensor, arrays: list[np.ndarray]) -> None:
 
 
 def encode_sample(response: SampleResponse) -> bytes:
-    """The protobuf SampleResponse."""
+    """Encode a protobuf SampleResponse."""
     message = pb.SampleResponse(
         sequences=map(_sequence, response.sequences), prompt_cache_hit_tokens=response.prompt_cache_hit_tokens
     )
@@ -301,9 +301,9 @@ def encode_sample(response: SampleResponse) -> bytes:
             tensor.sparse_csr.values = values
             tensor.sparse_csr.crow_indices = chosen.crow_indices.astype("<i8").tobytes()
             tensor.sparse_csr.col_indices = chosen.col_indices.astype("<i8").tobytes()
-    if (drawn := response.prompt_alt_tokens) is not None:
-        message.prompt_alt_tokens.tokens.CopyFrom(_dense_tensor(drawn.tokens, pb.DTYPE_INT32))
-        message.prompt_alt_tokens.logprobs.CopyFrom(_dense_tensor(drawn.logprobs, pb.DTYPE_FLOAT32))
+    if (sampled := response.prompt_alt_tokens) is not None:
+        message.prompt_alt_tokens.tokens.CopyFrom(_dense_tensor(sampled.tokens, pb.DTYPE_INT32))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense_tensor(sampled.logprobs, pb.DTYPE_FLOAT32))
     return message.SerializeToString()
 
 

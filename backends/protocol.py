@@ -362,6 +362,17 @@ class ExaminedModel:
 
 
 @dataclass(frozen=True)
+class ExaminedPatch:
+    """A change inside another project's code, compared with the installed version."""
+
+    name: str
+    target: str
+    state: str
+    """`as written`, `changed` or `absent`: that of the code that it changes."""
+    why: str
+
+
+@dataclass(frozen=True)
 class Examination:
     """Resources of this machine, and what the configured models need."""
 
@@ -372,6 +383,7 @@ class Examination:
     gpus: Sequence[tuple[str, int]]
     """Name and memory of each."""
     models: Sequence[ExaminedModel]
+    patches: Sequence[ExaminedPatch]
     problem: str | None
     """Reason why they cannot be served."""
 

@@ -1,4 +1,4 @@
-"""What the server does beside computing: accepting, queueing, answering, on a backend that computes nothing.
+"""Time of the server's own work (accepting, queueing, answering), on a backend that computes nothing.
 
     python benchmarks/control_plane.py [--rounds 5] [--database-url URL]
 
@@ -41,7 +41,7 @@ LANES, OPERATIONS = 16, 100
 
 
 def serve(ready: Connection, data_dir: Path, database_url: str) -> None:
-    """The server in a process of its own; sends its port."""
+    """Run the server in a process of its own, and send its port."""
     listener = listen("127.0.0.1", 0)
 
     async def run() -> None:
@@ -72,7 +72,7 @@ def served(data_dir: Path, database_url: str) -> Iterator[str]:
 
 
 def forward_backward(model_id: str, seq_id: int, size_bytes: int) -> bytes:
-    """A request of about this size: one datum of text, and its targets."""
+    """Make a request of about this size: one datum of text and its targets."""
     tokens = (size_bytes - 200) // 12
     message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
     datum = message.data.add()
@@ -113,7 +113,7 @@ class Client:
 
 
 async def timed(calls: list[Callable[[], Awaitable[Any]]]) -> list[float]:
-    """Seconds from the start of all calls to the end of each."""
+    """Return the seconds from the start of all calls to the end of each."""
     started = time.perf_counter()
 
     async def one(call: Callable[[], Awaitable[Any]]) -> float:
@@ -124,7 +124,7 @@ async def timed(calls: list[Callable[[], Awaitable[Any]]]) -> list[float]:
 
 
 async def accept(client: Client, session_id: str, model_id: str, first: int, count: int, size: int) -> dict[str, float]:
-    """Concurrent submits of one model, with heartbeats meanwhile; in ms."""
+    """Time concurrent submits of one model, with heartbeats meanwhile; in ms."""
     bodies = [forward_backward(model_id, first + i, size) for i in range(count)]
     beats: list[float] = []
     done = asyncio.Event()
@@ -160,7 +160,7 @@ async def accept(client: Client, session_id: str, model_id: str, first: int, cou
 
 
 async def throughput(client: Client, session_id: str, first_model: int) -> float:
-    """Futures a second, submitted and fetched, over models that each send an operation when one is done."""
+    """Return futures per second, submitted and fetched, over models that each send an operation when one is done."""
     models = [await client.model(session_id, first_model + lane) for lane in range(LANES)]
 
     async def lane(model_id: str) -> None:

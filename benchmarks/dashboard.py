@@ -1,4 +1,4 @@
-"""How soon each page of the dashboard begins to answer, and what its server's event loop meanwhile cannot do.
+"""Time to the first byte of each page of the dashboard, and the longest stall of the server's event loop meanwhile.
 
     python benchmarks/dashboard.py [--runs 1000] [--steps 1000000] [--database-url URL]
 
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 async def fill(url: str, num_runs: int, num_steps: int) -> None:
-    """One session, its runs, and their steps."""
+    """Write one session, its runs, and their steps."""
     db = Database(url, synchronous="normal")
     await db.migrate()
     now = time.time()
@@ -80,7 +80,7 @@ async def fill(url: str, num_runs: int, num_steps: int) -> None:
 
 
 def run_row(number: int, now: float) -> dict[str, object]:
-    """A run that is on disk."""
+    """Make the row of a run that is on disk."""
     return {
         "model_id": f"big:train:{number}",
         "owner": "local",
@@ -95,7 +95,7 @@ def run_row(number: int, now: float) -> dict[str, object]:
 
 
 def step_row(number: int, seq_id: int, now: float) -> dict[str, object]:
-    """A batch, or the optim_step after it."""
+    """Make the row of a batch, or of the optim_step after it."""
     is_batch = seq_id % 2 == 0
     return {
         "model_id": f"big:train:{number}",
@@ -114,7 +114,7 @@ def step_row(number: int, seq_id: int, now: float) -> dict[str, object]:
 
 
 def measure(server: Running) -> None:
-    """A line for each page."""
+    """Print a line for each page."""
     paths = {
         "runs": "/",
         "runs, the last page": "/?page=20",
@@ -143,7 +143,7 @@ def measure(server: Running) -> None:
 
 
 def ask(server: Running, elsewhere: ProcessPoolExecutor, path: str) -> tuple[float, float]:
-    """Seconds to the first byte of the body, and of the longest stall until its last."""
+    """Return the seconds to the first byte of the body, and the longest stall until its last."""
     done = asyncio.Event()
     watching = asyncio.run_coroutine_threadsafe(longest_stall(done), server.loop)
     try:
@@ -154,8 +154,7 @@ def ask(server: Running, elsewhere: ProcessPoolExecutor, path: str) -> tuple[flo
 
 
 async def longest_stall(done: asyncio.Event) -> float:
-    """How long the loop did at most not come round while this process was at work: what other processes of a busy
-    machine take is no stall of ours."""
+    """Return the loop's longest stall, at most this process's CPU time in it, so that other processes do not count."""
     longest, pause_s = 0.0, 0.001
     while not done.is_set():
         wall, own = time.perf_counter(), time.process_time()

@@ -47,28 +47,28 @@ DEVICE = torch.device("cuda", 0)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Qwen3-VL; query heads are the same in all of them."""
+    """Shape of a Qwen3-VL; the number of query heads is the same in all of them."""
 
     hidden: int
     inner: int
-    """Of an expert, in a mixture of them."""
+    """Width of an expert in a mixture of experts."""
     vision: dict[str, Any]
     tied: bool
     num_layers: int = 36
     key_heads: int = 8
     experts: int = 0
-    """Of a layer; none in a dense model."""
+    """Number of experts per layer; 0 in a dense model."""
     experts_per_token: int = 1
 
     @property
     def num_parameters(self) -> int:
-        """Of the linears that a token of text passes, the head among them."""
+        """Count the parameters of the linears that a token of text passes, with the head."""
         attention = self.hidden * HEAD_SIZE * (2 * HEADS + 2 * self.key_heads)
         mlp = 3 * self.hidden * self.inner * self.experts_per_token
         return self.num_layers * (attention + mlp) + self.hidden * VOCAB
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Of forward and backward of samples, as said above."""
+        """Count the operations of forward and backward of samples, as defined above."""
         attention = 3.5 * sum(2 * n * n * HEADS * HEAD_SIZE * self.num_layers for n in lengths)
         return 4 * self.num_parameters * sum(lengths) + attention
 
@@ -105,7 +105,7 @@ SHAPES["30b-a3b"] = replace(
 
 
 def make_model(directory: Path, shape: Shape) -> Path:
-    """Random weights in the shape of a Qwen3-VL, with the tiny model's tokenizer and processor."""
+    """Make random weights in the shape of a Qwen3-VL, with the tiny model's tokenizer and processor."""
     make_tiny_vl(directory)
     tiny = Qwen3VLConfig.from_pretrained(directory)
     text = {
@@ -156,7 +156,7 @@ def make_model(directory: Path, shape: Shape) -> Path:
 
 
 def make_config(source: Path, gpu_memory_bytes: int, num_ranks: int = 1) -> ModelSpec:
-    """As the server would have it on such a GPU."""
+    """Make the spec that the server would use on such a GPU."""
     return replace(
         tiny_spec(source),
         name="bench",
@@ -172,7 +172,7 @@ def make_config(source: Path, gpu_memory_bytes: int, num_ranks: int = 1) -> Mode
 
 
 def seconds(work: Callable[[], object], times: int = 3) -> float:
-    """The best of some, after one more."""
+    """Return the best of several runs, after a warm-up."""
     taken = []
     for _ in range(times + 1):
         torch.cuda.synchronize()
@@ -184,7 +184,7 @@ def seconds(work: Callable[[], object], times: int = 3) -> float:
 
 
 def peak_flops() -> float:
-    """Operations a second of a large bfloat16 product."""
+    """Measure the operations per second of a large bfloat16 product."""
     left, right = torch.randn(2, 8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     return 20 * 2 * 8192**3 / seconds(lambda: [left @ right for _ in range(20)])
 
@@ -198,7 +198,7 @@ def text(length: int, random: np.random.Generator) -> Datum:
 
 
 def picture(rank: TrainerRank, seed: int) -> Datum:
-    """A photograph of 640 x 480 between 40 tokens of text."""
+    """Make a photograph of 640 x 480 between 40 tokens of text."""
     random = np.random.default_rng(seed)
     before, after = (EncodedTextChunk(tokens=random.integers(0, 250, 20, dtype=np.int32)) for _ in range(2))
     chunk = ImageChunk(data=photo(640, 480, seed, format="jpeg"), format="jpeg")
@@ -229,7 +229,7 @@ class Report:
 
 
 def bare(directory: Path, report: Report) -> None:
-    """transformers' layers, PEFT's adapters and the mean loss, with the largest batch of 1,024 tokens that fits."""
+    """Time transformers with PEFT's adapters and the mean loss, on the largest batch of 1,024-token rows that fits."""
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa")
     targets = r".*language_model\.layers.*_proj"
     peft = get_peft_model(model.to(DEVICE), PeftLoraConfig(r=RANK, lora_alpha=32, target_modules=targets))
@@ -248,7 +248,7 @@ def bare(directory: Path, report: Report) -> None:
 
 
 def trainer(directory: Path, report: Report) -> None:
-    """Rows of text, a long datum, small batches, photographs, a step."""
+    """Time packed text, a long datum, small batches, photographs, and a step."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     config = make_config(directory, int(0.95 * total))
     began = time.perf_counter()
@@ -273,13 +273,13 @@ def trainer(directory: Path, report: Report) -> None:
         time.sleep(1)  # until what the tower made of them has gone to the host, from where it then comes
         again_s = seconds_once(partial(forward_backward, rank, "m", batch))
         print(f"trainer, 48 photographs: {new_s:.3f} s new, {again_s:.3f} s again, {new_s / again_s:.2f} times")
-    tenants(rank, report)
+    many_models(rank, report)
     print(f"optim_step: {seconds_once(lambda: rank.optim_step('m', AdamParams())) * 1e3:.0f} ms")
     print(f"compiled while it served: {torch._dynamo.utils.counters['stats']['unique_graphs'] - compiled}")
 
 
-def tenants(rank: TrainerRank, report: Report) -> None:
-    """Eight models of 4 x 128 tokens each: one after the other, in one row, and how far the numbers then differ."""
+def many_models(rank: TrainerRank, report: Report) -> None:
+    """Time eight models of 4 x 128 tokens each, in succession and in one microbatch, and compare the numbers."""
     random = np.random.default_rng(1)
     batches = []
     for place in range(8):

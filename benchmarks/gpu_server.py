@@ -35,7 +35,7 @@ STEP = types.AdamParams(learning_rate=1e-4)
 
 
 def main() -> None:
-    """All cases, one after the other."""
+    """Run all cases in succession."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def timed(work: Callable[[], object], rounds: int) -> float:
-    """The best of some, after one more."""
+    """Return the best of several runs, after a warm-up."""
     taken = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
@@ -85,7 +85,7 @@ def text(length: int, random: np.random.Generator) -> types.Datum:
 
 
 def train(training: tinker.TrainingClient, shape: Shape, peak: float, rounds: int) -> None:
-    """Batches, from the call to the result, and several on their way at once."""
+    """Time batches from the call to the result, and several in flight at once."""
     random = np.random.default_rng(0)
     for name, lengths in (("16 x 1024", [1024] * 16), ("1 x 16384", [16384]), ("8 x 64", [64] * 8)):
         data = [text(length, random) for length in lengths]
@@ -111,7 +111,7 @@ def train(training: tinker.TrainingClient, shape: Shape, peak: float, rounds: in
 
 
 def rl_step(training: tinker.TrainingClient, number: int) -> None:
-    """Groups of samples, a step by their advantages, the new weights where samples come from."""
+    """Time groups of samples, a step by their advantages, and publishing the new weights to the sampler."""
     random = np.random.default_rng(number)
     began = time.perf_counter()
     sampling = training.save_weights_and_get_sampling_client().result()
@@ -143,7 +143,7 @@ def rl_step(training: tinker.TrainingClient, number: int) -> None:
 
 
 def recover(server: Server, training: tinker.TrainingClient) -> None:
-    """The trainer's process is killed; the same scores before and after."""
+    """Kill the trainer's process, and compare the scores before and after."""
     data = [text(256, np.random.default_rng(2))]
     before = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
     children = psutil.Process(server.process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""From a trained model to the first token of its new weights, through the SDK and part by part, on CPU or CUDA.
+"""Time from a trained model to the first token of its new weights, through the SDK and part by part, on CPU or CUDA.
 
     python benchmarks/handover.py [--model DIRECTORY] [--device auto] [--rank 32] [--rounds 5]
 
@@ -36,7 +36,7 @@ IDS = np.arange(1, 65, dtype=np.int32)
 
 
 class Times:
-    """What each part took, round by round."""
+    """Time of each part in each round."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[float]] = defaultdict(list)
@@ -59,7 +59,7 @@ class Times:
 
 
 async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:
-    """Trainer and sampler without a server."""
+    """Time trainer and sampler without a server."""
     backend, times = LocalBackend(config), Times()
     await backend.start()
     try:
@@ -90,7 +90,7 @@ async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:
 
 
 def saves(training: tinker.TrainingClient, rounds: int) -> Times:
-    """save_weights_and_get_sampling_client after a step, then a sample of one token."""
+    """Time save_weights_and_get_sampling_client after a step, then a sample of one token."""
     times = Times()
     given, one_token = types.ModelInput.from_ints(IDS.tolist()), types.SamplingParams(max_tokens=1)
     target = types.TensorData.from_numpy(IDS.astype(np.int64))
@@ -107,7 +107,7 @@ def saves(training: tinker.TrainingClient, rounds: int) -> Times:
 
 
 def through_the_sdk(config: BackendConfig, rank: int, rounds: int, scratch: Path) -> None:
-    """From a server of its own."""
+    """Time the whole through a server of its own."""
     server = Server(scratch / "data", {NAME: Path(config.models[NAME])}, "--device", config.device).start()
     try:
         times = saves(server.client().create_lora_training_client(NAME, rank=rank).result(), rounds)

@@ -34,7 +34,7 @@ def p50_ms(times_s: list[float]) -> float:
 
 
 def bare_training(model_dir: Path, rounds: int) -> dict[str, float]:
-    """p50 in ms of the torch calls behind each operation; the packed row is what the server computes too."""
+    """Return the p50 in ms of the torch calls behind each operation, on the same packed microbatch as the server's."""
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model_dir),
         LoraConfig(r=8, lora_alpha=32, target_modules=r".*(\.(q|k|v|o|gate|up|down)_proj|lm_head)"),
@@ -70,7 +70,7 @@ def bare_training(model_dir: Path, rounds: int) -> dict[str, float]:
 
 
 async def bare_sampling(model_dir: Path, rounds: int) -> float:
-    """p50 in ms of one sequence of 32 tokens from AsyncLLM, its engine in a child process as the server's."""
+    """Return the p50 in ms of one sequence of 32 tokens from AsyncLLM, with its engine in a child process."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
@@ -103,7 +103,7 @@ async def bare_sampling(model_dir: Path, rounds: int) -> float:
 
 
 def through_the_sdk(server: Server, rounds: int) -> dict[str, float]:
-    """p50 in ms from the call to the result in hand."""
+    """Return the p50 in ms from the call to the result."""
     service = server.client()
     training = service.create_lora_training_client("bench/tiny-text", rank=8).result()
     sampling = service.create_sampling_client(base_model="bench/tiny-text").result()

@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 class Memory:
-    """What each process below one holds: first, and at most."""
+    """Memory of each descendant of a process: at first, and at most."""
 
     def __init__(self, root: psutil.Process) -> None:
         self._processes = [root, *root.children(recursive=True)]
@@ -59,7 +59,7 @@ class Memory:
 
 
 async def score(server: Server, prompts: Sequence[types.ModelInput]) -> None:
-    """Prints how long it took, and how many were answered."""
+    """Print the time that it took and the number of answers."""
     sampler = await server.client().create_sampling_client(base_model=TINY_VL)
     one_token = types.SamplingParams(max_tokens=1, temperature=0)
 

@@ -1,4 +1,4 @@
-"""What restoring models costs while nothing dies, and how long it takes when the trainer does, on the CPU.
+"""Cost of being able to restore models, and the time of a restore after the trainer dies, on the CPU.
 
     python benchmarks/recovery.py [--rounds 5] [--steps 20] [--disk-only]
 
@@ -57,7 +57,7 @@ class Work:
 
 
 async def log_bytes(num_steps: int) -> int:
-    """On disk for so many batches and steps, with no snapshot."""
+    """Return the log's bytes on disk for a number of batches and steps, without a snapshot."""
     photos = [ImageChunk(data=photo.jpeg, format="jpeg") for photo in photographs("train", 64)]
     targets = {"target_tokens": np.ones(1, np.int64)}
     data = [Datum(model_input=ModelInput(chunks=[photo]), loss_fn_inputs=targets) for photo in photos]
@@ -77,7 +77,7 @@ async def log_bytes(num_steps: int) -> int:
 
 
 async def measure_disk(num_steps: int) -> None:
-    """With images once, and with each in every body that has it."""
+    """Measure the log with each image stored once, and with it in every body."""
     once = await log_bytes(num_steps)
     submission.SMALLEST_IMAGE_BYTES = 1 << 40
     in_bodies = await log_bytes(num_steps)

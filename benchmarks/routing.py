@@ -1,4 +1,4 @@
-"""How far rounding sends tokens to other experts, and what that does to log probabilities, in the trainer and sampler.
+"""Tokens that rounding sends to other experts in trainer and sampler, and the effect on log probabilities.
 
     python benchmarks/routing.py [--model DIRECTORY] [--device auto] [--samples 32] [--tokens 64]
 
@@ -34,14 +34,14 @@ from tests.trainers import OWNER, forward_backward, perturb
 from tests.trainers import config as trainer_config
 
 PROMPT = 16
-"""Random tokens of a sample before those that are drawn."""
+"""Random tokens of a sample's prompt."""
 NAME = "m"
 Dtype = Literal["float32", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 
 
 class Drawn:
-    """A prompt and what was drawn after it."""
+    """A prompt and its sampled continuation."""
 
     def __init__(self, prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         self.token_ids_T = np.concatenate([prompt, tokens]).astype(np.int64)
@@ -49,7 +49,7 @@ class Drawn:
 
     @property
     def datum(self) -> Datum:
-        """To be scored."""
+        """Make the datum that is scored."""
         ids = self.token_ids_T
         text = ModelInput(chunks=[EncodedTextChunk(tokens=ids[:-1].astype(np.int32))])
         return Datum(
@@ -58,7 +58,7 @@ class Drawn:
 
 
 class Trained:
-    """A trainer with one model, whose choice of experts is noted."""
+    """A trainer with one model, whose choice of experts is recorded."""
 
     def __init__(self, source: Path, dtype: Dtype, device: Device, routing_dir: Path | None) -> None:
         config = replace(trainer_config(source, max_context_length=4096), dtype=dtype, device=device)
@@ -70,7 +70,7 @@ class Trained:
             router.register_forward_hook(lambda _, inputs, output: self._chosen.append(output[2]))
 
     def score(self, drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
-        """Log probabilities of what was drawn, and the experts [L, T, K] that the routers would choose for all."""
+        """Return the log probabilities of the sampled tokens, and the experts [L, T, K] that the routers choose."""
         self._chosen.clear()
         output = forward_backward(self.rank, NAME, cross_entropy([drawn.datum]), False)
         assert output is not None
@@ -87,7 +87,7 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 async def draw(
     source: Path, dtype: Dtype, device: Device, num: int, length: int, weights: Path, routing_dir: Path
 ) -> list[Drawn]:
-    """The engine's samples of the saved weights."""
+    """Sample from the saved weights."""
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, 256, PROMPT) for _ in range(num)]
     inputs = [ModelInput(chunks=[EncodedTextChunk(tokens=prompt.astype(np.int32))]) for prompt in prompts]
@@ -130,14 +130,14 @@ def compare(source: Path, scratch: Path, device: Device, num: int, length: int) 
 
 
 def _sampled(routing_dir: Path, drawn: Drawn) -> np.ndarray:
-    """[L, T, K], the sampler's experts."""
+    """Return the sampler's experts, [L, T, K]."""
     experts_TLK = read_routing(routing_dir, routing_name(OWNER, NAME, Rendered(drawn.token_ids_T[:-1], [], [])))
     assert experts_TLK is not None
     return experts_TLK.transpose(1, 0, 2)
 
 
 def _elsewhere(one_LTK: np.ndarray, other_LTK: np.ndarray) -> np.ndarray:
-    """Of each token and layer, whether the sets of experts differ. `other_LTK` has layers without experts too."""
+    """Return whether the sets of experts differ, by layer and token. `other_LTK` has layers without experts too."""
     other_LTK = other_LTK[len(other_LTK) - len(one_LTK) :]
     is_other: np.ndarray = (np.sort(one_LTK, -1) != np.sort(other_LTK, -1)).any(-1)
     return is_other.ravel()

@@ -39,7 +39,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
-    """Random and small, on every linear of the decoder's layers."""
+    """Make a small random adapter on every linear of the decoder's layers."""
     config, generator = model.renderer.config.get_text_config(), torch.Generator().manual_seed(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
@@ -58,7 +58,7 @@ def make_adapter(directory: Path, model: LocalModel, seed: int) -> Path:
 
 
 class Round:
-    """What is drawn: `groups` prompts, each `size` times."""
+    """The samples of one round: `groups` prompts, each `size` times."""
 
     def __init__(self, groups: int, size: int, num_tokens: int, adapters: list[Path]) -> None:
         random = np.random.default_rng(0)
@@ -79,23 +79,23 @@ class Bare:
 
         from backends.sampler.engine import engine_args
 
-        self._needs_fixes = config.device == "cpu"
+        self._needs_patches = config.device == "cpu"
         arguments = engine_args(config, model.renderer.family.vision)
-        if not self._needs_fixes:  # nothing of ours is inside, and graphs are those by which it then decodes fastest
+        if not self._needs_patches:  # nothing of ours is inside, and graphs are those by which it then decodes fastest
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-            arguments = replace(arguments, worker_extension_cls="", compilation_config=graphs)
+            arguments = replace(arguments, worker_cls="auto", compilation_config=graphs)
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._request = LoRARequest
         self._adapters: dict[Path, LoRARequest] = {}
         self._count = 0
 
     async def start(self) -> None:
-        """On CPU vLLM's own LoRA kernels are wrong in mixed batches, and slow: there both sides have ours."""
-        if self._needs_fixes:
-            await self._engine.collective_rpc("install_fixes", args=([], True))
+        """Start the engine. On CPU both sides have our LoRA kernels: vLLM's are slow, and wrong in mixed batches."""
+        if self._needs_patches:
+            await self._engine.collective_rpc("patch_runner", args=([], True))
 
     async def draw(self, work: Round) -> None:
-        """As the bare engine is used best: one request a sample, outputs at the end, log probabilities flat."""
+        """Sample in the bare engine's fastest way: one request per sample, outputs at the end, flat logprobs."""
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -163,7 +163,7 @@ async def compare(bare: Bare, ours: Ours, work: Round, rounds: int) -> None:
 
 
 async def profiled(config: ModelSpec, work: Round, rounds: int, file: Path) -> None:
-    """Our process's part in this process, where it can be watched."""
+    """Run our process's part in this process, where it can be profiled."""
     from backends.sampler.process import SamplerProcess
 
     process = await SamplerProcess.start(config)

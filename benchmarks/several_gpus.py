@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 async def seconds(source: Path, num_ranks: int) -> dict[str, float]:
-    """The best of two, after one more."""
+    """Return the best of two runs, after a warm-up."""
     random = np.random.default_rng(0)
     client = TrainerClient(make_config(source, 120 * GIB, num_ranks))
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What open pages of the dashboard take from a run that trains, in turns of watched and unwatched steps.
+"""Slow-down of a training run by open pages of the dashboard, in alternating watched and unwatched steps.
 
     python benchmarks/watched_training.py [--turns 4] [--steps 60] [--pages 2]
 
@@ -36,7 +36,7 @@ PARTS = ("summary", "operations", "checkpoints", "curves.json")
 
 
 def main() -> None:
-    """Both kinds of turns, and their ratio."""
+    """Measure watched and unwatched steps, and print their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(server: Server, num_turns: int, num_steps: int, num_pages: int) -> None:
-    """Steps of one run; the first turn warms up."""
+    """Time the steps of one run; the first turn is a warm-up."""
     training = server.client().create_lora_training_client("tiny", rank=8)
     url = f"{server.base_url}/runs/{training.get_info().model_id}"
     renderer = make_renderer(MODEL)
@@ -86,13 +86,13 @@ def measure(server: Server, num_turns: int, num_steps: int, num_pages: int) -> N
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Seconds that a process has computed."""
+    """Return the CPU seconds of a process."""
     used = process.cpu_times()
     return used.user + used.system
 
 
 def step(training: tinker.TrainingClient, data: list[types.Datum]) -> float:
-    """Seconds of a forward_backward and its optim_step."""
+    """Return the seconds of a forward_backward and its optim_step."""
     began = time.perf_counter()
     passed = training.forward_backward(data, "cross_entropy")
     stepped = training.optim_step(types.AdamParams(learning_rate=1e-4))
@@ -102,14 +102,14 @@ def step(training: tinker.TrainingClient, data: list[types.Datum]) -> float:
 
 
 def batch(number: int, renderer: Renderer) -> list[types.Datum]:
-    """Photographs and a few tokens after each."""
+    """Make photographs with a few tokens after each."""
     photos = photographs("train", BATCH * (number + 1))[-BATCH:]
     inputs = [prompt(ImageChunk(data=photo.jpeg, format="jpeg"), words(8)) for photo in photos]
     return [sdk_datum(datum(one, renderer)) for one in inputs]
 
 
 class Pages:
-    """So many open pages, from the first answer of each until the end of the block."""
+    """A number of open pages, from the first answer of each until the end of the block."""
 
     def __init__(self, base_url: str, url: str, number: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -134,17 +134,17 @@ class Pages:
             process.join(30)
 
     def num_asked(self) -> int:
-        """Requests of all pages."""
+        """Return the number of requests of all pages."""
         return sum(count.value for count in self._counts)
 
     def cpu_s(self) -> float:
-        """What the processes of all pages have computed since their first answers."""
+        """Return the CPU seconds of all pages' processes since their first answers."""
         total: float = sum(value.value for value in self._computed)
         return total
 
 
 def watch(base_url: str, url: str, ended: Event, count: "Synchronized[int]", computed_s: "Synchronized[float]") -> None:
-    """What the page of a run does in a browser."""
+    """Request the same as the page of a run does in a browser."""
     begun_s = 0.0
     with httpx.Client(timeout=60) as client, client.stream("GET", f"{base_url}/live") as events:
         for line in itertools.chain(["event: changed"], events.iter_lines()):

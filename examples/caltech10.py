@@ -1,6 +1,6 @@
 """The photographs of caltech10.zip and the conversation about them, in the types of the tinker SDK.
 
-Knows the dataset, a tokenizer and an image processor; knows no server.
+It needs the dataset, a tokenizer and an image processor, but no server.
 """
 
 import io
@@ -93,7 +93,7 @@ class Conversation:
         answer = self._encode(f"{ANSWER_START} {photo.label}<|im_end|>")
         question = self._input(photo, [])
         asked = question.length - 1  # position i predicts token i + 1
-        # What is asked for at image positions is of no account: their weight is 0.
+        # Targets at image positions have no effect: their weight is 0.
         targets = np.array([0] * asked + answer, dtype=np.int64)
         weights = np.array([0] * asked + [1] * len(answer), dtype=np.float32)
         return types.Datum(

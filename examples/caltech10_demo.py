@@ -40,7 +40,7 @@ NOTICE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What the client asks of the server."""
+    """Sizes and rates of the client's requests."""
 
     model_name: str
     steps: int
@@ -55,7 +55,7 @@ class Plan:
 
 
 def mean_loss(batch: list[types.Datum], output: types.ForwardBackwardOutput) -> float:
-    """Nats per answer token, from the log-probabilities that the server returns."""
+    """Return the nats per answer token, from the log probabilities that the server returns."""
     loss = weight = 0.0
     for datum, result in zip(batch, output.loss_fn_outputs, strict=True):
         weights = datum.loss_fn_inputs["weights"].to_numpy()
@@ -96,7 +96,7 @@ async def train(
     report: Report,
     progress: Progress,
 ) -> None:
-    """Every step is submitted before the one ahead of it is awaited, so the server never waits for us."""
+    """Train. Each step is submitted before the previous one is awaited, so the server never waits for the client."""
     curve_steps = {plan.steps * quarter // 4 for quarter in (1, 2, 3)}
     started = time.monotonic()
     bar = progress.add_task("training", total=plan.steps)
@@ -128,7 +128,7 @@ async def train(
 
 
 async def teach(base_url: str, plan: Plan, conversation: Conversation, report: Report, console: Console) -> None:
-    """The whole client side; it would be the same against any server of this API."""
+    """Run the whole client side, which is the same with any server of this API."""
     photos, held_out = load_photos("train"), load_photos("test")
     service = tinker.ServiceClient(base_url=base_url, api_key="tml-demo")
     client = await service.create_lora_training_client(base_model=plan.model_name, rank=RANK, seed=plan.seed)

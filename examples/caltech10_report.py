@@ -1,4 +1,4 @@
-"""What the demo leaves behind: a table on the screen, metrics as JSON lines, curves as a picture."""
+"""Output of the demo: a table on the screen, metrics as JSON lines, curves as a picture."""
 
 import json
 from collections import defaultdict
@@ -33,7 +33,7 @@ class Evaluation:
     """By class."""
     asked: dict[str, int]
     time_s: float
-    """How long it took."""
+    """Seconds that it took."""
 
     @property
     def accuracy(self) -> float:

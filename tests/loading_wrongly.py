@@ -6,14 +6,14 @@ from typing import Any
 from torch import Tensor
 from vllm.lora.layers import FusedMoEWithLoRA
 
-from backends.sampler.vllm_patches.install import WorkerExtension
+from backends.sampler.vllm_patches.worker import Worker
 
 Halves = Tensor | list[Tensor | None]
 Fill = Callable[[int, Halves, Halves], None]
 
 
-class LoadsWrongly(WorkerExtension):
-    """Methods added to vLLM's worker, named in `worker_extension_cls`."""
+class LoadsWrongly(Worker):
+    """Named in the engine argument `worker_cls`."""
 
     def fill_wrongly(self, how: str, part_of_name: str, times: int) -> list[str]:
         """The next fillings of a slot go wrong, in each module with such a name; gives their names."""

@@ -23,13 +23,13 @@ async def running_engine(source: Path, renderer: Renderer, scratch: Path) -> Asy
     """With two slots, of a decoder, its head and a vision tower."""
     wanted = replace(sampler_config(source, scratch), dtype="bfloat16", adapter_slots=1, trains_vision=True)
     arguments = engine_args(wanted, renderer.family.vision)
-    arguments.worker_extension_cls = "tests.loading_wrongly.LoadsWrongly"
+    arguments.worker_cls = "tests.loading_wrongly.LoadsWrongly"
     with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         running = AsyncLLM.from_engine_args(arguments)
-    await running.collective_rpc("install_fixes", args=(sorted(renderer.family.placeholders), True))
+    await running.collective_rpc("patch_runner", args=(sorted(renderer.family.placeholders), True))
     yield running
     running.shutdown()
 

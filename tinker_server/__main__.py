@@ -18,7 +18,7 @@ from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
-from tinker_server.commands.status import fetched
+from tinker_server.commands.status import fetch_tables
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed, Superseded
 from tinker_server.observability import log_config, progress
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serve until told to stop, or change the API keys.
+    """Run one command of the command line.
 
-    Exit codes: 0 stopped or done, 2 could not start, do it or go on, 130 interrupted at start.
+    Exit codes: 0 stopped or done, 2 the command or the server failed, 130 interrupted at start.
     """
     log_config.configure()
     try:
@@ -40,15 +40,15 @@ def main() -> int:
             change_keys(arguments)
             return 0
         if arguments.command == "status":
-            show(fetched(arguments.url, arguments.key))
+            show(fetch_tables(arguments.url, arguments.key))
             return 0
         settings = read_settings(arguments)
         if arguments.command != "serve":
-            return asked(arguments, settings)
+            return run_once(arguments, settings)
         raise_file_limit()
         listener = listen(settings.host, settings.port)
         require_keys_beyond_loopback(settings, listener)
-        # uvloop when it is there; asyncio.run takes no loop factory before Python 3.12
+        # asyncio.run accepts no loop factory before Python 3.12
         with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(settings, listener))
     except (StartFailed, BackendFailed, Superseded) as error:
@@ -59,8 +59,8 @@ def main() -> int:
     return 0
 
 
-def asked(arguments: argparse.Namespace, settings: Settings) -> int:
-    """What is asked about the machine, or done to the data directory. Raises StartFailed, BackendFailed."""
+def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
+    """Run doctor, backup or restore. Raises StartFailed, BackendFailed."""
     if arguments.command == "doctor":
         examine(settings.resolved_backend())
         return 0
@@ -71,15 +71,15 @@ def asked(arguments: argparse.Namespace, settings: Settings) -> int:
 
 
 def raise_file_limit() -> None:
-    """Every held poll is an open connection, and there may be thousands."""
+    """Raise the limit of open files: each held poll is a connection, and there may be thousands."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, before the models are loaded: a port in use is told at once.
+    """Return a listening socket. It is made before the models are loaded, so that a port in use is reported at once.
 
-    A socket that is merely bound lets another server bind the same port. Clients that connect early wait.
+    A socket that is only bound lets another server bind the same port. Clients that connect early wait.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -95,7 +95,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) -> None:
-    """Without keys everybody who reaches the server is let in. Raises StartFailed."""
+    """Refuse to listen beyond loopback without keys, since every request is then accepted. Raises StartFailed."""
     path = settings.resolved_keys_file()
     if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback and not keys.read(path):
         raise StartFailed(
@@ -105,7 +105,7 @@ def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) ->
 
 
 def loop_factory() -> Any:
-    """uvloop's event loop where it is installed; None stands for asyncio's own."""
+    """Return uvloop's event loop if it is installed; None stands for asyncio's own."""
     try:
         import uvloop
     except ImportError:
@@ -114,7 +114,7 @@ def loop_factory() -> Any:
 
 
 async def serve(settings: Settings, listener: socket.socket) -> None:
-    """Load the models, serve, and on the first SIGINT or SIGTERM drain and stop."""
+    """Load the models and serve. The first SIGINT or SIGTERM drains and stops."""
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
 
@@ -123,7 +123,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             loop.add_signal_handler(number, act)
 
     def interrupt() -> None:
-        on_signal(lambda: log.info("stopping already"))  # a second cancellation would cut the clean-up short
+        on_signal(lambda: log.info("already stopping"))  # a second cancellation would cut the clean-up short
         this.cancel()
 
     on_signal(interrupt)
@@ -137,7 +137,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             on_signal(lambda: server.handle_exit(signal.SIGINT, None))
             await server.serve(sockets=[listener])
             log.info("stopping")
-            app.state.services.storage.require_lease()  # stopped by itself, and not as it was told
+            app.state.services.storage.require_lease()  # raises if a lost lease, not a signal, stopped it
         log.info("stopped")
 
 

@@ -1,4 +1,4 @@
-"""The application: builds everything in its lifespan, in the order it depends on each other."""
+"""The application: its lifespan builds all services in the order of their dependencies."""
 
 import asyncio
 import contextlib
@@ -66,15 +66,15 @@ from tinker_server.weights.saving import Saving
 
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
 REPLAY_S = 120.0
-"""Of a trainer's work, after which a model's snapshot is taken: so long it takes at most to run its log again."""
+"""Trainer seconds after which a model's snapshot is taken, which bounds the time that its log replay takes."""
 INTERRUPTED_S = 20.0
-"""Of running a log again, after which one is taken too: so much is lost at most where that is interrupted."""
+"""Seconds of a log replay after which a snapshot is taken too, which bounds what an interruption loses."""
 RECENT_RESULTS_BYTES = 64 << 20
-"""Results kept in memory, the newest; the others are read from the database."""
+"""Bytes of the newest results cached in memory; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
-"""An owner's samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
+"""Bounds on an owner's samples in flight: sequences per decoding slot, and bytes as a multiple of max_body_bytes."""
 QUEUED_BODIES = 4
-"""An owner's training requests that wait are bound to so many of the largest bodies; beyond it, 429."""
+"""Bound on the bytes of an owner's queued training requests, as a multiple of max_body_bytes; beyond it, 429."""
 
 
 def create_app(
@@ -83,10 +83,8 @@ def create_app(
     clock: Callable[[], float] | None = None,
     on_loading: OnLoading = ignore_loading,
 ) -> FastAPI:
-    """The server; without a `backend`, the one that the settings describe is made and loaded, and `on_loading` gets how
-    far that is.
-
-    `clock` says how old things are, in Unix seconds; without one, the machine's does, where it is not set ahead.
+    """Create the server. Without a `backend`, the one in the settings is built and loaded, and `on_loading` gets its
+    progress. `clock` returns Unix seconds; without one, the machine's clock is used, unless it is set ahead.
     """
 
     @asynccontextmanager
@@ -97,7 +95,7 @@ def create_app(
     app = FastAPI(title="tinker-server", lifespan=lifespan, dependencies=[Depends(storable_parameters)])
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, host=settings.host)
-    app.add_middleware(Measured)  # the last one added is the first one asked
+    app.add_middleware(Measured)  # the last one added runs first
     install(app)
     api = APIRouter(prefix="/api/v1")
     for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
@@ -119,7 +117,7 @@ async def serving(
     clock: Callable[[], float] | None = None,
     on_loading: OnLoading = ignore_loading,
 ) -> AsyncIterator[Services]:
-    """All services, from an open database and loaded models to the end of the last child process.
+    """Run all services, from an open database and loaded models to the end of the last child process.
 
     Raises StartFailed, BackendFailed.
     """
@@ -149,7 +147,7 @@ def _described_backend(settings: Settings, on_loading: OnLoading) -> Backend:
 def build_services(
     settings: Settings, db: Database, backend: Backend, tracing: Tracing, clock: Callable[[], float]
 ) -> Services:
-    """The services on an open database and loaded models; nothing runs yet."""
+    """Build the services on an open database and loaded models; nothing runs yet."""
     storage = Storage(settings.data_dir, db)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
@@ -157,7 +155,7 @@ def build_services(
     bases, replay = BaseModels(backend.models), LogReplay(futures, checkpoints, storage)
     snapshots = Snapshots(SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S, INTERRUPTED_S))
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
-    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, noted=futures.changes.note)
+    keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     executors = Executors(
         Training(keys, bases, checkpoints, storage, usage),
         Saving(bases, checkpoints, samplers, storage, usage, audit),
@@ -215,14 +213,14 @@ def _periods(settings: Settings) -> Periods:
 
 
 async def _saved(save: Callable[[], Awaitable[None]]) -> None:
-    """Write what was counted, unless the database is another server's now."""
+    """Save values from memory, unless another server has taken the database."""
     with contextlib.suppress(Superseded):
         await save()
 
 
 @asynccontextmanager
 async def working(services: Services) -> AsyncIterator[None]:
-    """Takes up what a former server left unfinished, keeps house meanwhile, and saves at the end what is in memory."""
+    """Resume a former server's unfinished operations, run housekeeping, and at the end save the values in memory."""
     async with AsyncExitStack() as stack:
         unfinished = await services.futures.start()
         await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})

@@ -1,4 +1,4 @@
-"""What the command line says: settings to serve with, or a change of the API keys."""
+"""Parser of the command line: settings to serve with, commands for operators, and changes of the API keys."""
 
 import argparse
 import re
@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line. Ends the process with code 2 where it is wrong."""
+    """Parse the command line. Exits with code 2 if it is invalid."""
     return _parser().parse_args(arguments)
 
 
@@ -38,47 +38,47 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=SOURCE",
         help=f"serve a base model, a directory or a hub id, under a name; may be repeated; {TINY_VL} needs no source",
     )
-    models.add_argument("--device", choices=["auto", "cpu", "cuda"], help="where to compute (auto)")
+    models.add_argument("--device", choices=["auto", "cpu", "cuda"], help="device to compute on (auto)")
     models.add_argument("--ranks", type=int, help="trainer processes per base model (1)")
     models.add_argument(
         "--train-vision", action="store_true", default=None, help="models train the vision tower too (they do not)"
     )
-    routing_help = "mixtures train on their samples by the experts that the sampler chose (by the trainer's)"
+    routing_help = "mixtures of experts train on samples with the sampler's choice of experts (the trainer's own)"
     models.add_argument("--replay-routing", action="store_true", default=None, help=routing_help)
-    full_help = "train all weights of a base instead of adapters, of one model at a time"
+    full_help = "train all weights instead of adapters, one model at a time on each base"
     models.add_argument("--full", action="store_true", default=None, help=full_help)
     commands = parser.add_subparsers(dest="command", required=True)
     serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
-    serving.add_argument("--host", help="address to listen on (127.0.0.1); any other needs API keys")
+    serving.add_argument("--host", help="address to listen on (127.0.0.1); addresses beyond loopback need API keys")
     serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
-    keys_help = "add, list and remove API keys; a running server takes note"
+    keys_help = "add, list and remove API keys; a running server reads the change"
     actions = commands.add_parser("keys", help=keys_help).add_subparsers(dest="action", required=True)
-    adding = actions.add_parser("add", parents=[common], help="make a key and print it: it is shown only now")
-    removing = actions.add_parser("remove", parents=[common], help="forget all keys of a name; what they own stays")
+    adding = actions.add_parser("add", parents=[common], help="create a key and print it; it is shown only once")
+    removing = actions.add_parser("remove", parents=[common], help="remove all keys of a name; its data stay")
     for action in (adding, removing):
-        action.add_argument("name", help="who the key speaks for, and who owns what is made with it")
-    actions.add_parser("list", parents=[common], help="the names, and how many keys each has")
+        action.add_argument("name", help="owner of everything that is created with the key")
+    actions.add_parser("list", parents=[common], help="list the names and the number of their keys")
     _add_operators(commands, common, [database, models])
-    shtab.add_argument_to(parser, "--print-completion", help="print what a shell needs to complete this command")
+    shtab.add_argument_to(parser, "--print-completion", help="print a completion script for a shell")
     return parser
 
 
 def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
-    """What is asked beside serving."""
+    """Add the commands for operators: status, doctor, backup, restore."""
     asking = commands.add_parser("status", help="show a running server's runs, queue and memory")
-    asking.add_argument("--url", default="http://127.0.0.1:8000", help="where it answers (http://127.0.0.1:8000)")
-    asking.add_argument("--key", default="tml-local", help="an API key, whose runs are shown (tml-local)")
-    commands.add_parser("doctor", parents=[common, *served], help="say what this machine can serve; loads nothing")
+    asking.add_argument("--url", default="http://127.0.0.1:8000", help="its address (http://127.0.0.1:8000)")
+    asking.add_argument("--key", default="tml-local", help="API key whose runs are shown (tml-local)")
+    commands.add_parser("doctor", parents=[common, *served], help="report what this machine can serve; loads nothing")
     for name, text in (
-        ("backup", "copy database and weights into a new directory; a server may run"),
-        ("restore", "make an empty data directory and database what a backup holds"),
+        ("backup", "copy database and weights into a new directory, also while a server runs"),
+        ("restore", "copy a backup into an empty data directory and database"),
     ):
         one = commands.add_parser(name, parents=[common, served[0]], help=text)
-        one.add_argument("directory", type=Path, help="of the backup")
+        one.add_argument("directory", type=Path, help="directory of the backup")
 
 
 def change_keys(arguments: argparse.Namespace) -> None:
-    """What `tinker-server keys` does. Raises StartFailed."""
+    """Run `tinker-server keys`. Raises StartFailed."""
     given = {name: value for name in ("data_dir", "keys_file") if (value := getattr(arguments, name)) is not None}
     path = Settings(**given).resolved_keys_file()
     try:
@@ -98,7 +98,7 @@ def change_keys(arguments: argparse.Namespace) -> None:
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """The environment's settings with the command line's in their place. Raises StartFailed."""
+    """Read the environment's settings and override them by the command line's. Raises StartFailed."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     try:
         settings = Settings()
@@ -116,7 +116,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def split_model(text: str) -> tuple[str, str]:
-    """Public name and source of `NAME=SOURCE`, or of a model that comes with the server. Raises StartFailed."""
+    """Split `NAME=SOURCE`, or look up a model that comes with the server. Raises StartFailed."""
     if text in DIRECTORIES:
         return text, str(DIRECTORIES[text])
     name, separator, source = text.partition("=")
@@ -126,7 +126,7 @@ def split_model(text: str) -> tuple[str, str]:
 
 
 def checked_models(models: dict[str, str]) -> dict[str, str]:
-    """Name to absolute directory or hub id. Raises StartFailed where there is neither, or no model at all."""
+    """Map each name to an absolute directory or hub id. Raises StartFailed if it is neither, or no model is given."""
     if not models:
         raise StartFailed(
             f"no models to serve: give --model NAME=DIRECTORY or NAME=HUB_ID, or --model {TINY_VL} for the small one"

@@ -1,19 +1,19 @@
-"""Every refusal, with its HTTP status and its category in a failed future.
+"""Errors of the server, each with its HTTP status and its category in a failed future.
 
 TinkerServerError
 ├── Unauthenticated 401, BadRequest (BadField) 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400
 ├── OtherBaseModel 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
 ├── ForeignHost 403, KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
-├── Unsupported 400: only in futures, where a lasting refusal must not cost the model a number
+├── Unsupported 400: only in futures, so that a permanent refusal does not use up the model's sequence number
 ├── LostModel 500: only in futures
 ├── ResultTooLarge, GradientIncomplete 400: only in futures
-├── Busy 429: for what an owner may have waiting at once; its clients wait and try again
+├── Busy 429: an owner has too much in flight; its clients wait and retry
 ├── Cancelled 410: only in futures of samples
-├── ChatFailed 500: only of the chat endpoints
+├── ChatFailed 500: only from the chat endpoints
 └── DatabaseUnavailable (DiskFull, Superseded), ShuttingDown 503
 
-The SDK retries 408, 409, 429 and 5xx for five minutes, so no lasting refusal has one of these.
+The SDK retries 408, 409, 429 and 5xx for five minutes, so no permanent refusal has one of these.
 """
 
 import logging
@@ -25,34 +25,34 @@ from backends.protocol import BackendFailed, InvalidInput, ModelLost
 
 log = logging.getLogger(__name__)
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s'\"/:,;()]+/)*[^\s'\"/:,;()]+")
-"""A path of this machine, which is nobody else's business. A tinker:// path is none."""
+"""A path on this machine, which clients must not see. A tinker:// path does not match."""
 
 
 class StartFailed(Exception):
-    """The server cannot start. The text is one line for the operator."""
+    """The server or a command cannot start. The text is one line for the operator."""
 
 
 class TinkerServerError(Exception):
-    """The server could not do it."""
+    """The request or operation failed."""
 
     status: int = 500
     category: str = "server"
 
 
 class Unauthenticated(TinkerServerError):
-    """The request has no API key, or one that is not known."""
+    """The request has no API key, or an unknown one."""
 
     status, category = 401, "user"
 
 
 class BadRequest(TinkerServerError):
-    """The request is malformed, or asks for something this server does not have."""
+    """The request is malformed, or asks for something that this server lacks."""
 
     status, category = 400, "user"
 
 
 class BadField(BadRequest):
-    """A field of a chat request is not what it should be, or is not supported."""
+    """A field of a chat request is invalid or not supported."""
 
     def __init__(self, text: str, field: str | None = None) -> None:
         super().__init__(text)
@@ -60,15 +60,15 @@ class BadField(BadRequest):
 
 
 class SequenceConflict(BadRequest):
-    """Another operation was sent under this number before."""
+    """A different operation was sent with this sequence number before."""
 
 
 class ModelIdTaken(BadRequest):
-    """The place (session_id, model_seq_id) has a model or a copy of weights already."""
+    """The id (session_id, model_seq_id) already belongs to a model or a copy of weights."""
 
 
 class Unsupported(BadRequest):
-    """The operation cannot be done as it was asked."""
+    """The server does not support the operation with these arguments."""
 
 
 class ResultTooLarge(BadRequest):
@@ -76,11 +76,11 @@ class ResultTooLarge(BadRequest):
 
 
 class GradientIncomplete(BadRequest):
-    """A part of the gradient is missing, so it is not applied."""
+    """A part of the accumulated gradient is missing, so it is not applied."""
 
 
 class BodyTooLarge(TinkerServerError):
-    """The request's body is larger than the server takes."""
+    """The request's body is larger than the server accepts."""
 
     status, category = 413, "user"
 
@@ -104,7 +104,7 @@ class UnknownBaseModel(TinkerServerError):
 
 
 class OtherBaseModel(BadRequest):
-    """What is asked for was made on other weights than those served under the base model's name now."""
+    """The requested weights were made on a different base than the one now served under its name."""
 
 
 class UnknownSampler(TinkerServerError):
@@ -114,7 +114,7 @@ class UnknownSampler(TinkerServerError):
 
 
 class UnknownCheckpoint(TinkerServerError):
-    """The tinker:// path names no weights held here."""
+    """The tinker:// path names no weights of this server."""
 
     status, category = 404, "user"
 
@@ -132,41 +132,41 @@ class LinkRefused(TinkerServerError):
 
 
 class ForeignHost(TinkerServerError):
-    """The request came under a foreign name while the server has no keys."""
+    """The request has a foreign host name, while the server has no keys."""
 
     status, category = 403, "user"
 
 
 class KeysReadOnly(TinkerServerError):
-    """The keys file is not the server's to write."""
+    """The server may not write the keys file."""
 
     status, category = 403, "user"
 
 
 class SessionFinished(TinkerServerError):
-    """The session was finished; it takes no new work."""
+    """The session is finished and accepts no new work."""
 
     status, category = 403, "user"
 
 
 class HeartbeatEnded(TinkerServerError):
-    """The session was finished; heartbeats can stop."""
+    """The session is finished, so heartbeats can stop."""
 
     status, category = 410, "user"
 
 
 class ResultExpired(TinkerServerError):
-    """The result was kept for its time and is gone."""
+    """The result is past its retention time and was deleted."""
 
     status, category = 410, "server"
 
 
 class LostModel(TinkerServerError):
-    """The model is no longer in memory: the process that held it has ended."""
+    """The model is no longer in memory, since the process that held it ended."""
 
 
 class Busy(TinkerServerError):
-    """Too much is in flight; the same request succeeds a little later."""
+    """Too much is in flight; the same request succeeds later."""
 
     status, category = 429, "server"
 
@@ -178,7 +178,7 @@ class Cancelled(TinkerServerError):
 
 
 class ChatFailed(TinkerServerError):
-    """The sampler could not answer a chat; the request was not at fault."""
+    """The sampler could not answer a chat; the request is not at fault."""
 
 
 class DatabaseUnavailable(TinkerServerError):
@@ -188,11 +188,11 @@ class DatabaseUnavailable(TinkerServerError):
 
 
 class DiskFull(DatabaseUnavailable):
-    """The data directory has no room left, or cannot be written."""
+    """The data directory is full or cannot be written."""
 
 
 class Superseded(DatabaseUnavailable):
-    """Another server has taken the database; this one stops, and writes nothing more."""
+    """Another server has taken the database's lease; this one stops and writes nothing more."""
 
 
 class ShuttingDown(TinkerServerError):
@@ -202,8 +202,11 @@ class ShuttingDown(TinkerServerError):
 
 
 def failure(error: Exception) -> FutureFailed:
-    """What a failed future says. An error nobody foresaw is logged with its traceback, and told by its type alone:
-    its text may hold paths, SQL, or what is another's."""
+    """Convert an error to the result of a failed future.
+
+    An unforeseen error is logged with its traceback. The client sees only its type, since its text may hold paths, SQL
+    or another owner's data.
+    """
     match error:
         case InvalidInput() | MalformedBody():
             return FutureFailed(error=str(error), category="user")

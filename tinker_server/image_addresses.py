@@ -1,5 +1,4 @@
-"""Images by their address: read from the directories and fetched from the hosts that the operator named, from nothing
-else."""
+"""Images by address, read only from the directories and hosts that the operator allows."""
 
 import asyncio
 import os
@@ -14,21 +13,21 @@ import httpx
 from tinker_server.errors import BadRequest
 
 READ_S = 10.0
-"""For the whole of one image."""
+"""Time limit for one image."""
 MAX_BYTES = 20 << 20
 _KINDS = {"image/png", "image/jpeg"}
 
 
 @dataclass(frozen=True)
 class ImageAddresses:
-    """Where images may come from."""
+    """Hosts and directories that images may be read from."""
 
     hosts: Sequence[str]
-    """With the port where an address has one."""
+    """Host names, with the port if an address has one."""
     directories: Sequence[Path]
 
     async def read(self, address: str) -> bytes:
-        """The file, of 20 MB at most. Raises BadRequest for what may not be read, or cannot."""
+        """Read a file of at most MAX_BYTES. Raises BadRequest if it is not allowed, or cannot be read."""
         try:
             parts = urlsplit(address)
             scheme, host, path = parts.scheme, parts.netloc.rpartition("@")[2].lower(), unquote(parts.path)
@@ -41,7 +40,7 @@ class ImageAddresses:
                 if scheme in ("", "file") and not host and (file := self._allowed(path)) is not None:
                     return await asyncio.to_thread(_read, file)
         except TimeoutError:
-            raise BadRequest(f"the image {_short(address)} was not there within {READ_S:.0f} s") from None
+            raise BadRequest(f"the image {_short(address)} was not read within {READ_S:.0f} s") from None
         except OSError as error:
             raise BadRequest(f"the image {_short(address)} cannot be read ({type(error).__name__})") from None
         raise BadRequest(
@@ -50,14 +49,14 @@ class ImageAddresses:
         )
 
     def _allowed(self, name: str) -> Path | None:
-        """Links are followed first: one that leads out of the directories is not allowed."""
+        """Resolve links, then return the path if it is within an allowed directory."""
         path = Path(os.path.realpath(name)) if name.startswith("/") and "\0" not in name else None
         roots = [directory.resolve() for directory in self.directories]
         return path if path is not None and any(path.is_relative_to(root) for root in roots) else None
 
 
 async def _fetched(address: str) -> bytes:
-    """No redirect is followed: it would lead to a host that nobody named."""
+    """Fetch an image without following redirects, which could lead to a host that is not allowed."""
     data = bytearray()
     try:
         async with (
@@ -76,7 +75,7 @@ async def _fetched(address: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    # A pipe would keep whoever opens it waiting.
+    # Opening a pipe would block.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):

@@ -1,4 +1,4 @@
-"""Fields that older SDKs send in other forms: from a JSON value to the one of today."""
+"""Conversion of fields that older SDKs send in other forms."""
 
 from typing import Any
 
@@ -6,19 +6,19 @@ _KEY_OF_CHUNK = {"data": "image", "location": "image_asset_pointer", "dmel": "dm
 
 
 def without_nulls(data: Any) -> Any:
-    """An object without its nulls: they stand for absent fields."""
+    """Remove an object's nulls, which stand for absent fields."""
     if isinstance(data, dict) and any(value is None for value in data.values()):
         return {key: value for key, value in data.items() if value is not None}
     return data
 
 
 def image_fields(data: Any) -> Any:
-    """An image chunk whose token count is named as today."""
+    """Rename the token count of an image chunk to `expected_tokens`."""
     if not isinstance(data, dict) or "tokens" not in data or "expected_tokens" in data:
         return data
     return {"expected_tokens" if key == "tokens" else key: value for key, value in data.items()}
 
 
 def chunk_type(chunk: dict[str, Any]) -> str | None:
-    """The type of a chunk that does not tell it, by its keys; None if they are of no chunk."""
+    """Infer the type of an untyped chunk from its keys; None if they match no chunk."""
     return next((kind for key, kind in _KEY_OF_CHUNK.items() if key in chunk), None)

@@ -8,7 +8,7 @@ from api_schemas.training import ForwardBackwardInput
 
 
 class ForwardRequest(Request):
-    """Compute log probabilities, and leave the gradient alone."""
+    """Compute log probabilities without changing the gradient."""
 
     type: Literal["forward"] = "forward"
     model_id: ModelId

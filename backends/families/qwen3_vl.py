@@ -26,6 +26,7 @@ from backends.families.lora_names import decoder_modules
 from backends.families.qwen_grids import Grids
 from backends.families.qwen_pictures import PictureProcessor
 from backends.families.tower_attention import use_varlen
+from backends.families.tower_patches import tower_patch
 from backends.kernels.pinned_copy import to_device
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
@@ -150,7 +151,8 @@ class Qwen3VLTower:
         self._processor, self._dtype = processor, dtype
         self._grids = Grids(model.visual)
         self._embedding = model.visual.patch_embed.proj
-        model.visual.patch_embed.forward = self._embed
+        embed = model.visual.patch_embed
+        tower_patch(embed, "forward").replace(self._embed, on=embed)
         use_varlen(model.visual)
         self._has_taps = has_taps
         self._output: type[Any]

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 
+from backends.families.tower_patches import tower_patch
+
 
 def use_varlen(tower: PreTrainedModel) -> None:
     """Have a tower's layers compute so, where the kernel takes what they compute with: FlashAttention 2
@@ -21,7 +23,7 @@ def use_varlen(tower: PreTrainedModel) -> None:
     weight = next(tower.parameters())
     if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
         for block in tower.blocks:
-            block.attn.forward = partial(_attend, block.attn)
+            tower_patch(block.attn, "forward").replace(partial(_attend, block.attn), on=block.attn)
 
 
 def _attend(

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backends.patches import Patch
+
 log = logging.getLogger(__name__)
 LONG = 4096
 """Tokens of a sample from which cuDNN is worth a call of its own."""
@@ -26,6 +28,45 @@ _BEYOND = 1e4
 """Log-sum-exp of the scores of tokens that fill up, nats: exp(score - this) is 0 in backward."""
 _TESTED_TOKENS, _CLOSE = 637, 0.02
 """Of the sample by which cuDNN is tested, which is filled up; relative distance to FlashAttention: 0.004 on an H100."""
+
+_WHY = "A private operator that is called here by position; its schema says what the arguments mean."
+OPERATORS = [
+    Patch(
+        "flash-attention",
+        "torch.ops:aten._flash_attention_forward",
+        (  # of torch 2.11, and of 2.13, which has two more arguments with defaults
+            "5867cae3eb0071ebe71250e2291396b99330845471c0246cd6315289f147c7d2",
+            "866d2453d6eb8acdd947bb16b57bceca572dcfe4f6d0db1efef9ce294f9ce36c",
+        ),
+        _WHY,
+        how="relied on",
+        device="cuda",
+    ),
+    Patch(
+        "flash-attention-backward",
+        "torch.ops:aten._flash_attention_backward",
+        "e44551bb1d16a66dce49c11d6a5f9be2bbe4a881085afbbdcb41f6aaedd82fd3",
+        _WHY,
+        how="relied on",
+        device="cuda",
+    ),
+    Patch(
+        "cudnn-attention",
+        "torch.ops:aten._scaled_dot_product_cudnn_attention",
+        "3a8a0dbb4d3628394970e385484e66dab381b400fafddacba4dad0d1a06f328a",
+        _WHY,
+        how="relied on",
+        device="cuda",
+    ),
+    Patch(
+        "cudnn-attention-backward",
+        "torch.ops:aten._scaled_dot_product_cudnn_attention_backward",
+        "493cb297834fa0baa14ac42a8e86310e9c739556d37f0edf99e39f2dd5bc18ea",
+        _WHY,
+        how="relied on",
+        device="cuda",
+    ),
+]
 
 
 class Kernel(Protocol):

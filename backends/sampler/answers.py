@@ -1,6 +1,6 @@
-"""The engine's outputs in our terms. Knows no engine.
+"""Turns the engine's outputs into answers. Knows no engine.
 
-T tokens, P prompt positions after the first, K likeliest or chosen tokens, C all of a position's columns
+T tokens, P prompt positions after the first, K likeliest or chosen tokens, C all of a position's scored tokens
 """
 
 import math
@@ -16,14 +16,14 @@ from api_schemas.inputs import TensorData
 from api_schemas.sampling import PromptAltTokens, PromptTensor, SampledSequence, SampleResponse, TopkLogprobs
 from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed, InvalidInput, PromptScores, SamplingTask
-from backends.sampler.requests import num_prompt_columns
+from backends.sampler.requests import num_scored_tokens
 
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
-"""Cells of a top-k table that hold nothing."""
+"""Fill empty cells of a top-k table."""
 
 
 def answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutput]) -> SampleResponse:
-    """The outputs of all the task's samples, in order; the first one scored the prompt.
+    """Return the answer from the outputs of all the task's samples, in order; the first one scored the prompt.
 
     Raises InvalidInput (of a base model BackendFailed) where log probabilities are not finite.
     """
@@ -34,7 +34,7 @@ def answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutp
 
 
 def diverged(error: FloatingPointError, weights: Path | None) -> Exception:
-    """What is said where log probabilities are not finite."""
+    """Return the error for log probabilities that are not finite."""
     if weights is None:
         return BackendFailed(f"{error}: the base model's own")
     return InvalidInput(
@@ -44,7 +44,7 @@ def diverged(error: FloatingPointError, weights: Path | None) -> Exception:
 
 
 def check_finite(output: RequestOutput) -> None:
-    """Of an output of a chat, with its log probabilities by token. Raises FloatingPointError as `answer` does."""
+    """Check an output of a chat, with log probabilities by token. Raises FloatingPointError as `answer` does."""
     for sequence in output.outputs:
         for token_id, step in zip(sequence.token_ids, sequence.logprobs or (), strict=True):
             if step[token_id].logprob == -math.inf:
@@ -61,10 +61,10 @@ def _check_step(step: Mapping[int, Logprob]) -> None:
 
 def _answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutput]) -> SampleResponse:
     fields: dict[str, Any] = {}
-    num_columns = num_prompt_columns(task.scores)
-    if task.scores.logprobs or num_columns:
+    num_scored = num_scored_tokens(task.scores)
+    if task.scores.logprobs or num_scored:
         length = len(rendered.token_ids_T)
-        token_ids_PC, logprobs_PC = _table(outputs[0].prompt_logprobs, 1, length, num_columns)
+        token_ids_PC, logprobs_PC = _table(outputs[0].prompt_logprobs, 1, length, num_scored)
         fields = _prompt_scores(task.scores, rendered, token_ids_PC, logprobs_PC)
     return SampleResponse(
         sequences=[_sequence(output.outputs[0], task.topk) for output in outputs],
@@ -90,7 +90,7 @@ def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
 def _prompt_scores(
     scores: PromptScores, rendered: Rendered, ids_PC: np.ndarray, logprobs_PC: np.ndarray
 ) -> dict[str, Any]:
-    """What was asked of the prompt, from columns: the token itself, the likeliest, the chosen, the drawn."""
+    """Return the requested scores, from columns: the token itself, the likeliest, the chosen, the drawn."""
     k, draws = scores.topk, ids_PC.shape[1] - scores.num_draws
     fields: dict[str, Any] = {}
     logprobs_T, topk = _token_scores(scores, rendered, ids_PC[:, : k + 1], logprobs_PC[:, : k + 1])
@@ -109,7 +109,7 @@ def _prompt_scores(
 def _token_scores(
     scores: PromptScores, rendered: Rendered, ids_PK: np.ndarray, logprobs_PK: np.ndarray
 ) -> tuple[np.ndarray, TopkLogprobs]:
-    """Log probability of each prompt token, and the likeliest at each position; images predict nothing."""
+    """Return each prompt token's log probability, and the likeliest at each position; images predict nothing."""
     length, k = len(rendered.token_ids_T), scores.topk
     logprobs_T = np.full(length, np.nan, dtype=np.float32)
     logprobs_T[1:] = logprobs_PK[:, 0]
@@ -126,7 +126,7 @@ def _token_scores(
 
 
 def _chosen(targets: TensorData, logprobs_PK: np.ndarray) -> PromptTensor:
-    """In the layout of the request, 0.0 where it holds -1."""
+    """Return the chosen tokens' scores in the layout of the request, 0.0 where it holds -1."""
     shape = list(logprobs_PK.shape)
     if targets.sparse_crow_indices is None:
         asked = targets.to_array() >= 0
@@ -138,20 +138,22 @@ def _chosen(targets: TensorData, logprobs_PK: np.ndarray) -> PromptTensor:
 
 
 def _table(flat: FlatLogprobs, start: int, end: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and log probabilities at positions start to end: the token itself, then k more of each.
-    Raises FloatingPointError for what is no log probability."""
+    """Return token ids and log probabilities at positions start to end: the token itself, then k more of each.
+
+    Raises FloatingPointError for NaN and infinity.
+    """
     shape = (end - start, k + 1)
     if len(flat) != end or len(flat.logprobs) != shape[0] * shape[1]:
         raise BackendFailed(f"the engine gave {len(flat.logprobs)} log probabilities where {shape} were due")
     token_ids = np.array(flat.token_ids, dtype=np.int32).reshape(shape)
     logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(shape)
-    if not (logprobs < np.inf).all():  # minus infinity is that of a token shut out, NaN and infinity are nobody's
+    if not (logprobs < np.inf).all():  # minus infinity is that of a token shut out
         raise FloatingPointError("log probabilities are not finite")
     return token_ids, logprobs
 
 
 def _topk(token_ids_TK: np.ndarray, logprobs_TK: np.ndarray) -> TopkLogprobs:
-    """Tokens that top_k or top_p shut out have no probability, so no cell."""
+    """Empty the cells of tokens that top_k or top_p shut out: they have no probability."""
     none = np.isneginf(logprobs_TK)
     return TopkLogprobs(
         token_ids=np.where(none, np.int32(_NO_TOKEN), token_ids_TK),

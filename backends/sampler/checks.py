@@ -1,4 +1,4 @@
-"""What is wrong with a sample request, found before anything is computed.
+"""Validates a sample request before anything is computed.
 
 Runs once, in the server; needs no weights and no engine. A request that passes can only fail on pixels
 that do not decode.
@@ -12,11 +12,11 @@ from backends.protocol import InvalidInput
 MAX_TOPK = 100
 """Largest number of likeliest, chosen or drawn tokens per position, of each."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""The engine's own limits; it would take a lower one for the lowest without a word."""
+"""The engine's own limits; it would silently raise a lower temperature to the lowest."""
 
 
 def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> int:
-    """The prompt's length in tokens. Raises InvalidInput naming the field and what is allowed."""
+    """Return the prompt's length in tokens. Raises InvalidInput naming the field and what is allowed."""
     check_support(request)
     num_images = sum(isinstance(chunk, ImageChunk) for chunk in request.prompt.chunks)
     if num_images > max_images:
@@ -38,7 +38,7 @@ def check_sample(renderer: Renderer, request: SampleRequest, max_context_length:
 
 
 def check_support(request: SampleRequest) -> None:
-    """Raises InvalidInput for what no model here does."""
+    """Raise InvalidInput for what no model here does."""
     if request.record_stability_info:
         raise InvalidInput(
             "record_stability_info is not supported: what it records, and stable_reinforce, which uses it, are not"

@@ -1,4 +1,4 @@
-"""How a base model's vLLM engine is set up: its arguments, its version, what it must be able to hold."""
+"""Sets up a base model's vLLM engine: its arguments, its version, the size of its KV cache."""
 
 import contextlib
 import secrets
@@ -13,27 +13,32 @@ from backends.families.lora_names import ENGINE_MODULES
 from backends.formats.model_files import kv_bytes_per_token
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
+from backends.patches import for_device, require_as_written
 from backends.protocol import BackendFailed
 from backends.sampler.checks import MAX_TOPK
-from backends.sampler.fair_admission import NEWCOMER_ROWS
+from backends.sampler.fair_admission import RESERVE
+from backends.sampler.vllm_patches.targets import PATCHES
 
 VLLM_VERSION = "0.32.0"
-"""What `worker_fixes.py`, and the files that it puts to use, reach into; another version may differ silently."""
+"""The version whose internals `vllm_patches/` changes; those that it names are hashed, others may differ silently."""
 MAX_ADAPTERS = 32
 """Adapters held in main memory and in the scratch directory; more only while in use."""
 
 
-def check_version(found: str = vllm.__version__) -> None:
-    """Raises BackendFailed for a vLLM that our changes of its inside were not written for."""
+def check_version(found: str = vllm.__version__, device: str = "cpu") -> None:
+    """Raise BackendFailed for a vLLM that our changes of its inside were not written for."""
     if found.partition("+")[0] != VLLM_VERSION:
         raise BackendFailed(
             f"the sampler needs vLLM {VLLM_VERSION}, whose inside it changes, and found {found}: install that version"
         )
+    require_as_written(for_device(PATCHES, device))
 
 
 def check_kv_cache(renderer: Renderer, config: ModelSpec) -> None:
-    """Raises BackendFailed for a cache that cannot hold one whole context, which the engine would refuse too,
-    but only deep in another process."""
+    """Raise BackendFailed for a cache that cannot hold one whole context.
+
+    The engine would refuse it too, but only deep in another process.
+    """
     if config.kv_cache_bytes is None:
         return
     token_bytes = kv_bytes_per_token(renderer.config.get_text_config(), config.dtype)
@@ -47,21 +52,21 @@ def check_kv_cache(renderer: Renderer, config: ModelSpec) -> None:
 
 
 def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
-    """The arguments of vLLM's engine for this model on this device."""
+    """Return the arguments of vLLM's engine for this model on this device."""
     return AsyncEngineArgs(
         model=config.directory,
         dtype=config.dtype,
         # Samples without a seed of their own should not repeat when the engine starts again.
         seed=secrets.randbelow(2**31),
         max_model_len=config.max_context_length,
-        max_num_seqs=max_rows(config),
-        # Of those let in, the prompts of owners with few rows running come first (`turns.py`).
+        max_num_seqs=max_sequences(config),
+        # Among admitted sequences, prompts of owners with few running ones come first (`fair_admission.py`).
         scheduling_policy="priority",
         kv_cache_memory_bytes=config.kv_cache_bytes,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
-        worker_extension_cls="backends.sampler.vllm_patches.install.WorkerExtension",
+        worker_cls="backends.sampler.vllm_patches.worker.Worker",
         enable_return_routed_experts=config.routing_dir is not None,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -81,7 +86,7 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:
         "max_loras": config.adapter_slots + 1,  # one for weights that are being published
         "max_cpu_loras": max(MAX_ADAPTERS, config.adapter_slots + 1),
         "lora_target_modules": [*ENGINE_MODULES, *tower],
-        # Images are then computed with the request's own adapter, and what is kept of them is known by its name too.
+        # Images are then computed with the request's own adapter, and cached under its name too.
         "enable_tower_connector_lora": bool(tower),
         # Adapters of experts are matrix by matrix, whatever form the model's have.
         "enable_mixed_moe_lora_format": True,
@@ -89,36 +94,36 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:
 
 
 def _vision_args(config: ModelSpec, vision: Vision) -> dict[str, Any]:
-    """The engine keeps the pixels of images that it was sent: `requests.send_once` counts on it."""
+    """Have the engine cache pixels that it was sent: `requests.send_once` relies on it."""
     kept_gib = config.image_cache_bytes / 2**30
     return {"mm_processor_cache_gb": kept_gib, **vision.engine_options(config.max_images_per_prompt)}
 
 
-def max_rows(config: ModelSpec) -> int:
-    """Sequences that the engine decodes at once at most; one of them for weights that are being published."""
-    return config.max_concurrent_samples + NEWCOMER_ROWS + 1
+def max_sequences(config: ModelSpec) -> int:
+    """Return the most sequences that the engine decodes at once; one of them for weights that are being published."""
+    return config.max_concurrent_samples + RESERVE + 1
 
 
 def _device_args(config: ModelSpec) -> dict[str, Any]:
     if config.device == "cpu":
         return {
             "enforce_eager": True,
-            "max_num_batched_tokens": max(4096, max_rows(config)),
+            "max_num_batched_tokens": max(4096, max_sequences(config)),
         }
-    # Graphs (`step_graphs`) without torch.compile: as fast as both, and up in a third of the time.
+    # Graphs (`prefill_graphs.py`) without torch.compile: as fast as both, and up in a third of the time.
     return {
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"},
         # Logits of 16 to 32 rounded to bfloat16 are 0.03 nats off on average. No copy of the head's weights is made.
         "hf_overrides": {"head_dtype": "float32"},
-        # Linear attention's other kernel, FlashInfer's, would be built when it is first met, by a compiler for CUDA.
+        # FlashInfer's kernel for linear attention would be built at its first use, by a compiler for CUDA.
         "gdn_prefill_backend": "triton",
         "gpu_memory_utilization": config.placement.sampler_fraction,
-        "max_num_batched_tokens": max(8192, max_rows(config)),
+        "max_num_batched_tokens": max(8192, max_sequences(config)),
     }
 
 
 def end_tokens(renderer: Renderer, source: str) -> list[int]:
-    """What stops a sequence when the request says nothing: as the model's generation config says, else its config."""
+    """Return the tokens that end a sequence by default: those of the generation config, else of the config."""
     ids = None
     with contextlib.suppress(OSError):
         ids = GenerationConfig.from_pretrained(source).eos_token_id

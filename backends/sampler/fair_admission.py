@@ -1,7 +1,8 @@
-"""Which sequence enters the engine next: owners take turns, then the adapters of an owner, then arrival decides.
+"""Decides which sequence enters the engine next: by owner, then by the owner's adapters, then by arrival.
 
-The engine decodes so many sequences (rows) at once, of so many adapters (slots), and would serve whoever came
-first. Here a row enters only when the engine has a place for it, so that a flood waits outside. Knows no engine.
+The engine decodes a limited number of sequences at once, with a limited number of adapters (slots), and would serve
+them in order of arrival. Here a sequence enters only when the engine has room for it, so a flood waits outside. Knows
+no engine.
 """
 
 import asyncio
@@ -14,13 +15,13 @@ from pathlib import Path
 
 from backends.protocol import EngineUse
 
-NEWCOMER_ROWS = 8
-"""Rows beyond the limit for owners who have none running: they need not wait until another's row ends."""
+RESERVE = 8
+"""Sequences beyond the limit for owners who have none running: they need not wait until another's sequence ends."""
 
 
 @dataclass(eq=False)
-class _Row:
-    """A sequence that waits. `admitted` gives how many rows its owner had in the engine before it."""
+class _Sequence:
+    """A waiting sequence. The result of `admitted` is how many its owner had in the engine before it."""
 
     arrival: int
     admitted: asyncio.Future[int]
@@ -28,20 +29,20 @@ class _Row:
 
 @dataclass(eq=False)
 class _Queue:
-    """Waiting rows of one owner and one adapter, in order of arrival; never empty for long."""
+    """Waiting sequences of one owner and one adapter, in order of arrival; never empty for long."""
 
     owner: str
     adapter: Path | None
-    rows: deque[_Row] = field(default_factory=deque)
-    last_row: int = 0
-    """When one of its rows was admitted last, 0 for never."""
+    waiting: deque[_Sequence] = field(default_factory=deque)
+    last_admitted: int = 0
+    """Time of its latest admission, 0 for never."""
     last_slot: int = 0
-    """When its adapter last had to give its slot away, 0 for never."""
+    """Time at which its adapter last gave its slot up, 0 for never."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """An adapter's place in the engine, in the name of the owner who asked for it first."""
+    """An adapter's slot in the engine, owned by whoever asked for it first."""
 
     owner: str
     since: int
@@ -49,36 +50,36 @@ class _Slot:
     num_admitted: int = 0
 
 
-class Turns:
-    """The engine's rows and slots, shared out."""
+class FairAdmission:
+    """Shares out the engine's sequences and slots."""
 
-    def __init__(self, max_rows: int, max_adapters: int) -> None:
-        self._max_rows = max_rows
+    def __init__(self, max_sequences: int, max_adapters: int) -> None:
+        self._max_sequences = max_sequences
         self._max_adapters = max_adapters
-        self._rows_per_turn = max(1, max_rows // max_adapters)
-        """Rows that an adapter may admit in all once another waits for its slot: enough for all slots together
-        to fill the engine."""
+        self._sequences_per_slot = max(1, max_sequences // max_adapters)
+        """Sequences that an adapter may admit in all once another waits for its slot: all slots together fill the
+        engine."""
         self._queues: dict[tuple[str, Path | None], _Queue] = {}
         self._slots: dict[Path, _Slot] = {}
-        """In order of time, the oldest first."""
+        """The oldest first."""
         self._running: Counter[str] = Counter()
-        """Rows in the engine by owner."""
+        """Sequences in the engine, by owner."""
         self._last_served: dict[str, int] = {}
         self._clock = itertools.count(1)
 
     @contextlib.asynccontextmanager
-    async def turn(self, owner: str, adapter: Path | None) -> AsyncIterator[int]:
-        """Inside, one row of this owner and adapter may run. Gives how many rows the owner had running before."""
+    async def admission(self, owner: str, adapter: Path | None) -> AsyncIterator[int]:
+        """Inside, one sequence of this owner and adapter may run. Yields how many the owner had running before."""
         queue = self._queues.setdefault((owner, adapter), _Queue(owner, adapter))
-        row = _Row(next(self._clock), asyncio.get_running_loop().create_future())
-        queue.rows.append(row)
+        sequence = _Sequence(next(self._clock), asyncio.get_running_loop().create_future())
+        queue.waiting.append(sequence)
         self._admit()
         try:
-            num_before = await row.admitted
+            num_before = await sequence.admitted
         except asyncio.CancelledError:
-            if row in queue.rows:
-                queue.rows.remove(row)
-                self._forget_if_empty(queue)
+            if sequence in queue.waiting:
+                queue.waiting.remove(sequence)
+                self._drop_if_empty(queue)
             else:
                 self._leave(owner, adapter)
             raise
@@ -89,9 +90,9 @@ class Turns:
 
     @property
     def use(self) -> EngineUse:
-        """How much of it is taken."""
-        waiting = sum(len(queue.rows) for queue in self._queues.values())
-        return EngineUse(self._running.total(), waiting, self._max_rows, len(self._slots), self._max_adapters)
+        """Count what runs and waits."""
+        waiting = sum(len(queue.waiting) for queue in self._queues.values())
+        return EngineUse(self._running.total(), waiting, self._max_sequences, len(self._slots), self._max_adapters)
 
     def _leave(self, owner: str, adapter: Path | None) -> None:
         self._running[owner] -= 1
@@ -104,41 +105,41 @@ class Turns:
             self._last_served.clear()
 
     def _admit(self) -> None:
-        """Let in every row that may enter now."""
+        """Admit every sequence that may enter now."""
         self._share_slots()
         closing = self._closing()
         while queues := [one for one in self._queues.values() if self._has_room(one) and self._is_open(one, closing)]:
-            queue = min(queues, key=self._owners_turn)
-            row = queue.rows.popleft()
-            queue.last_row = self._last_served[queue.owner] = next(self._clock)
+            queue = min(queues, key=self._order)
+            sequence = queue.waiting.popleft()
+            queue.last_admitted = self._last_served[queue.owner] = next(self._clock)
             if queue.adapter is not None:
                 self._slots[queue.adapter].num_running += 1
                 self._slots[queue.adapter].num_admitted += 1
-            if not row.admitted.done():  # else it was cancelled, and leaves at once
-                row.admitted.set_result(self._running[queue.owner])
+            if not sequence.admitted.done():  # else it was cancelled, and leaves at once
+                sequence.admitted.set_result(self._running[queue.owner])
             self._running[queue.owner] += 1
-            self._forget_if_empty(queue)
+            self._drop_if_empty(queue)
 
-    def _owners_turn(self, queue: _Queue) -> tuple[int, int, int]:
-        """Least first: the owner with the fewest rows, longest not served; of his adapters the same."""
-        return self._running[queue.owner], self._last_served.get(queue.owner, 0), queue.last_row
+    def _order(self, queue: _Queue) -> tuple[int, int, int]:
+        """Order queues, the least first: fewest sequences of the owner, owner served longest ago, adapter likewise."""
+        return self._running[queue.owner], self._last_served.get(queue.owner, 0), queue.last_admitted
 
     def _has_room(self, queue: _Queue) -> bool:
-        newcomer = not self._running[queue.owner]
-        return self._running.total() < self._max_rows + (NEWCOMER_ROWS if newcomer else 0)
+        reserve = 0 if self._running[queue.owner] else RESERVE
+        return self._running.total() < self._max_sequences + reserve
 
     def _is_open(self, queue: _Queue, closing: dict[Path, int]) -> bool:
-        """Whether the adapter's slot, where it needs one, takes the first waiting row."""
+        """Return whether the adapter's slot, where it needs one, takes the first waiting sequence."""
         if queue.adapter is None:
             return True
         slot = self._slots.get(queue.adapter)
         if slot is None:
             return False
         limit = closing.get(queue.adapter)
-        return limit is None or (queue.rows[0].arrival < limit and slot.num_admitted < self._rows_per_turn)
+        return limit is None or (queue.waiting[0].arrival < limit and slot.num_admitted < self._sequences_per_slot)
 
     def _share_slots(self) -> None:
-        """Take slots from adapters that run nothing and may admit nothing; give free ones to those that wait."""
+        """Release slots of adapters that run nothing and may admit nothing; give free ones to those that wait."""
         closing = self._closing()
         wanted = {queue.adapter for queue in self._queues.values() if self._is_open(queue, closing)}
         for adapter in [one for one, slot in self._slots.items() if slot.num_running == 0 and one not in wanted]:
@@ -151,28 +152,28 @@ class Turns:
             self._slots[queue.adapter] = _Slot(queue.owner, next(self._clock))
 
     def _without_slot(self) -> list[_Queue]:
-        """One queue for each adapter that waits for a slot: first those whose owner holds the fewest."""
+        """Return one queue for each adapter that waits for a slot: first those whose owner holds the fewest."""
         queues = [one for one in self._queues.values() if one.adapter is not None and one.adapter not in self._slots]
         if not queues:  # nearly always
             return []
         held = Counter(slot.owner for slot in self._slots.values())
-        queues.sort(key=lambda one: (held[one.owner], one.last_slot, one.rows[0].arrival))
+        queues.sort(key=lambda one: (held[one.owner], one.last_slot, one.waiting[0].arrival))
         return list({queue.adapter: queue for queue in reversed(queues)}.values())[::-1]
 
     def _closing(self) -> dict[Path, int]:
-        """Adapters that are to give their slot away, one for each that waits for one.
+        """Return the adapters that are to give their slot up, one for each that waits for a slot.
 
-        Of such an adapter only rows that arrived before the number given still enter, and no more than a turn's:
-        those that were there when it got the slot, or before the other one asked. None (0) where its owner holds
-        so many slots that he has more than the other even without it.
+        Only sequences of theirs that arrived before the number given still enter, `_sequences_per_slot` at most: those
+        that were there when the adapter got the slot, or before the other one asked. The number is 0 if the owner would
+        still hold more slots than the waiting one after giving this one up.
         """
-        waiting = self._without_slot()[max(0, self._max_adapters - len(self._slots)) :]
-        if not waiting:
+        without = self._without_slot()[max(0, self._max_adapters - len(self._slots)) :]
+        if not without:
             return {}
         held = Counter(slot.owner for slot in self._slots.values())
         candidates = dict(self._slots)
         closing: dict[Path, int] = {}
-        for queue in waiting:
+        for queue in without:
             richer = [one for one, slot in candidates.items() if held[slot.owner] > held[queue.owner]]
             own = [one for one, slot in candidates.items() if slot.owner == queue.owner]
             if not richer and not own:
@@ -180,11 +181,11 @@ class Turns:
             adapter = max(richer, key=lambda one: held[candidates[one].owner]) if richer else own[0]
             slot = candidates.pop(adapter)
             has_more = held[slot.owner] > held[queue.owner] + 1
-            closing[adapter] = 0 if has_more else max(slot.since, queue.rows[0].arrival)
+            closing[adapter] = 0 if has_more else max(slot.since, queue.waiting[0].arrival)
             held[slot.owner] -= 1
             held[queue.owner] += 1
         return closing
 
-    def _forget_if_empty(self, queue: _Queue) -> None:
-        if not queue.rows:
+    def _drop_if_empty(self, queue: _Queue) -> None:
+        if not queue.waiting:
             self._queues.pop((queue.owner, queue.adapter), None)

@@ -1,7 +1,8 @@
-"""The process that tries grammars: `python -m backends.sampler.grammar_process FD`.
+"""Tries grammars in a process of its own: `python -m backends.sampler.grammar_process FD`.
 
-A grammar of a few characters can take hours to compile, and nothing stops a compilation under way. So this process
-compiles it first, within CPU time and memory that the kernel holds it to: what takes more ends this process alone.
+A grammar of a few characters can take hours to compile, and nothing stops a running compilation. So this process
+compiles it first, within limits of CPU time and memory that the kernel enforces: what takes more ends this process
+alone.
 """
 
 import os
@@ -19,7 +20,7 @@ from backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
 _NICENESS = 10
 """Below the engine, whose cores it shares."""
 _MEMORY_BYTES = 1 << 30
-"""Beside what the process takes before it compiles anything."""
+"""Limit beyond what the process takes before it compiles anything."""
 _CACHE_BYTES = 64 << 20
 
 

@@ -1,4 +1,4 @@
-"""Grammars that answers must follow, and the bounds on what they may cost other tenants' sequences.
+"""Grammars that answers must follow, and the bounds on what they may cost other owners' sequences.
 
 The engine computes a grammar's allowed tokens between the steps that all sequences share.
 """
@@ -18,12 +18,13 @@ from backends.protocol import InvalidInput
 from backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
 
 MAX_BYTES = 1 << 18
-"""Of a grammar as it is sent."""
+"""Size of a grammar as it is sent."""
 COMPILE_S = 3.0
 """CPU time, on one core. With a vocabulary of 150,000 a schema of 300 properties took 1.1 s, `([a-z ]{1,10}x?){1,10}`
 6 s, and with a third level hours."""
 STEP_S, USUAL_STEP_S = 1.0, 0.01
-"""A sequence's grammar may take one second of the time between the engine's steps, and so much more for each token."""
+"""A sequence's grammar may take one second of the time between the engine's steps, and `USUAL_STEP_S` more per
+token."""
 _TOOK_TOO_LONG = (
     f"takes more than {COMPILE_S:g} s to prepare, or more memory than allowed: repeat less in its patterns, or allow"
     " fewer properties, alternatives and lengths"
@@ -31,7 +32,7 @@ _TOOK_TOO_LONG = (
 
 
 class Grammars:
-    """Tries the grammars of one engine's requests in a process apart, which starts with the first of them."""
+    """Tries the grammars of one engine's requests in a separate process, which starts with the first of them."""
 
     def __init__(self, name: str, tokenizer: Any, vocab_size: int) -> None:
         self._name = f"grammars {name}"
@@ -40,7 +41,7 @@ class Grammars:
         self._child: Child | None = None
 
     async def require_quick(self, owner: str, params: StructuredOutputsParams | None) -> None:
-        """Raise InvalidInput for a grammar that takes too long to compile, or that no text follows."""
+        """Raise InvalidInput for a grammar that takes too long to compile, or that no text can follow."""
         if params is None or params.json_object:
             return
         kind, text = _grammar(params)
@@ -77,25 +78,22 @@ def _grammar(params: StructuredOutputsParams) -> tuple[GrammarKind, str]:
     raise InvalidInput("response_format: json_object, json_schema and structural_tag (with format) are supported")
 
 
-def bound_steps(kind: Any = XgrammarGrammar) -> None:
-    """Have a sequence ended whose grammar takes too long: it accepts no further token."""
-    fill, accept = kind.fill_bitmask, kind.accept_tokens
+class BoundedGrammar(XgrammarGrammar):  # type: ignore[misc]
+    """A sequence's grammar that accepts no further token once it has taken too long; the engine then ends the
+    sequence."""
 
-    def fill_bitmask(self: Any, *args: Any) -> None:
-        began = time.monotonic()
-        fill(self, *args)
-        _note(self, time.monotonic() - began)
+    allowed_s = STEP_S
+    """Time that it may still take."""
 
-    def accept_tokens(self: Any, request_id: str, tokens: list[int]) -> bool:
+    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+        """Fill the mask of the tokens that are allowed next."""
         began = time.monotonic()
-        accepted: bool = accept(self, request_id, tokens)
-        self.allowed_s = getattr(self, "allowed_s", STEP_S) + USUAL_STEP_S
-        _note(self, time.monotonic() - began)
+        super().fill_bitmask(bitmask, idx)
+        self.allowed_s -= time.monotonic() - began
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Return whether the sequence may go on with these tokens."""
+        began = time.monotonic()
+        accepted: bool = super().accept_tokens(request_id, tokens)
+        self.allowed_s += USUAL_STEP_S - (time.monotonic() - began)
         return accepted and self.allowed_s >= 0
-
-    kind.fill_bitmask, kind.accept_tokens = fill_bitmask, accept_tokens
-
-
-def _note(grammar: Any, took_s: float) -> None:
-    """Take what a grammar has used from what it may use."""
-    grammar.allowed_s = getattr(grammar, "allowed_s", STEP_S) - took_s

@@ -25,20 +25,18 @@ from backends.processes.heap import give_back_memory
 from backends.processes.progress import Progress
 from backends.processes.rpc import OnPart, serve_async
 from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
-from backends.sampler.adapters import EngineAdapters
+from backends.sampler.adapters import AdapterLoader
 from backends.sampler.answers import answer
-from backends.sampler.chat.engine_client import Room
+from backends.sampler.chat.engine_client import Shared
 from backends.sampler.chat.handlers import Chats
 from backends.sampler.commands import Chat, CountProgress, CountSequences, Publish, Sample, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
-from backends.sampler.engine_weights import EngineWeights
-from backends.sampler.fair_admission import Turns
-from backends.sampler.full_models import EngineModels
+from backends.sampler.fair_admission import FairAdmission
+from backends.sampler.full_models import FullModelLoader
 from backends.sampler.grammars import Grammars
-from backends.sampler.prompts import Prompt
-from backends.sampler.requests import sampling_params
-from backends.sampler.scores import score
-from backends.sampler.sequences import Sequences, end_process, ending_with
+from backends.sampler.requests import Prompt, sampling_params
+from backends.sampler.sequences import Sequences, end_process, ending_with, score
+from backends.sampler.versions import VersionCache
 from backends.sampler.vllm_patches.routed_experts import allow_on_cpu, keep_routing
 
 T = TypeVar("T")
@@ -54,7 +52,7 @@ _BATCH_S = 0.2
 class SamplerProcess:
     """Feeds one engine. Any number of `sample` calls may run at once."""
 
-    def __init__(self, spec: ModelSpec, engine: AsyncLLM, renderer: Renderer, weights: EngineWeights) -> None:
+    def __init__(self, spec: ModelSpec, engine: AsyncLLM, renderer: Renderer, weights: VersionCache) -> None:
         self._engine = engine
         self._renderer = renderer
         self._sequences = Sequences(engine)
@@ -64,10 +62,11 @@ class SamplerProcess:
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, spec.directory)
         self._routing = None if spec.routing_dir is None else RoutingFiles(spec.routing_dir)
-        self._turns = Turns(spec.max_concurrent_samples, 1 if spec.full else spec.adapter_slots)
+        self._admission = FairAdmission(spec.max_concurrent_samples, 1 if spec.full else spec.adapter_slots)
         grammars = Grammars(spec.name, engine.renderer.tokenizer, engine.model_config.get_vocab_size())
-        room = Room(self._sequences, self._turns, weights, renderer, self._end_tokens, self._placeholders, grammars)
-        self._chats = Chats(engine, room)
+        admission, ends = self._admission, self._end_tokens
+        shared = Shared(self._sequences, admission, weights, renderer, ends, self._placeholders, grammars)
+        self._chats = Chats(engine, shared)
         self._tasks_done = 0
         self._batch: EngineBatch | None = None
         self._counting: asyncio.Task[None] | None = None
@@ -76,9 +75,9 @@ class SamplerProcess:
 
     @classmethod
     async def start(cls, spec: ModelSpec, progress: Progress | None = None) -> "SamplerProcess":
-        """Load the model, reporting to `progress`. Raises BackendFailed if the KV cache is too small, or for another
-        version of vLLM."""
-        check_version()
+        """Load the model; `progress` is told how far that is. Raises BackendFailed for a KV cache that is too small,
+        or another version of vLLM."""
+        check_version(device=spec.device)
         renderer = Renderer(
             spec.directory,
             image_cache_bytes=spec.image_cache_bytes,
@@ -92,7 +91,7 @@ class SamplerProcess:
             allow_on_cpu()
         engine = AsyncLLM.from_engine_args(engine_args(spec, renderer.family.vision))
         placeholders = sorted(renderer.family.placeholders)
-        await engine.collective_rpc("install_fixes", args=(placeholders, not spec.full))
+        await engine.collective_rpc("patch_runner", args=(placeholders, not spec.full))
         return cls(spec, engine, renderer, await _weights(spec, engine, renderer))
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
@@ -101,7 +100,7 @@ class SamplerProcess:
         async with self._weights.hold(task.weights) as held:
 
             async def sequence(index: int) -> RequestOutput:
-                async with self._turns.turn(task.owner, self._weights.slot(task.weights)) as num_before:
+                async with self._admission.admission(task.owner, self._weights.slot(task.weights)) as num_before:
                     lora = await self._weights.load(held)
                     _, inputs = await prompt.render()
                     params = sampling_params(task, index, self._end_tokens, self._placeholders)
@@ -126,7 +125,7 @@ class SamplerProcess:
         reserves for it: publishing neither waits for samples nor delays them. A whole model waits for its turn."""
         async with self._weights.hold(weights) as held:
             slot = self._weights.slot(weights)
-            async with self._turns.turn(owner, slot) if self._takes_turns else self._publishing:
+            async with self._admission.admission(owner, slot) if self._takes_turns else self._publishing:
                 await self._weights.load(held)
         self._tasks_done += 1
 
@@ -141,7 +140,7 @@ class SamplerProcess:
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count_batch())
         await asyncio.wait({self._counting}, timeout=_BATCH_S)
-        return replace(self._turns.use, batch=self._batch)
+        return replace(self._admission.use, batch=self._batch)
 
     async def _count_batch(self) -> None:
         with self.ending_with_engine():
@@ -175,13 +174,13 @@ class SamplerProcess:
         self._engine.shutdown()
 
 
-async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> EngineWeights:
-    """Make the weights that the engine samples from."""
+async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> VersionCache:
+    """Return the weights that the engine samples from."""
     if not spec.full:
-        return EngineAdapters(engine, renderer, spec.scratch_dir, spec.dtype)
+        return VersionCache(spec.scratch_dir, AdapterLoader(engine, renderer, spec.dtype))
     token_ids = canary_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
     base = Canary(token_ids, (await score(engine, token_ids, None)).tolist())
-    return EngineModels(engine, renderer, spec, base)
+    return VersionCache(spec.scratch_dir, FullModelLoader(engine, renderer, spec, base))
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,8 +1,9 @@
-"""A sampling task in the engine's terms.
+"""Turns a sampling task into the engine's inputs and parameters.
 
 P prompt positions after the first, N tokens of an image, K chosen tokens
 """
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Sequence
@@ -15,16 +16,38 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from api_schemas.inputs import ImageChunk, ModelInput
 from backends.families.family import ImageSpan, Vision
-from backends.inputs.rendering import Rendered
+from backends.inputs.rendering import Rendered, Renderer
 from backends.protocol import PromptScores, SamplingTask
 from backends.sampler.vllm_patches.prompt_scores import extra_args
 
 
-def engine_input(rendered: Rendered, vision: Vision | None, owner: str) -> EngineInput:
-    """A prompt whose images are expanded and normalised already; the engine must do neither again.
+class Prompt:
+    """A prompt rendered when its first sequence is admitted, so that waiting requests hold no pixels."""
 
-    It finds in the prefix cache what its owner has put there alone: how much was found is told, and takes less time.
+    def __init__(self, renderer: Renderer, model_input: ModelInput, owner: str) -> None:
+        self._renderer, self._model_input, self._owner = renderer, model_input, owner
+        self._lock = asyncio.Lock()
+        self._result: tuple[Rendered, EngineInput] | None = None
+
+    async def render(self) -> tuple[Rendered, EngineInput]:
+        """Return the prompt in our form and in the engine's. Raises InvalidInput for pixels that do not decode."""
+        async with self._lock:
+            if self._result is None:
+                has_images = any(isinstance(chunk, ImageChunk) for chunk in self._model_input.chunks)
+                self._result = await asyncio.to_thread(self._render) if has_images else self._render()
+            return self._result
+
+    def _render(self) -> tuple[Rendered, EngineInput]:
+        rendered = self._renderer.render(self._model_input, "prompt")
+        return rendered, engine_input(rendered, self._renderer.family.vision, self._owner)
+
+
+def engine_input(rendered: Rendered, vision: Vision | None, owner: str) -> EngineInput:
+    """Return a prompt whose images are expanded and normalised already; the engine must do neither again.
+
+    The prefix cache is salted by owner: an answer tells how much was cached, and comes sooner.
     """
     token_ids, salt = rendered.token_ids_T.tolist(), f"owner {owner}"
     images = rendered.images
@@ -49,42 +72,42 @@ def engine_input(rendered: Rendered, vision: Vision | None, owner: str) -> Engin
 
 
 def _placeholder(rendered: Rendered, span: ImageSpan, vision: Vision) -> PlaceholderRange:
-    """The image's place, and which of its positions take its features: all, where nothing is said."""
+    """Return the image's span, and which of its positions take its features; no mask means all."""
     ids_N = rendered.token_ids_T[span.offset : span.offset + span.num_tokens]
     takes_N = torch.from_numpy(ids_N == vision.feature_id)
     return PlaceholderRange(offset=span.offset, length=span.num_tokens, is_embed=None if takes_N.all() else takes_N)
 
 
 def send_once(engine: AsyncLLM, inputs: EngineInput) -> EngineInput:
-    """The prompt without the pixels that the engine has been sent and keeps, by its own record of them.
+    """Return the prompt without the pixels that the engine has cached, by its own record of them.
 
-    Where it has forgotten some of them it ends the request with an error, and its record is right again.
+    An engine that has evicted some of them ends the request with an error, and its record is right again.
     """
     if inputs["type"] != "multimodal":
         return inputs
     sent = MultiModalKwargsItems({name: list(items) for name, items in inputs["mm_kwargs"].items()})
-    engine.input_processor.inject_into_mm_cache(inputs["mm_hashes"], sent)  # leaves None in their places
+    engine.input_processor.inject_into_mm_cache(inputs["mm_hashes"], sent)  # puts None for what it has
     return {**inputs, "mm_kwargs": sent}
 
 
 def sampling_params(
     task: SamplingTask, index: int, end_tokens: Sequence[int], placeholders: Sequence[int]
 ) -> SamplingParams:
-    """The engine's parameters for sample `index`; the first one also scores the prompt."""
+    """Return the engine's parameters for sample `index`; the first one also scores the prompt."""
     params = task.params
     cuts = params.top_k > 0 or params.top_p < 1
     stop_tokens, stop_strings = stops(params.stop, end_tokens)
-    num_columns = num_prompt_columns(task.scores)
-    scores_prompt = index == 0 and (task.scores.logprobs or num_columns > 0)
+    num_scored = num_scored_tokens(task.scores)
+    scores_prompt = index == 0 and (task.scores.logprobs or num_scored > 0)
     return SamplingParams(
         max_tokens=params.max_tokens,
         seed=None if params.seed is None else derived_seed(params.seed, index),
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
-        # Of what is cut to the likeliest tokens; elsewhere `placeholders.py` keeps them from being drawn.
+        # Only for distributions that are cut; elsewhere `placeholders.py` keeps them from being sampled.
         logit_bias=dict.fromkeys(placeholders, float("-inf")) if cuts and placeholders else None,
-        # The engine adds its own idea of end tokens unless told to ignore them.
+        # The engine adds its own end tokens unless it ignores them.
         ignore_eos=True,
         stop_token_ids=stop_tokens,
         stop=stop_strings,
@@ -92,31 +115,33 @@ def sampling_params(
         skip_special_tokens=False,
         include_stop_str_in_output=True,
         logprobs=task.topk,
-        prompt_logprobs=num_columns if scores_prompt else None,
-        extra_args=_prompt_columns(task) if scores_prompt else None,
+        prompt_logprobs=num_scored if scores_prompt else None,
+        extra_args=_scored_tokens(task) if scores_prompt else None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def stops(stop: str | list[str] | list[int] | None, end_tokens: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Token ids and strings that end a sample: the model's end tokens and what the request's `stop` adds to them.
-    Only an empty list switches the end tokens off."""
+    """Return token ids and strings that end a sample: the model's end tokens and the request's `stop`.
+
+    Only an empty list switches the end tokens off.
+    """
     asked = [stop] if isinstance(stop, str) else stop or []
     token_ids = [] if stop == [] else list(end_tokens)
     token_ids += [one for one in asked if isinstance(one, int)]
     return list(dict.fromkeys(token_ids)), [one for one in asked if isinstance(one, str)]
 
 
-def num_prompt_columns(scores: PromptScores) -> int:
-    """Entries of each prompt position beside the token itself: the likeliest, the chosen, the drawn."""
+def num_scored_tokens(scores: PromptScores) -> int:
+    """Return the entries of each prompt position beside the token itself: the likeliest, the chosen, the drawn."""
     targets = scores.targets
     num_targets = 0 if targets is None or targets.shape is None else targets.shape[1]
     return scores.topk + num_targets + scores.num_draws
 
 
-def _prompt_columns(task: SamplingTask) -> dict[str, Any] | None:
-    """Tells the worker what to put in the last columns of the prompt's log probabilities."""
+def _scored_tokens(task: SamplingTask) -> dict[str, Any] | None:
+    """Return what the worker puts in the last columns of the prompt's log probabilities."""
     targets, params = task.scores.targets, task.params
     if targets is None and not task.scores.num_draws:
         return None
@@ -126,5 +151,5 @@ def _prompt_columns(task: SamplingTask) -> dict[str, Any] | None:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """A seed per sample of a request, in the 62 bits that every generator takes."""
+    """Return a seed per sample of a request, in the 62 bits that every generator takes."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big") >> 2

@@ -1,29 +1,43 @@
-"""One sequence in the engine, from its prompt to its last token: for tasks and for chats alike."""
+"""One sequence in the engine, from its prompt to its last token: for tasks, chats and load checks alike."""
 
+import asyncio
 import itertools
 import logging
 import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 
+import numpy as np
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import EngineInput
+from vllm.inputs import EngineInput, tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from backends.formats.load_check import Canary
+from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
-from backends.sampler.requests import send_once
+from backends.sampler.requests import engine_input, send_once
 
 log = logging.getLogger(__name__)
 _SENDINGS = 3
-"""Of one sequence, where the engine has forgotten an image that was left out."""
+"""Tries of one sequence, where the engine has evicted an image that was left out."""
+_SCORING = SamplingParams(
+    max_tokens=1,
+    temperature=0,
+    detokenize=False,
+    ignore_eos=True,
+    prompt_logprobs=0,
+    flat_logprobs=True,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+)
+_score_ids = itertools.count()
 
 
 class Sequences:
-    """What runs in one engine."""
+    """The sequences of one engine."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -32,10 +46,10 @@ class Sequences:
     async def run(
         self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one sequence, as many as `params.output_kind` says; the least `priority` has its prompt
-        computed first. Cancelling, or closing, takes it out of the engine.
+        """Yield the outputs of one sequence, as many as `params.output_kind` says.
 
-        Raises InvalidInput where the engine refuses it, BackendFailed where it fails.
+        The prompt of the least `priority` is computed first. Cancelling, or closing, takes the sequence out of the
+        engine. Raises InvalidInput where the engine refuses it, BackendFailed where it fails.
         """
         try:
             sendings = _SENDINGS if inputs["type"] == "multimodal" else 1
@@ -60,16 +74,43 @@ class Sequences:
     async def final(
         self, inputs: EngineInput, params: SamplingParams, lora: LoRARequest | None, priority: int
     ) -> RequestOutput:
-        """The one output of a sequence of which only the end is asked for. Raises as `run`."""
+        """Return the last output of a sequence. Raises as `run`."""
         outputs = [output async for output in self.run(inputs, params, lora, priority)]
         if not outputs:
             raise BackendFailed("the engine ended a request without a result")
         return outputs[-1]
 
 
+async def score(engine: AsyncLLM, token_ids: list[int], adapter: LoRARequest | None) -> np.ndarray:
+    """Return the log probability of each token after the first [T - 1], nats.
+
+    Waits for no admission: for weights that nobody samples from yet.
+    """
+    return await _score(engine, tokens_input(token_ids), adapter)
+
+
+async def check_scores(
+    engine: AsyncLLM, canary: Canary, adapter: LoRARequest | None, renderer: Renderer, dtype: str
+) -> None:
+    """Raise BackendFailed where the engine, which computes in `dtype`, does not score as whoever saved the weights."""
+    canary.check_same(await score(engine, canary.token_ids, adapter), dtype)
+    if canary.image:
+        rendered = await asyncio.to_thread(renderer.render, canary.behind_image, "the image of a test")
+        inputs = engine_input(rendered, renderer.family.vision, "")
+        logprobs = await _score(engine, inputs, adapter)
+        canary.check_same_behind_image(logprobs[-len(canary.token_ids) :], dtype)
+
+
+async def _score(engine: AsyncLLM, inputs: EngineInput, adapter: LoRARequest | None) -> np.ndarray:
+    name = f"score-{next(_score_ids)}"
+    async for output in engine.generate(inputs, _SCORING.clone(), name, lora_request=adapter, priority=-1):
+        logprobs = output.prompt_logprobs
+    return np.array(logprobs.logprobs)
+
+
 @contextmanager
 def ending_with(engine: AsyncLLM) -> Iterator[None]:
-    """What fails because the engine is dead fails nobody: the process ends, and the server runs it on the next."""
+    """End the process where the body fails because the engine is dead: the server runs the request on the next one."""
     try:
         yield
     except Exception as error:
@@ -79,6 +120,6 @@ def ending_with(engine: AsyncLLM) -> Iterator[None]:
 
 
 def end_process() -> None:
-    """The engine is dead: end at once, which the server sees and answers by starting another."""
+    """End at once. An engine crash is not a request error: the server starts another process, and retries."""
     log.error("the vLLM engine died")
     os._exit(1)

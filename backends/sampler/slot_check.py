@@ -1,14 +1,14 @@
-"""A slot of the engine holds what the adapter's files say, bit for bit, whenever vLLM has filled it.
+"""Checks that a slot of the engine holds what the adapter's files say, bitwise, whenever vLLM has filled it.
 
-What vLLM leaves out, mixes up, scales twice or takes from another adapter gives numbers that are wrong without an
-error, and in bfloat16 too close to the right ones for any text to tell. The files are read again here, and not
-compared with what vLLM keeps of them.
+A slot that is left out, mixed up, scaled twice or filled from another adapter gives wrong numbers without an error, and
+in bfloat16 too close to the right ones for any text to tell. The files are read again here, and not compared with what
+vLLM keeps of them.
 
-S slots, E experts (1 of other layers), R the engine's largest rank, r the adapter's, I inputs, O outputs
+S slots, E experts (1 in other layers), R the engine's largest rank, r the adapter's, I inputs, O outputs
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +28,47 @@ log = logging.getLogger(__name__)
 
 _BITS = {2: torch.int16, 4: torch.int32}
 _MAX_NAMES = 5
-"""In one error."""
+"""Names in one error."""
 Part = tuple[Tensor, Tensor]
-"""A linear's A [r, I] and B [O, r], of experts [E, r, I] and [E, O, r], as the engine is to have them."""
+"""A linear's A [r, I] and B [O, r], for experts [E, r, I] and [E, O, r], as the engine is to have them."""
 
 
 class SlotCheck:
     """Compares each slot with the files of the adapter that was put there."""
 
-    def __init__(self, worker_manager: Any) -> None:
-        """Changes vLLM's LoRA manager of a worker."""
-        self._manager = worker_manager._adapter_manager
-        self._read_files = worker_manager._load_adapter
-        self._fill = self._manager.activate_adapter
+    def __init__(self, manager: Any) -> None:
+        """`manager` is vLLM's LoRA model manager."""
+        self._manager = manager
         self._helpers: dict[int, tuple[Path, PEFTHelper]] = {}
-        """Of adapters with files, by their number in the engine; those of vLLM's warm-up have none."""
+        """Adapters with files, by their number in the engine; those of vLLM's warm-up have none."""
         self._wrong: dict[int, list[str]] = {}
-        worker_manager._load_adapter = self._note_files
-        self._manager.activate_adapter = self._activate
 
     def require_right(self, lora_id: int) -> None:
-        """Raise RuntimeError, naming modules, where the adapter's slot was twice filled with something else."""
+        """Raise RuntimeError, naming modules, where the adapter's slot was filled wrongly twice."""
         if wrong := self._wrong.get(lora_id):
             others = f" and {len(wrong) - _MAX_NAMES} others" if len(wrong) > _MAX_NAMES else ""
             raise RuntimeError(
                 f"in the engine's slot {', '.join(wrong[:_MAX_NAMES])}{others} hold other values than the files"
             )
 
-    def _note_files(self, request: LoRARequest) -> Any:
+    def note_files(self, request: LoRARequest) -> None:
+        """Note an adapter whose files are about to be read."""
         known = self._manager.list_adapters()
         self._helpers = {number: one for number, one in self._helpers.items() if number in known}
         path = Path(request.lora_path)
         self._helpers[request.lora_int_id] = path, PEFTHelper.from_local_dir(str(path), None)
-        return self._read_files(request)
 
-    def _activate(self, lora_id: int) -> bool:
-        filled: bool = self._fill(lora_id)
+    def activate(self, lora_id: int, fill: Callable[[int], bool]) -> bool:
+        """Fill a slot by `fill`, a second time where it then differs from the files; return what `fill` returned."""
+        filled = fill(lora_id)
         if not filled or lora_id not in self._helpers:
             return filled
         self._wrong.pop(lora_id, None)
         if not (wrong := self._differing(lora_id)):
             return True
-        log.warning("slot of adapter %d: %d modules were filled wrongly, again", lora_id, len(wrong))
+        log.warning("slot of adapter %d: %d modules were filled wrongly and are filled again", lora_id, len(wrong))
         self._manager.deactivate_adapter(lora_id)
-        self._fill(lora_id)
+        fill(lora_id)
         if wrong := self._differing(lora_id):
             self._wrong[lora_id] = wrong
             self._spoil(lora_id, wrong)
@@ -79,7 +76,7 @@ class SlotCheck:
         return True
 
     def _differing(self, lora_id: int) -> list[str]:
-        """Modules whose slot does not hold what the files say."""
+        """Return the modules whose slot does not hold what the files say."""
         slot = self._manager.lora_index_to_id.index(lora_id)
         parts = self._parts(lora_id)
         flags = {
@@ -89,8 +86,10 @@ class SlotCheck:
         return [name for name, differs in zip(flags, found, strict=True) if differs]
 
     def _spoil(self, lora_id: int, names: Sequence[str]) -> None:
-        """Make whatever is computed with these modules NaN: its sequences fail by name, and no others. To raise here
-        would end the engine for everybody, as a slot may be filled in the middle of a step."""
+        """Make all that is computed with these modules NaN: the adapter's sequences fail by name, and no others.
+
+        A slot may be filled in the middle of a step, where an exception would end the engine for everybody.
+        """
         slot = self._manager.lora_index_to_id.index(lora_id)
         for name in names:
             for a_SERI, b_SEOR in _buffers(self._manager.modules[name]):
@@ -98,7 +97,7 @@ class SlotCheck:
                 b_SEOR[slot] = torch.nan
 
     def _parts(self, lora_id: int) -> dict[str, Part]:
-        """All of the files, by the engine's names."""
+        """Return all tensors of the files, by the engine's names."""
         path, helper = self._helpers[lora_id]
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         mapper = None if mapper is None else mapper.get_rename_mapper()
@@ -115,7 +114,7 @@ class SlotCheck:
         return {name: (half[True], _scaled(half[False], scales[name])) for name, half in halves.items()}
 
     def _of_module(self, name: str, parts: dict[str, Part]) -> list[Part | None]:
-        """What the files have for a module, in the engine's order; None for nothing."""
+        """Return the files' parts for a module, in the engine's order; None for nothing."""
         packed = self._manager.packed_modules.get(name, [name])
         if name in parts or not isinstance(self._manager.modules[name], FusedMoEWithLoRA):
             return [parts.get(one) for one in packed]
@@ -127,12 +126,12 @@ class SlotCheck:
 
 
 def _scaled(b: Tensor, scale: float) -> Tensor:
-    """As vLLM scales it: in the engine's precision, on the CPU."""
+    """Scale as vLLM does: in the engine's precision, on the CPU."""
     return b if scale == 1 else b * scale
 
 
 def _stack(experts: Sequence[Part | None]) -> Part | None:
-    """One matrix of all experts, where each has its own pair of tensors."""
+    """Stack one matrix of all experts, each of which has its own pair of tensors."""
     there = [one for one in experts if one is not None]
     if not there:
         return None
@@ -142,7 +141,7 @@ def _stack(experts: Sequence[Part | None]) -> Part | None:
 
 
 def _buffers(module: Any) -> list[tuple[Tensor, Tensor]]:
-    """Of each slice A [S, E, R, I] and B [S, E, O, R]; of experts gate, down and up."""
+    """Return each slice's A [S, E, R, I] and B [S, E, O, R]; those of experts are gate, down and up."""
     if isinstance(module, FusedMoEWithLoRA):
         gate_a, up_a = module.w13_lora_a_stacked
         gate_b, up_b = module.w13_lora_b_stacked
@@ -152,7 +151,7 @@ def _buffers(module: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def _differs(module: Any, slot: int, parts: Sequence[Part | None]) -> Tensor:
-    """Whether any bit of a module's slot is another than the files', as a tensor of one boolean."""
+    """Return whether any bit of a module's slot differs from the files, as a tensor of one boolean."""
     buffers = [(a_SERI[slot], b_SEOR[slot]) for a_SERI, b_SEOR in _buffers(module)]
     sizes = [b_EOR.shape[-2] for _, b_EOR in buffers]
     wanted = _by_slice(parts, sizes)
@@ -167,8 +166,10 @@ def _differs(module: Any, slot: int, parts: Sequence[Part | None]) -> Tensor:
 
 
 def _by_slice(parts: Sequence[Part | None], sizes: Sequence[int]) -> list[Part | None]:
-    """One part for each slice of so many outputs: a matrix that the files have in one may be several in the engine,
-    with the same A and a piece of B each."""
+    """Return one part for each slice of `sizes` outputs.
+
+    A matrix that the files have in one may be several in the engine, with the same A and a piece of B each.
+    """
     if len(parts) == len(sizes):
         return list(parts)
     found: list[Part | None] = []
@@ -182,7 +183,7 @@ def _by_slice(parts: Sequence[Part | None], sizes: Sequence[int]) -> list[Part |
 
 
 def _other_bits(buffer: Tensor, wanted: Tensor | None) -> Tensor:
-    """Whether a slot's matrix is anything but `wanted` in its corner and zeros around it."""
+    """Return whether a slot's matrix is anything but `wanted` in its corner and zeros around it."""
     bits = buffer.view(_BITS[buffer.itemsize])
     if wanted is None:
         return bits.any()

@@ -12,12 +12,15 @@ from transformers import PreTrainedModel
 from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
 from backends.inputs.rendering import Renderer
+from backends.kernels.varlen_attention import OPERATORS
 from backends.model_spec import ModelSpec
+from backends.patches import for_device, require_as_written
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import World
 from backends.trainer.full.weights import FullWeights
 from backends.trainer.lora.adapters import Adapters
+from backends.trainer.model import targets
 from backends.trainer.model.compiling import compile_layers, run_text, text_row, warm_up
 from backends.trainer.model.counting import counted
 from backends.trainer.model.cuda_graphs import Graphs
@@ -41,6 +44,7 @@ class FrozenBase:
 
     def __init__(self, config: ModelSpec, world: World, progress: Progress) -> None:
         """Raises BackendFailed for a model that cannot be trained here."""
+        require_as_written(for_device([*targets.PATCHES, *OPERATORS], world.device.type))
         # Pixels are kept where towers are trained; else what the vision tower makes of them is.
         self.renderer = Renderer(
             config.directory,

@@ -1,6 +1,6 @@
-"""Random crops of canvases, on the device that holds them: what teacher and student both look at.
+"""Random crops of canvases, on their device, as input of both teacher and student.
 
-Knows no labels: mixing needs none, because the teacher looks at the mixture too ("function matching", Beyer et al.
+Mixing needs no labels, because the teacher sees the mixture too ("function matching", Beyer et al.
 2022). Legend: N photographs, B crops, H W pixels.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Strength:
-    """How far a crop may be from the photograph."""
+    """Strength of the augmentations."""
 
     least_area: float
     mix: float

@@ -17,7 +17,7 @@ from vision import BatchedVision
 
 @torch.no_grad()
 def largest_difference(model_dir: Path, archive: Path) -> tuple[float, float]:
-    """Between the two, over merged vision features and over logits, in float32."""
+    """Return the largest differences between the two, of merged vision features and of logits, in float32."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
     processor = AutoImageProcessor.from_pretrained(model_dir)
     tokens = Tokens(AutoTokenizer.from_pretrained(model_dir))

@@ -1,4 +1,4 @@
-"""What is said about a photograph, and the model's logits for it, for a batch of them.
+"""Conversations about photographs, and the model's logits for a batch of them.
 
 The layout of tokens is that of the cookbook's renderers. Legend: B rows, S positions, O width.
 """
@@ -29,9 +29,9 @@ IGNORED = -100
 class Spoken:
     question: str
     start: str
-    """Of the answer, up to where the name begins."""
+    """Beginning of the answer, up to the name."""
     name: str | None
-    """With the space before it; None where it is not told."""
+    """Name of the subject with the space before it; None if the answer has none."""
     end: str = "<|im_end|>"
 
 
@@ -59,7 +59,7 @@ class Tokens:
         self.before_image = self.encode("<|im_start|>user\n<|vision_start|>")
 
     def encode(self, text: str) -> list[int]:
-        """Remembers what it has encoded: training says few things very often."""
+        """Encode a text, with a cache: training repeats few texts very often."""
         if text not in self._known:
             self._known[text] = self._tokenizer.encode(text, add_special_tokens=False)
         return self._known[text]
@@ -129,7 +129,7 @@ def last_states(
     grids: list[Grid] | None,
     image_start: int,
 ) -> torch.Tensor:
-    """What the head reads, [B, S, O], of rows with one image each or none. Right padding is seen by no position."""
+    """Return the head's input, [B, S, O], for sequences with at most one image. No position sees right padding."""
     count, length = inputs_BS.shape
     shapes: list[Grid] | list[None] = [None] * count if grids is None else grids
     by_shape = {shape: positions(length, shape, image_start) for shape in set(shapes)}

@@ -2,7 +2,7 @@
 
     python data.py PARQUET_DIR OUT_DIR
 
-Knows files and classes; knows no model. The parquet files hold the columns `image` (JPEG bytes) and `label`.
+Independent of the model. The parquet files hold the columns `image` (JPEG bytes) and `label`.
 The train archive keeps the JPEG bytes; the test archive may be re-encoded, for it has to travel with the rest.
 Needs pyarrow for the conversion only.
 """
@@ -31,7 +31,7 @@ DEMO_CLASSES = (
     "chandelier",
     "hawksbill",
 )
-"""What the demo teaches: the model is trained on the look of these photographs, never on their labels."""
+"""Classes that the demo teaches. The model is trained on their photographs, never on their labels."""
 CANVAS = 256  # every image is stored as a square of this side; crops undo the distortion
 TEST_QUALITY = 60  # WebP
 

@@ -26,7 +26,7 @@ WHOLE_SHARE = 0.3  # of the views that distil: nearly whole photographs, as they
 @dataclass(frozen=True)
 class View:
     photos_B: torch.Tensor
-    """Which they are, on the CPU."""
+    """Indices of the photographs, on the CPU."""
     pixels_B3HW: torch.Tensor
     """At the student's size, uint8."""
     features_BTC: torch.Tensor
@@ -108,13 +108,13 @@ class Distillation(nn.Module):
         return {"loss": token + pooled + LOGIT_WEIGHT * logit, "token": token, "pooled": pooled, "logit": logit}
 
     def answer_loss(self, hidden_BO: torch.Tensor, view: View) -> torch.Tensor:
-        """Of the language model's last states where the name of the subject begins."""
+        """Return the loss of the language model's last states where the name of the subject begins."""
         said = self.answer_head(hidden_BO.float()) * self.pooled_std + self.token_mean
         pooled, logit = self._pooled_losses(said, view)
         return pooled + LOGIT_WEIGHT * logit
 
     def _pooled_losses(self, said_BC: torch.Tensor, view: View) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the teacher's mean features, and of what it makes of them: nats over its 1,000 classes."""
+        """Return the losses of the teacher's mean features and of its logits, in nats over its 1,000 classes."""
         pooled = ((said_BC - view.pooled_BC) / self.pooled_std).square().mean()
         said, true = (self._teacher[0].logits(part).log_softmax(1) for part in (said_BC, view.pooled_BC))
         return pooled, F.kl_div(said, true, log_target=True, reduction="batchmean")

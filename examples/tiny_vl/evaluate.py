@@ -1,4 +1,4 @@
-"""What the published directory can do: linear probe beside the teacher's, and LoRA in plain transformers.
+"""Evaluation of the published directory: linear probe beside the teacher's, and LoRA in plain transformers.
 
     python evaluate.py --model MODEL_DIR --data .tiny --out evaluation.json
 
@@ -42,7 +42,7 @@ IMAGES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a fine-tuning: Adam, a short warm-up, then linear decay to zero."""
+    """Schedule of a fine-tuning: Adam, a short warm-up, then linear decay to zero."""
 
     steps: int
     batch: int
@@ -101,7 +101,7 @@ class Subject:
 
     @torch.no_grad()
     def see(self, model: Qwen3VLForConditionalGeneration, photos: Photos, mirrored: bool) -> list[Seen]:
-        """By the published image processor and transformers' own forward."""
+        """Encode photographs with the published image processor and transformers' own forward."""
 
         def process(encoded: bytes) -> tuple[torch.Tensor, torch.Tensor]:
             image = open_image(encoded)

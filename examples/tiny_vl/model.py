@@ -1,6 +1,6 @@
 """The shape of the model, its first weights, its processor files, and the directory that is published.
 
-Knows no data and no training.
+Independent of data and training.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A linear classifier on frozen features: how much of the classes they tell."""
+"""A linear classifier on frozen features, which measures how well they separate the classes."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ def accuracy_of(predicted: torch.Tensor, true: torch.Tensor) -> Accuracy:
 def linear_probe(
     train_x: torch.Tensor, train_y: torch.Tensor, test_x: torch.Tensor, test_y: torch.Tensor, penalty: float = PENALTY
 ) -> Accuracy:
-    """How well logistic regression names `test` (L-BFGS, `penalty` on the squared weights)."""
+    """Return the accuracy of logistic regression on `test` (L-BFGS, `penalty` on the squared weights)."""
     mean, std = train_x.float().mean(0), train_x.float().std(0) + 1e-3
     train_x, test_x = standardised(train_x.float(), mean, std), standardised(test_x.float(), mean, std)
     train_y, test_y = train_y.to(train_x.device), test_y.to(train_x.device)

@@ -1,4 +1,4 @@
-"""What the model can learn through the server, on the photographs of CalTech101: the figures of the model card.
+"""Training through the server on the photographs of CalTech101, for the figures of the model card.
 
     python through_server.py demo PARQUET_DIR OUT --seeds 0 1 2
     python through_server.py all PARQUET_DIR OUT

@@ -144,7 +144,7 @@ class Run:
         return make
 
     def save(self) -> int:
-        """Write what there is; returns the size of the model's directory in bytes."""
+        """Write the model as it is now; return the size of its directory in bytes."""
         head = {name: tensor.cpu().contiguous() for name, tensor in self.distillation.state_dict().items()}
         save_file(head, self.args.out / HEAD_FILE)
         return write_model(self.model, self.args.data / "tokenizer", self.args.out / "model")

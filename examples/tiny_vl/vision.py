@@ -22,7 +22,7 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """What the language model sees of some images, one after the other: N tokens in all."""
+    """The language model's input from several images in succession: N tokens in all."""
 
     merged_NO: torch.Tensor
     deepstack_NO: list[torch.Tensor]
@@ -30,7 +30,7 @@ class ImageTokens:
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """Of equal-sized images; T = Y * X tokens in reading order."""
+    """Features of equal-sized images; T = Y * X tokens in reading order."""
 
     merged_BTO: torch.Tensor
     deepstack_BTO: list[torch.Tensor]
@@ -77,7 +77,7 @@ class BatchedVision:
         self._tables: dict[Grid, tuple[torch.Tensor, ...]] = {}
 
     def __call__(self, pixels_B3HW: torch.Tensor) -> VisionFeatures:
-        """Of pixels in 0..255, whose sides are multiples of TOKEN_SIDE."""
+        """Compute the features of pixels in 0..255, whose sides are multiples of TOKEN_SIDE."""
         grid = pixels_B3HW.shape[2] // TOKEN_SIDE, pixels_B3HW.shape[3] // TOKEN_SIDE
         indices, weights, cos, sin = self._table(grid, pixels_B3HW.device)
         positions_PD = (self._visual.pos_embed(indices) * weights[:, :, None]).sum(1)

@@ -1,6 +1,6 @@
-"""What all three environments share: a renderer for the served model, groups of episodes, and datasets of groups.
+"""Shared parts of the three environments: a renderer for the served model, groups of episodes, datasets of groups.
 
-Knows the cookbook's interfaces; knows no task and no server. A task gives a function from a seed to a MessageEnv.
+It depends on the cookbook's interfaces, on no task and no server. A task is a function from a seed to a MessageEnv.
 """
 
 import random
@@ -19,12 +19,12 @@ VALIDATION_SEED = 1_000_003
 """Validation episodes are the same in every run; training episodes are drawn from the run's own seed."""
 MAX_CONTEXT = 4096
 BAD_ANSWER_REWARD = 0.0
-"""Of an episode that ends in an answer that is cut off or cannot be parsed."""
+"""Reward of an episode that ends in an answer that is cut off or cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that is trained: its public name, its files on this machine, and how it is talked to."""
+    """The trained model: its public name, its files on this machine, and the name of its renderer."""
 
     name: str
     directory: Path
@@ -33,7 +33,7 @@ class Served:
 
 @cache
 def renderer_of(served: Served) -> Renderer:
-    """With the model's own tokenizer and image processor; the cookbook finds the tokenizer by name from now on."""
+    """Make a renderer with the model's own tokenizer and image processor, and register the tokenizer by name."""
     tokenizer_utils.register_tokenizer(served.name, lambda: AutoTokenizer.from_pretrained(served.directory))
     processor = AutoImageProcessor.from_pretrained(served.directory)
     return get_renderer(served.renderer_name, tokenizer_utils.get_tokenizer(served.name), image_processor=processor)

@@ -24,7 +24,7 @@ COLUMNS = {
 
 
 def read(run: str, metrics: Path, columns: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A row for each step of a metrics.jsonl that says anything; `columns`: by the table's names, those of the file."""
+    """Read a row per step with metrics from metrics.jsonl; `columns` maps the table's names to the file's."""
     rows = []
     for line in metrics.read_text().splitlines():
         found = json.loads(line)
@@ -35,7 +35,7 @@ def read(run: str, metrics: Path, columns: Mapping[str, str]) -> list[dict[str, 
 
 
 def write_table(out: str, rows: Sequence[Mapping[str, object]], columns: Mapping[str, str]) -> None:
-    """OUT.csv; what a step did not measure stays empty."""
+    """Write OUT.csv; a value that a step did not measure stays empty."""
     with Path(f"{out}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["run", "step", *columns])
         writer.writeheader()

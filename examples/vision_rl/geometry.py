@@ -1,4 +1,4 @@
-r"""Questions about a picture, with a tool that says how good an answer is: text feedback, at most three turns.
+r"""Questions about a picture, with a tool that scores an answer: text feedback, at most three turns.
 
     user: [picture] How many squares does the rectangle have? ...
     assistant: <tool_call>{"name": "calc_score", "arguments": {"answer": "10"}}</tool_call>
@@ -25,7 +25,7 @@ ENV_CLASS = "geometry3k"
 MAX_TURNS = 3
 TOOL = "calc_score"
 SIDE, CELL = 160, 48
-"""Of a picture and of a square in it, in pixels."""
+"""Sides of a picture and of a square in it, in pixels."""
 LARGEST = 3
 """Columns and rows of a figure."""
 INSTRUCTIONS = f"Ask {TOOL} how good an answer is, or give your answer as \\boxed{{...}}. You have {MAX_TURNS} turns."

@@ -21,7 +21,7 @@ Cell = tuple[int, int]
 SIDE = 3
 """Cells of the maze, across and down."""
 PIXELS = 160
-"""Of a picture: 25 tokens. A cell of its ninth is large enough for a small tower; one of a token is not."""
+"""Side of a picture: 25 tokens. A ninth of it is large enough as a cell for a small tower; one token is not."""
 WALLS = 2
 DISTANCES = (2, 4)
 """Shortest paths from start to goal that are asked for, in moves."""
@@ -35,7 +35,7 @@ _ACTION = re.compile(r"<action>(left|right|up|down)</action>")
 
 @dataclass(frozen=True)
 class Maze:
-    """Where everything is."""
+    """Positions of walls, goal and player."""
 
     walls: frozenset[Cell]
     player: Cell
@@ -92,7 +92,7 @@ def maze(seed: int) -> Maze:
 
 
 def shown(place: Maze, first: bool) -> Message:
-    """What the user says: the picture, and at first what is to be done."""
+    """Return the user's message: the picture, and at first the task."""
     parts: list[dict[str, object]] = [{"type": "image", "image": place.picture()}]
     if first:
         parts.append({"type": "text", "text": "Reach the green cell."})

@@ -20,7 +20,7 @@ COLOURS = {
     "yellow": (235, 215, 50),
 }
 SIDE = 160
-"""Of a picture, in pixels: 25 tokens."""
+"""Side of a picture in pixels: 25 tokens."""
 QUESTIONS = ("What colour is the square?", "And this one?")
 SPREAD = 15
 """Shades of a colour differ by so much in each channel."""

@@ -42,13 +42,13 @@ WINDOW = 10
 
 @dataclass(frozen=True)
 class Task:
-    """An environment and what it takes to learn it."""
+    """An environment with its training settings."""
 
     env: Callable[[int], MessageEnv]
     warm_start: Callable[[int], list[Message]]
     """A conversation of a seed, to begin with."""
     max_tokens: int
-    """Of one answer."""
+    """Largest number of tokens of one answer."""
     warm_steps: int
     """At most: the rate falls to 0 over so many."""
     rl_steps: int
@@ -62,7 +62,7 @@ class Task:
 
 
 def no_env(seed: int) -> MessageEnv:
-    """Of the task whose episodes come from a file."""
+    """Stand in for the environment of a task whose episodes come from a file."""
     raise AssertionError("records=FILE names the file of questions")
 
 
@@ -115,7 +115,7 @@ class Options:
 
 
 def chosen(options: Options, task: Task, name: str) -> Any:
-    """What the command line says of a task's setting, or else the task."""
+    """Return a setting from the command line, or else from the task."""
     given = getattr(options, name)
     return getattr(task, name) if given is None else given
 

@@ -1,4 +1,4 @@
-"""What teach.py does before RL begins."""
+"""Steps of teach.py before RL begins."""
 
 from pathlib import Path
 

@@ -54,7 +54,7 @@ def test_a_run_is_drawn_and_its_weights_are_talked_to_about_a_photograph(
     page.get_by_label("Two models side by side").check()
     page.get_by_label("Model", exact=True).nth(1).fill(path)
     page.get_by_label("Message").fill("What is on this photograph?")
-    page.get_by_label("Most tokens").fill("8")
+    page.get_by_label("Maximum tokens").fill("8")
     page.get_by_label("Image").set_input_files(tmp_path / "photo.jpg")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=60_000)

@@ -259,7 +259,7 @@ def test_chats_are_among_the_samples_of_their_owner_alone_and_open_pages_are_tol
 
 def test_the_machine_shows_the_engines_batch_and_how_full_its_cache_is(alice: Owner) -> None:
     text = alice.get("/machine/now").text
-    assert "KV cache 38 % in use" in text and "In its batch 0, 2 waiting in it" in text
+    assert "KV cache 38 % in use" in text and "In vLLM's scheduler 0 running, 2 waiting" in text
 
 
 def test_of_what_waits_another_owner_sees_the_kind_alone(alice: Owner, bob: Owner) -> None:

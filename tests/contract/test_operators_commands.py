@@ -24,7 +24,7 @@ from tests.fake_server import Running
 from tinker_server.commands import backup, databases
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
-from tinker_server.commands.status import fetched
+from tinker_server.commands.status import fetch_tables
 from tinker_server.commands.tables import console
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
@@ -106,7 +106,7 @@ def test_weights_that_are_gone_for_good_are_told_and_no_backup_is_left(tmp_path:
     (lost,) = (tmp_path / "data").glob("checkpoints/*/weights/lost~*")
     shutil.rmtree(lost)
     with pytest.raises(
-        StartFailed, match=r"1 directories of weights that the database names are not there, such as .*lost"
+        StartFailed, match=r"1 directories of weights that the database names are missing, such as .*lost"
     ):
         asyncio.run(back_up(Settings(data_dir=tmp_path / "data"), tmp_path / "backup"))
     assert [one.name for one in tmp_path.iterdir()] == ["data"]
@@ -115,7 +115,7 @@ def test_weights_that_are_gone_for_good_are_told_and_no_backup_is_left(tmp_path:
 @pytest.mark.parametrize(
     ("about", "text"),
     [
-        (None, "is no backup"),
+        (None, "is not a backup"),
         ({"format": 99, "database": "sqlite"}, "has the format 99; this version reads 1"),
         ({"format": 1, "database": "postgresql"}, "of a postgresql database, and this one is sqlite"),
     ],
@@ -161,15 +161,15 @@ def test_status_shows_runs_queue_and_processes(tmp_path: Path) -> None:
     try:
         model_id = server.model()
         with console(200).capture() as captured:
-            captured._console.print(fetched(server.url, "tml-local"))
+            captured._console.print(fetch_tables(server.url, "tml-local"))
         shown = captured.get()
         assert model_id in shown and "runs: 1" in shown and "disk of the data directory" in shown
         with pytest.raises(StartFailed, match="answers 401"):
-            fetched(server.url, "nothing")
+            fetch_tables(server.url, "nothing")
     finally:
         server.stop()
     with pytest.raises(StartFailed, match="no server answers at"):
-        fetched(server.url, "tml-local")
+        fetch_tables(server.url, "tml-local")
 
 
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -184,6 +184,7 @@ def test_doctor_says_what_a_model_needs_and_loads_nothing(tiny_vl: Path, tmp_pat
     )
     assert fine.returncode == 0, fine.stderr
     assert "torch 2." in fine.stdout and "qwen3_vl" in fine.stdout and "all of it can be served" in fine.stdout
+    assert "kv-cache-zeroing" in fine.stdout and "as written" in fine.stdout and "absent" not in fine.stdout
     too_large = {"TINKER_SERVER_BACKEND__KV_CACHE_BYTES": str(1 << 50), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"}
     refused = command(*asked, "--model", f"tiny={tiny_vl}", env=too_large)
     assert refused.returncode == 2 and "too little memory" in refused.stderr and "qwen3_vl" in refused.stdout

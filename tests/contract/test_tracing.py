@@ -20,7 +20,7 @@ from tinker_server.errors import StartFailed
 from tinker_server.observability.tracing import exporter
 from tinker_server.observability.tracing.exporter import FLUSH_S
 from tinker_server.observability.tracing.hooks import start_tracing
-from tinker_server.observability.tracing.trace import MAX_HEARD
+from tinker_server.observability.tracing.trace import MAX_PROCESS_SPANS
 from tinker_server.settings import Settings
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -274,7 +274,7 @@ def test_a_trace_holds_so_many_spans_of_processes_and_counts_the_others(collecto
     once = sampler.sample
 
     async def often(task: Any) -> Any:
-        for number in range(MAX_HEARD + 9):
+        for number in range(MAX_PROCESS_SPANS + 9):
             emit(ProcessSpan("sampler tiny", "Sample", number, number + 1, ANSWERED))
         return await once(task)
 
@@ -284,5 +284,5 @@ def test_a_trace_holds_so_many_spans_of_processes_and_counts_the_others(collecto
     server.stop()
     spans = collector.spans()
     (root,) = [one for one in spans if one.name == "sample"]
-    assert sum(one.name == "sampler.sample" for one in spans) == MAX_HEARD
+    assert sum(one.name == "sampler.sample" for one in spans) == MAX_PROCESS_SPANS
     assert root.attributes["tinker.spans_left_out"] == 10

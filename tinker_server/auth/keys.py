@@ -1,8 +1,8 @@
-"""API keys: who a request speaks for. A file of `NAME HASH` lines; the keys themselves are kept nowhere.
+"""API keys, which identify the owner of a request. Their file has `NAME HASH` lines; the keys are stored nowhere.
 
-Several keys may have one name, which is what owns: so a key can be replaced while the old one still works.
+The owner is the name. Several keys may have one name, so that a key can be replaced while the old one still works.
 The file is read again when it changes, so keys are added and removed while the server runs. Keys are long
-and random, so a plain SHA-256 tells nothing of them.
+and random, so a plain SHA-256 does not reveal them.
 """
 
 import contextlib
@@ -22,57 +22,57 @@ from tinker_server.errors import BadRequest, StartFailed
 
 log = logging.getLogger(__name__)
 LOCAL = "local"
-"""Who owns everything while no keys are configured. A key of this name reaches it later."""
+"""Owner of everything while no keys are configured. A key of this name gives access to it later."""
 PREFIXES = ("tml-", "eyJ")
-"""The SDK sends no other keys."""
+"""Prefixes of the keys that the SDK sends; it sends no others."""
 RELOAD_S = 1.0
-"""How long a change of the file may go unseen."""
+"""Seconds after which a change of the file is noticed at the latest."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _SHA = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = "# API keys of a tinker-server: NAME and the SHA-256 of a key. Written by `tinker-server keys`.\n"
 OPENS = "opens:"
-NO_KEY = "weights_access_token is not an API key of this server; take one of the weights' owner"
+NO_KEY = "weights_access_token is not an API key of this server; use one of the weights' owner"
 
 
 class Keys:
-    """The keys of one file. Where there is no such file, every key with a right prefix is let in, as LOCAL."""
+    """The keys of one file. Without the file, every key with a valid prefix is accepted, as LOCAL."""
 
     def __init__(self, path: Path) -> None:
-        """Raises StartFailed for a file that cannot be read."""
+        """Read the file. Raises StartFailed if it cannot be read."""
         self._path = path
         self._seen = _state(path)
         self._owners = read(path)
         self._checked_at = time.monotonic()
         self.is_open = self._seen is None
-        """Whether no keys have been configured. Once there were some, their removal opens nothing: the file stays."""
+        """True if no keys have been configured. Removing all keys opens nothing, since the empty file stays."""
         if not self.is_open and not self._owners:
             log.warning(
-                "%s has no API keys, so nobody is let in: make one with `tinker-server keys add NAME`, or delete the"
-                " file and start again to let everybody of this machine in",
+                "%s has no API keys, so every request is refused: run `tinker-server keys add NAME`, or delete"
+                " the file and start again to accept everybody on this machine",
                 path,
             )
 
     def owner_of(self, key: str) -> str | None:
-        """The name of a key; None for one that is not known."""
+        """Return the name of a key, or None if it is unknown."""
         self._reload()
         if self.is_open:
             return LOCAL if key.startswith(PREFIXES) else None
         return self._owners.get(_hash(key))
 
     def fingerprint(self, key: str) -> str:
-        """By which a key is known again: 64 hexadecimal digits that do not tell it."""
+        """Return 64 hexadecimal digits that identify a key without revealing it."""
         return _hash(key).removeprefix(_SHA)
 
     def owner_by_fingerprint(self, fingerprint: str) -> str | None:
-        """The name of a key; None where it was removed."""
+        """Return the name of the key with this fingerprint, or None if the key was removed."""
         self._reload()
         return self._owners.get(_SHA + fingerprint)
 
     def readers(self, owner: str, token: str | None) -> set[str]:
-        """Whose weights may be read: the owner's, and those of the owner whose key was handed on as `token`.
+        """Return the owners whose weights may be read: the owner, and the owner of the key given as `token`.
 
-        Raises BadRequest for a token that is no key.
+        Raises BadRequest if the token is not a key.
         """
         if token is None or self.is_open:
             return {owner}
@@ -82,11 +82,11 @@ class Keys:
         return {owner, other}
 
     def sealed(self, token: str) -> str:
-        """What may be stored in the place of a key that was handed on: whose weights it opens, if anybody's."""
+        """Return a string that is stored instead of a weights_access_token: the key's owner, or none."""
         return f"{OPENS}{self.owner_of(token) or ''}"
 
     def readers_by_seal(self, owner: str, seal: str | None) -> set[str]:
-        """As `readers`, of what `sealed` gave. Raises BadRequest where it was no key."""
+        """Return the owners as `readers` does, from a result of `sealed`. Raises BadRequest if that was not a key."""
         if seal is None or self.is_open:
             return {owner}
         if not (other := seal.removeprefix(OPENS)):
@@ -94,11 +94,11 @@ class Keys:
         return {owner, other}
 
     def revoke(self, key: str) -> None:
-        """Forget one key. Raises OSError where the file cannot be written."""
+        """Remove one key from the file. Raises OSError if the file cannot be written."""
         hashed = _hash(key)
         if hashed not in self._owners:
             return
-        with _alone(self._path):
+        with _locked(self._path):
             _write(self._path, [line for line in _lines(self._path) if line[1] != hashed])
         self._owners.pop(hashed, None)
 
@@ -113,28 +113,28 @@ class Keys:
         try:
             self._owners = read(self._path)
         except StartFailed as error:
-            log.error("the keys stay as they were: %s", error)
+            log.error("the keys are unchanged: %s", error)
             return
         self.is_open = self.is_open and state is None
-        log.info("%s has %d API keys now", self._path, len(self._owners))
+        log.info("%s now has %d API keys", self._path, len(self._owners))
 
 
 def add(path: Path, name: str) -> str:
-    """A new key under a name, which owns what is made with it. Raises StartFailed."""
+    """Add a new key under a name and return it. Raises StartFailed."""
     if _NAME.fullmatch(name) is None:
-        raise StartFailed(f"{name!r} cannot name a key: take letters, digits, '.', '_', '@' and '-', at most 64")
+        raise StartFailed(f"{name!r} cannot name a key: use at most 64 letters, digits, '.', '_', '@' and '-'")
     key = f"tml-{secrets.token_urlsafe(32)}"
     make_directory(path.parent)
-    with _alone(path):
+    with _locked(path):
         _write(path, [*_lines(path), (name, _hash(key))])
     return key
 
 
 def remove(path: Path, name: str) -> int:
-    """Forget all keys of a name; how many there were. What they own stays. Raises StartFailed."""
+    """Remove all keys of a name and return their number. The name's data stay. Raises StartFailed."""
     if not path.exists():
         return 0
-    with _alone(path):
+    with _locked(path):
         lines = _lines(path)
         kept = [line for line in lines if line[0] != name]
         if len(kept) < len(lines):
@@ -143,7 +143,7 @@ def remove(path: Path, name: str) -> int:
 
 
 def read(path: Path) -> dict[str, str]:
-    """Names by hash; none where there is no file. Raises StartFailed."""
+    """Return names by hash; none if there is no file. Raises StartFailed."""
     return {hashed: name for name, hashed in _lines(path)}
 
 
@@ -168,8 +168,8 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Between reading the file and replacing it, nobody else does. The lock is a file beside it, which stays."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock out other writers between reading the file and replacing it. The lock is a permanent file beside it."""
     with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

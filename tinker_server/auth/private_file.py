@@ -1,4 +1,4 @@
-"""Files that hold a secret: readable by the server's user alone, and there whole or not at all."""
+"""Files that hold a secret: readable only by the server's user, and written atomically."""
 
 import os
 import secrets
@@ -8,7 +8,7 @@ from backends.files import written_aside
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write or replace a file, durably when this returns. Raises OSError."""
+    """Write or replace a file durably. Raises OSError."""
     with (
         written_aside(path) as aside,
         os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
@@ -17,7 +17,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def private_secret(path: Path) -> bytes:
-    """A secret of 32 bytes that outlives a restart: made when it is first asked for."""
+    """Return a secret of 32 bytes that survives restarts; the first call creates it."""
     if not path.exists():
         write_private(path, secrets.token_bytes(32))
     return path.read_bytes()

@@ -1,7 +1,7 @@
-"""Who looks at a page: told by a cookie that a key was exchanged for. Nothing of it is kept on the server.
+"""Signing in to the dashboard: a key is exchanged for a cookie. The server stores no sessions.
 
-The cookie names the hash of the key, so that it opens nothing once the key is removed. Each change carries a token
-that only our own pages know; the cookie alone changes nothing.
+The cookie holds the hash of the key, so it is invalid once the key is removed. Each change carries a CSRF token that
+only our own pages know; the cookie alone changes nothing.
 """
 
 import hashlib
@@ -17,25 +17,25 @@ COOKIE, TOKEN_HEADER = "tinker_session", "x-csrf-token"
 VALID_S = 24 * 3600
 _COOKIE = re.compile(r"(\d{1,12})\.([0-9a-f]{64})\.([0-9a-f]{64})")
 _WITHOUT_KEYS = "no keys"
-"""What the token is made of where nobody signs in."""
+"""Text from which the CSRF token is derived if no keys are configured, so nobody signs in."""
 
 
 class SignIns:
-    """Makes and checks cookies and tokens. The secret is in the data directory, so that they survive a restart."""
+    """Makes and checks cookies and CSRF tokens. The secret is in the data directory, so that they survive a restart."""
 
     def __init__(self, data_dir: Path, keys: Keys) -> None:
         self._secret = private_secret(data_dir / "cookie-secret")
         self._keys = keys
 
     def cookie(self, key: str) -> str | None:
-        """For a key that is known here."""
+        """Return a cookie for a key, or None if the key is unknown."""
         if self._keys.owner_of(key) is None:
             return None
         signed = f"{int(time.time()) + VALID_S}.{self._keys.fingerprint(key)}"
         return f"{signed}.{self._mac('session', signed)}"
 
     def owner(self, cookie: str | None) -> str | None:
-        """Whom a cookie speaks for; where there are no keys, everybody is the owner of all."""
+        """Return the owner of a cookie, or None if it is invalid. Without keys everybody is LOCAL."""
         if self._keys.is_open:
             return LOCAL
         parts = _COOKIE.fullmatch(cookie or "")
@@ -47,11 +47,11 @@ class SignIns:
         return self._keys.owner_by_fingerprint(fingerprint) if int(expires) > time.time() else None
 
     def token(self, cookie: str | None) -> str:
-        """What a change made by our own page carries."""
+        """Return the CSRF token that a change from our own page carries."""
         return self._mac("change", _WITHOUT_KEYS if self._keys.is_open else cookie or "")
 
     def is_token(self, token: str, cookie: str | None) -> bool:
-        """Whether a change comes from our own page."""
+        """Return whether a change comes from our own page."""
         return hmac.compare_digest(token.encode(), self.token(cookie).encode())
 
     def _mac(self, purpose: str, text: str) -> str:

@@ -1,1 +1,1 @@
-"""What is ours of the chat endpoints of OpenAI and Anthropic. vLLM's handlers, in the sampler, make the answers."""
+"""Chat endpoints of OpenAI and Anthropic, the server's part. vLLM's handlers, in the sampler, make the answers."""

@@ -1,4 +1,4 @@
-"""Chats on the samplers: whose weights a name means, how much an owner may ask at once, and what was used."""
+"""Chats on the samplers: finds the weights, bounds an owner's requests in flight, and counts usage."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -21,7 +21,7 @@ SCHEME = "tinker://"
 
 
 class Chats:
-    """What the chat endpoints ask of the server."""
+    """Answers the requests of the chat endpoints."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -40,7 +40,7 @@ class Chats:
         self._gallery = gallery
 
     async def find(self, name: str, owner: str) -> FoundWeights:
-        """What a `model` means: a base model's name, a tinker:// path, or both as `base;path`.
+        """Find the weights of a `model`: a base model's name, a tinker:// path, or both as `base;path`.
 
         Raises BadRequest, UnknownBaseModel, UnknownCheckpoint, OtherBaseModel.
         """
@@ -48,7 +48,7 @@ class Chats:
         return await find_weights(self._bases, self._checkpoints, base_model, path, owner)
 
     async def answer(self, request: ChatRequest, owner: str, addresses: ImageAddresses) -> AsyncGenerator[str, None]:
-        """The answer in its vendor's form, as its parts come. Closing stops the work.
+        """Yield the parts of the answer, in its vendor's form, as they arrive. Closing the generator stops the work.
 
         Raises what `find` does, Busy, InvalidInput, ChatFailed.
         """
@@ -88,12 +88,12 @@ class Chats:
 
     def _weights(self, directory: str | None, name: str) -> Path | None:
         if directory is not None and not self._storage.holds(directory):
-            raise UnknownCheckpoint(f"{name} were deleted")
+            raise UnknownCheckpoint(f"the weights of {name} were deleted")
         return None if directory is None else self._storage.path(directory)
 
 
 def _names(name: str) -> tuple[str | None, str | None]:
-    """The base model and the path that a `model` names."""
+    """Split a `model` into its base model and its path."""
     base, _, path = name.partition(";")
     if base.startswith(SCHEME):
         base, path = "", name

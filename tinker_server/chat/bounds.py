@@ -1,7 +1,7 @@
-"""How much a chat request may hold, seen to before any model that is not ours takes it for input.
+"""Bounds on the size of a chat request, checked before vLLM's pydantic models parse it.
 
-pydantic keeps several kilobytes of errors for each value that is not what it should be, and a grammar of a few
-characters may have billions of states: what is small on the wire is bounded here by what it becomes.
+pydantic collects several kilobytes of errors for each invalid value, and a grammar of a few characters may have
+billions of states. These bounds limit how large a small body can become.
 """
 
 import re
@@ -14,28 +14,28 @@ from tinker_server.errors import BadField
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
-"""Parts of all messages' contents and their calls of tools, together."""
+"""Content parts and tool calls of all messages together."""
 MAX_TOOLS = 1024
 MAX_STOPS = 1024
 """Strings or token ids that end an answer."""
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 4096
-"""Tokens whose scores are changed."""
+"""Entries of logit_bias."""
 MAX_VALUES = 1 << 16
-"""Of a body, but for prompts of token ids, which are as long as a context may be."""
+"""JSON values of a body, without `prompt`, whose token ids may fill a context."""
 MAX_PATTERN = 4096
 """Characters of a regular expression in a schema."""
 MAX_REPETITION = 10_000
-"""Of repetitions in one another: what a step costs the engine grows with it."""
+"""Largest product of the counts of nested repetitions, with which the engine's cost per step grows."""
 _REPEATS = (sre_constants.MAX_REPEAT, sre_constants.MIN_REPEAT, sre_constants.POSSESSIVE_REPEAT)
 _BLOCKS = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS, "system": MAX_PARTS}
-"""Fields that are lists of objects, and how many they take."""
+"""Fields that are lists of objects, with their largest lengths."""
 _PARTS = ("content", "tool_calls")
 """Fields of a message, and of a part, that are lists of objects."""
 
 
 def require_bounded(body: Mapping[str, Any]) -> None:
-    """Raise BadField for a body with more in a field than is allowed, or with values where objects belong."""
+    """Raise BadField for a body with a field that is too large, or with plain values where objects are required."""
     for field, most in _BLOCKS.items():
         _require_objects(body.get(field), field, most)
     num_parts = 0
@@ -60,7 +60,7 @@ def require_bounded(body: Mapping[str, Any]) -> None:
 
 
 def _parts(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All objects of a list and of the lists in them, the outer ones first."""
+    """Yield all objects of a list and of their nested lists, the outer ones first."""
     for index, one in enumerate(value if isinstance(value, list) else ()):
         if isinstance(one, dict):
             yield f"{where}.{index}", one
@@ -81,7 +81,7 @@ def _require_objects(value: Any, where: str, most: int) -> None:
 
 
 def _require_format(value: Any) -> None:
-    """Lists of structures are of a form that no answer here follows."""
+    """Refuse structural tags given as lists of structures and triggers, which no answer here would follow."""
     if isinstance(value, dict) and not value.keys().isdisjoint(("structures", "triggers")):
         raise BadField("response_format.structures is not supported; structural_tag takes a format", "response_format")
 
@@ -107,7 +107,7 @@ def _require_biases(value: Any) -> None:
 
 
 def _require_prompt(value: Any) -> None:
-    """A text, some texts, token ids, or some lists of token ids."""
+    """Require a text, a list of texts, a list of token ids, or a list of such lists."""
     if value is None or isinstance(value, str):
         return
     if isinstance(value, list) and value:
@@ -119,7 +119,7 @@ def _require_prompt(value: Any) -> None:
 
 
 def _patterns(value: Any) -> Iterator[str]:
-    """All regular expressions of a schema."""
+    """Yield all regular expressions of a schema."""
     if isinstance(value, dict):
         for name, one in value.items():
             if name in ("pattern", "regex") and isinstance(one, str):
@@ -139,17 +139,17 @@ def _require_quick_pattern(pattern: str, field: str) -> None:
         repeated = _repetition(sre_parser.parse(pattern))
     except RecursionError:
         raise BadField(f"{field} has a pattern that is nested too deeply", field) from None
-    except (re.error, OverflowError):  # of another dialect; the engine knows what it takes
+    except (re.error, OverflowError):  # another dialect of regular expressions, which the engine checks
         return
     if repeated > MAX_REPETITION:
         raise BadField(
-            f"{field} has a pattern whose repetitions in one another come to {repeated}; {MAX_REPETITION} are allowed",
+            f"{field} has a pattern whose nested repetitions come to {repeated}; {MAX_REPETITION} are allowed",
             field,
         )
 
 
 def _repetition(parsed: Any) -> int:
-    """The largest product of the counts of repetitions that stand in one another; without an end they count once."""
+    """Return the largest product of the counts of nested repetitions; an unbounded one counts as 1."""
     largest = 1
     for operator, argument in parsed:
         count = 1
@@ -168,7 +168,7 @@ def _holds(part: Any) -> bool:
 
 
 def _values(values: Any) -> Iterator[Any]:
-    """Every value in some values, at any depth; `unstorable` has seen to the depth."""
+    """Yield every value at any depth; `unstorable` has bounded the depth."""
     for value in values:
         yield value
         if isinstance(value, dict):
@@ -178,7 +178,7 @@ def _values(values: Any) -> Iterator[Any]:
 
 
 def _named(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Return the JSON type of a value, in words."""
     if value is None:
         return "null"
     kinds = {

@@ -1,4 +1,4 @@
-"""Images that a conversation names by their address: what stands there takes the address's place."""
+"""Images that a conversation names by address: each address is replaced by a data URI of the image."""
 
 import base64
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _PNG = b"\x89PNG"
 
 
 async def with_data(endpoint: ChatEndpoint, body: dict[str, Any], addresses: ImageAddresses) -> None:
-    """Put what addresses lead to in their places. Raises BadField for those that may not be read, or cannot."""
+    """Replace addresses of images by data URIs. Raises BadField for an address that is not allowed or not readable."""
     if endpoint == "completions":
         return
     for holder, key in _sources(body.get("messages")):
@@ -26,7 +26,7 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, Any], addresses: Ima
 
 
 def _sources(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every place of an image's address, in either vendor's form, with what holds it."""
+    """Yield each object that holds an image's address, in either vendor's form, with the key of the address."""
     if isinstance(value, list):
         for part in value:
             yield from _sources(part)

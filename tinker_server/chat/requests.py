@@ -1,4 +1,4 @@
-"""What a chat request may hold. Its fields mean what their vendor says, or vLLM where the vendor has no such field."""
+"""Parsing of chat requests. A field means what its vendor documents, or vLLM if the vendor has no such field."""
 
 import json
 from collections.abc import Callable
@@ -13,40 +13,42 @@ from tinker_server.errors import BadField
 MAX_CHOICES = 128
 """Answers to one prompt."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""As of samples; the engine would take a lower one for the lowest without a word."""
-_DRAWING = (
+"""Bounds as for samples; the engine would silently raise a lower temperature to the lowest."""
+_SAMPLING_FIELDS = (
     "model stream stream_options n seed stop stop_token_ids include_stop_str_in_output skip_special_tokens"
     " max_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias"
     " logprobs response_format return_token_ids return_tokens_as_token_ids user"
 )
-_TALKING = "model messages system tools tool_choice chat_template_kwargs"
+_CONVERSATION_FIELDS = "model messages system tools tool_choice chat_template_kwargs"
 FIELDS: dict[ChatEndpoint, frozenset[str]] = {
     "chat_completions": frozenset(
-        f"{_DRAWING} messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort"
-        " chat_template_kwargs add_generation_prompt continue_final_message".split()
+        f"{_SAMPLING_FIELDS} messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls"
+        " reasoning_effort chat_template_kwargs add_generation_prompt continue_final_message".split()
     ),
-    "completions": frozenset(f"{_DRAWING} prompt echo add_special_tokens".split()),
-    "messages": frozenset(f"{_TALKING} max_tokens stop_sequences stream temperature top_p top_k metadata".split()),
-    "count_tokens": frozenset(_TALKING.split()),
+    "completions": frozenset(f"{_SAMPLING_FIELDS} prompt echo add_special_tokens".split()),
+    "messages": frozenset(
+        f"{_CONVERSATION_FIELDS} max_tokens stop_sequences stream temperature top_p top_k metadata".split()
+    ),
+    "count_tokens": frozenset(_CONVERSATION_FIELDS.split()),
 }
-"""vLLM takes many more, which are its operator's business or no business of another tenant's."""
+"""Supported fields. vLLM has many more, which are for its operator or would let tenants affect one another."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request that is sound as far as can be told without its model."""
+    """A request that has passed all checks that need no model."""
 
     endpoint: ChatEndpoint
     model: str
     streamed: bool
     num_sequences: int
-    """How many the engine will have to draw."""
+    """Number of sequences that the engine samples."""
     body: dict[str, Any]
     size_bytes: int
 
 
 def read(endpoint: ChatEndpoint, content: bytes) -> ChatRequest:
-    """The request of a body. Raises BadField."""
+    """Parse and check a body. Raises BadField."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
@@ -84,5 +86,5 @@ def _is_temperature(value: Any) -> bool:
 
 
 def _num_prompts(prompt: Any) -> int:
-    """A list holds prompts, unless it is one prompt's token ids."""
+    """Return the number of prompts: a list holds several, unless it holds one prompt's token ids."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1

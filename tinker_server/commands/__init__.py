@@ -1,1 +1,1 @@
-"""What an operator asks on the command line beside serving: how it goes, what the machine can do, backups."""
+"""Commands for operators beside serving: status, doctor, backup, restore."""

@@ -1,8 +1,8 @@
 """`tinker-server backup` and `restore`: the database at one moment, and all weights that it refers to.
 
-A server may run meanwhile. Weights are written once and never changed, so those that were there before the database
-was copied are linked first, and those that it refers to besides after it. What the server deleted in between is
-noticed, and the copy is made again.
+A server may run meanwhile. Weights are written once and never changed. Present weights are hard-linked first, then the
+database is copied, then further weights that it refers to are linked. If the server deleted some in between, the copy
+is made again.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ ABOUT = "backup.json"
 FORMAT = 1
 TRIES = 5
 KEPT_FILES = ("keys", "link-secret")
-"""Of the data directory, beside database and weights."""
+"""Further files of the data directory that are copied."""
 _ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")
-"""What `written_aside` calls a directory that is not whole yet."""
+"""Name that `written_aside` gives a directory until it is complete."""
 
 
 async def back_up(settings: Settings, target: Path) -> str:
-    """Write a backup, which appears whole or not at all; what it holds, in words. Raises StartFailed."""
+    """Write a backup, which appears whole or not at all, and describe it in words. Raises StartFailed."""
     data_dir, url = settings.data_dir.resolve(), settings.resolved_database_url()
     _require_places(data_dir, target)
     kind = databases.kind_of(url)
@@ -52,7 +52,7 @@ async def back_up(settings: Settings, target: Path) -> str:
 
 @contextlib.contextmanager
 def _begun(aside: Path) -> Iterator[None]:
-    """A directory that is locked while it is written, by which those that killed backups left are told."""
+    """Create the directory and lock it while it is written. An unlocked one was left by a killed backup."""
     aside.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _opened(aside) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -61,11 +61,11 @@ def _begun(aside: Path) -> Iterator[None]:
 
 
 def _remove_left(parent: Path) -> None:
-    """Remove what backups beside this one left when they were killed."""
+    """Remove incomplete directories that killed backups left beside this one."""
     for left in parent.glob(".*") if parent.is_dir() else ():
         if _ASIDE.fullmatch(left.name) is None or left.is_symlink() or not (left / ABOUT).is_file():
             continue
-        with contextlib.suppress(OSError), _opened(left) as handle:  # its own writer has the lock
+        with contextlib.suppress(OSError), _opened(left) as handle:  # a live writer holds the lock
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left)
 
@@ -83,7 +83,7 @@ def _require_places(data_dir: Path, target: Path) -> None:
     if not data_dir.is_dir():
         raise StartFailed(f"there is no data directory {data_dir}")
     if target.exists():
-        raise StartFailed(f"{target} exists already: name a directory that does not")
+        raise StartFailed(f"{target} exists already: name a new directory")
 
 
 async def _consistent(data_dir: Path, url: str, aside: Path, name: str) -> set[str]:
@@ -97,19 +97,19 @@ async def _consistent(data_dir: Path, url: str, aside: Path, name: str) -> set[s
                 shutil.rmtree(aside / one)
             return directories
     raise StartFailed(
-        f"{len(missing)} directories of weights that the database names are not there, such as {min(missing)}:"
-        " they are deleted as fast as they are copied, or were lost; stop the server and try again"
+        f"{len(missing)} directories of weights that the database names are missing, such as {min(missing)}:"
+        " they are deleted while they are copied, or were lost; stop the server and try again"
     )
 
 
 def _present(root: Path) -> list[str]:
-    """Directories of weights that are whole."""
+    """List the directories of complete weights."""
     found = root.glob("checkpoints/*/*/*")
     return [str(one.relative_to(root)) for one in found if one.is_dir() and not one.name.startswith(".")]
 
 
 def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
-    """Those that are not there yet; what is deleted meanwhile is left out."""
+    """Hard-link the directories that the target lacks; skip those that are deleted meanwhile."""
     for directory in directories:
         if (target / directory).exists():
             continue
@@ -121,7 +121,7 @@ def _link_all(source: Path, target: Path, directories: Iterable[str]) -> None:
 
 
 async def restore(settings: Settings, source: Path) -> str:
-    """Make an empty data directory and an empty database what the backup holds. Raises StartFailed."""
+    """Copy a backup into an empty data directory and an empty database. Raises StartFailed."""
     about = _about(source)
     data_dir, url = settings.data_dir.resolve(), settings.resolved_database_url()
     kind = databases.kind_of(url)
@@ -136,18 +136,18 @@ async def restore(settings: Settings, source: Path) -> str:
             for name in KEPT_FILES:
                 if (source / name).is_file():
                     shutil.copy2(source / name, data_dir / name)
-            await databases.put_back(url, source / databases.FILES[kind])
+            await databases.restore(url, source / databases.FILES[kind])
             await asyncio.to_thread(flush, data_dir)
         except OSError as error:
             raise StartFailed(f"the backup cannot be restored: {error}") from None
-    return f"the {kind} database and {about['directories']} directories of weights, as they were"
+    return f"restored the {kind} database and {about['directories']} directories of weights"
 
 
 def _about(source: Path) -> dict[str, object]:
     try:
         about: dict[str, object] = json.loads((source / ABOUT).read_text())
     except (OSError, ValueError):
-        raise StartFailed(f"{source} is no backup: it has no readable {ABOUT}") from None
+        raise StartFailed(f"{source} is not a backup: it has no readable {ABOUT}") from None
     if about.get("format") != FORMAT:
         raise StartFailed(f"{source} has the format {about.get('format')}; this version reads {FORMAT}")
     return about

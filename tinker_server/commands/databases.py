@@ -1,4 +1,4 @@
-"""Copies of a whole database at one moment, made while a server uses it, and put back into an empty one."""
+"""Consistent copies of a whole database, made while a server uses it, and restored into an empty one."""
 
 import asyncio
 import os
@@ -14,30 +14,30 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from tinker_server.errors import StartFailed
 
 FILES = {"sqlite": "tinker-server.db", "postgresql": "database.dump"}
-"""What a copy is called, by kind of database."""
+"""File name of a copy, by kind of database."""
 REFERENCES = (
     "SELECT directory FROM checkpoints",
     "SELECT snapshot FROM training_runs WHERE snapshot IS NOT NULL",
     "SELECT directory FROM sampling_sessions WHERE directory IS NOT NULL AND weights_deleted_at IS NULL",
 )
-"""Directories of weights that rows own, below the data directory."""
+"""Queries for the directories of weights that rows own, relative to the data directory."""
 
 
 def kind_of(database_url: str) -> str:
-    """`sqlite` or `postgresql`."""
+    """Return `sqlite` or `postgresql`."""
     return make_url(database_url).get_backend_name()
 
 
 async def copy(database_url: str, target: Path) -> set[str]:
-    """Write the copy; the directories that it refers to. Raises StartFailed."""
+    """Write a copy and return the directories that it refers to. Raises StartFailed."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":
         return await asyncio.to_thread(_copy_sqlite, Path(str(url.database)), target)
     return await _copy_postgresql(url, target)
 
 
-async def put_back(database_url: str, source: Path) -> None:
-    """Make the database, which must be empty, what the copy is. Raises StartFailed."""
+async def restore(database_url: str, source: Path) -> None:
+    """Restore a copy into an empty database. Raises StartFailed."""
     url = make_url(database_url)
     if url.get_backend_name() == "sqlite":
         await asyncio.to_thread(shutil.copy2, source, str(url.database))
@@ -74,7 +74,7 @@ def _copy_sqlite(path: Path, target: Path) -> set[str]:
 
 
 async def _copy_postgresql(url: URL, target: Path) -> set[str]:
-    """pg_dump sees what our own transaction sees."""
+    """Dump from the snapshot of our own transaction, so that both see the same rows."""
     engine = create_async_engine(url, isolation_level="REPEATABLE READ")
     try:
         async with engine.connect() as connection:
@@ -87,19 +87,19 @@ async def _copy_postgresql(url: URL, target: Path) -> set[str]:
 
 
 async def _run(program: str, url: URL, *arguments: str) -> None:
-    """One of PostgreSQL's own programs; the password is not among its arguments, which others can read."""
+    """Run a program of PostgreSQL. The password is not among its arguments, which other users can read."""
     found = shutil.which(program)
     if found is None:
-        raise StartFailed(f"{program} is not installed: it is what PostgreSQL's databases are copied with")
+        raise StartFailed(f"{program} is not installed; it is needed to copy a PostgreSQL database")
     address = url.set(drivername="postgresql", password=None).render_as_string()
     environment = os.environ | ({} if url.password is None else {"PGPASSWORD": str(url.password)})
     process = await asyncio.create_subprocess_exec(
         found, f"--dbname={address}", *arguments, stderr=asyncio.subprocess.PIPE, env=environment
     )
-    _, said = await process.communicate()
+    _, output = await process.communicate()
     if process.returncode != 0:
-        raise StartFailed(f"{program} failed: {_last_line(said.decode(errors='replace').splitlines())}")
+        raise StartFailed(f"{program} failed: {_last_line(output.decode(errors='replace').splitlines())}")
 
 
 def _last_line(lines: Sequence[str]) -> str:
-    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line for line in reversed(lines) if line.strip()), "it printed nothing")

@@ -1,4 +1,4 @@
-"""`tinker-server doctor`: what this machine can serve, before anything is loaded."""
+"""`tinker-server doctor`: reports what this machine can serve, without loading a model."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,21 +12,22 @@ GIB = 1 << 30
 
 
 def examine(config: BackendConfig, print_line: Callable[[str], None] = print) -> None:
-    """Print versions, memory, and what each model needs of it. Raises BackendFailed for what cannot be served."""
-    from backends.configure.create import examine as found_by  # slow to import: brings torch
+    """Print versions, memory, and each model's needs. Raises BackendFailed if a model cannot be served."""
+    from backends.configure.create import examine as examine_backend  # slow to import: brings torch
 
-    found = found_by(config)
+    found = examine_backend(config)
     for line in versions(found):
         print_line(line)
     if found.models:
         show(models(found))
+    show(patches(found))
     if found.problem is not None:
         raise BackendFailed(found.problem)
-    print_line("all of it can be served" if found.models else "no --model was given: nothing else was looked at")
+    print_line("all of it can be served" if found.models else "no --model was given: nothing else was checked")
 
 
 def versions(found: Examination) -> Iterator[str]:
-    """What is installed, and what there is to compute with."""
+    """Yield lines with the installed versions, the device and its memory."""
     yield ", ".join(f"{name} {version}" for name, version in found.versions.items())
     yield f"computes on {found.device}; {found.main_bytes / GIB:.1f} GiB of main memory are free"
     for number, (name, size_bytes) in enumerate(found.gpus):
@@ -34,7 +35,7 @@ def versions(found: Examination) -> Iterator[str]:
 
 
 def models(found: Examination) -> Table:
-    """One row for each model; names that share a source are loaded once."""
+    """Make a table with one row per model; names that share a source are loaded once."""
     table = Table("model", "kind", "images", "precision", "weights", "KV cache", "context", "largest rank")
     for model in found.models:
         table.add_row(
@@ -47,4 +48,13 @@ def models(found: Examination) -> Table:
             str(model.context),
             str(model.max_lora_rank),
         )
+    return table
+
+
+def patches(found: Examination) -> Table:
+    """Return one row for each change inside another project's code; its target is not what it was written for if
+    changed."""
+    table = Table("change", "inside", "state", "why")
+    for patch in found.patches:
+        table.add_row(patch.name, patch.target, patch.state, patch.why)
     return table

@@ -1,4 +1,4 @@
-"""`tinker-server status`: a running server's runs, queue and memory, asked over HTTP as any client would."""
+"""`tinker-server status`: a running server's runs, queue and memory, read over HTTP like any client."""
 
 from collections import defaultdict
 from typing import Any
@@ -12,24 +12,24 @@ from tinker_server.errors import StartFailed
 
 GIB = 1 << 30
 SHOWN = 20
-"""Runs, the latest."""
+"""Number of the latest runs that are shown."""
 _WAIT_S = 10.0
 Gauges = dict[str, dict[tuple[str, ...], float]]
-"""By name, then by the values of its labels in order."""
+"""Values by metric name, then by the values of the labels in order."""
 
 
-def fetched(url: str, key: str) -> Group:
-    """The tables. Raises StartFailed where no server answers, or refuses the key."""
+def fetch_tables(url: str, key: str) -> Group:
+    """Return the tables. Raises StartFailed if no server answers, or it refuses the key."""
     try:
         with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_WAIT_S) as client:
-            runs = _asked(client, f"/api/v1/training_runs?limit={SHOWN}").json()
-            gauges = _gauges(_asked(client, "/metrics").text)
+            runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
+            gauges = _gauges(_get(client, "/metrics").text)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise StartFailed(f"no server answers at {url}: {error}") from None
     return Group(runs_table(runs), queue_table(gauges), memory_table(gauges))
 
 
-def _asked(client: httpx.Client, path: str) -> httpx.Response:
+def _get(client: httpx.Client, path: str) -> httpx.Response:
     answer = client.get(path)
     if answer.status_code != 200:
         raise StartFailed(f"{client.base_url}{path} answers {answer.status_code}: {answer.text[:200]}")
@@ -45,7 +45,7 @@ def _gauges(text: str) -> Gauges:
 
 
 def runs_table(answer: dict[str, Any]) -> Table:
-    """The key's own runs, the latest first."""
+    """Make a table of the key's own runs, the latest first."""
     total = answer["cursor"]["total_count"]
     table = Table("run", "base model", "rank", "last request", title=f"runs: {total}", title_justify="left")
     for run in answer["training_runs"]:
@@ -55,7 +55,7 @@ def runs_table(answer: dict[str, Any]) -> Table:
 
 
 def queue_table(gauges: Gauges) -> Table:
-    """Of all owners."""
+    """Make a table of the operations and sequences of all owners."""
     table = Table("operation", "state", "number", title="queue", title_justify="left")
     for (kind, state), number in sorted(gauges["tinker_operations"].items()):
         table.add_row(kind, state, f"{number:.0f}")
@@ -65,14 +65,14 @@ def queue_table(gauges: Gauges) -> Table:
 
 
 def memory_table(gauges: Gauges) -> Table:
-    """GPUs, disk, and whether the processes live."""
+    """Make a table of GPUs, disk, log, and the state of the processes."""
     table = Table("what", "amount", title="memory and processes", title_justify="left")
     for (gpu, state), amount in sorted(gauges["tinker_gpu_memory_bytes"].items()):
         table.add_row(f"GPU {gpu}, {state}", f"{amount / GIB:.1f} GiB")
     for amount in gauges["tinker_disk_free_bytes"].values():
         table.add_row("disk of the data directory, free", f"{amount / GIB:.1f} GiB")
     for amount in gauges["tinker_log_bytes"].values():
-        table.add_row("requests kept to run again", f"{amount / GIB:.3f} GiB")
-    for (_, process), lives in sorted(gauges["tinker_process_up"].items()):
-        table.add_row(process, "lives" if lives else "is started again")
+        table.add_row("requests logged for replay", f"{amount / GIB:.3f} GiB")
+    for (_, process), is_up in sorted(gauges["tinker_process_up"].items()):
+        table.add_row(process, "alive" if is_up else "restarting")
     return table

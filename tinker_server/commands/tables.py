@@ -1,18 +1,18 @@
-"""Tables on the terminal."""
+"""Printing of tables on the terminal."""
 
 import sys
 
 from rich.console import Console, RenderableType
 
 _WIDTH = 160
-"""Where nobody's terminal has one."""
+"""Width if the output is not a terminal."""
 
 
 def show(table: RenderableType) -> None:
-    """Print it as it is: `:train:` in the id of a run is no picture of a train, and [] in a name no colour."""
+    """Print a table literally: `:train:` in the id of a run is not an emoji, and [] in a name is not markup."""
     console(None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 def console(width: int | None) -> Console:
-    """What prints."""
+    """Return a console that prints text literally."""
     return Console(width=width, emoji=False, markup=False, highlight=False)

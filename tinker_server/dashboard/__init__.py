@@ -1,4 +1,4 @@
-"""The pages that people see: what their runs learn, what waits, what models say, and what is on the disk.
+"""The dashboard: pages about runs, queues, samples, checkpoints and the machine.
 
-Nothing else of the server knows of them. They ask the stores, and change only what the routes of the API change too.
+No other part of the server depends on it. Its pages read the stores, and change only what the API's routes change too.
 """

@@ -1,6 +1,6 @@
-"""A route that answers people: refusals are pages, and nothing on a page comes from elsewhere.
+"""Route class of the dashboard: errors are answered as pages, with strict security headers.
 
-The policy lets in no script or style but our files: what a prompt or a name contains is text, whatever it looks like.
+The content security policy allows only our own scripts and styles, so markup in a prompt or a name stays text.
 """
 
 import logging
@@ -29,16 +29,16 @@ CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 
 
 class PageRoute(APIRoute):
-    """As FastAPI's documentation has routes of one's own."""
+    """A custom route class, as FastAPI documents it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with our headers on whatever it answers."""
+        """Return the handler, which answers errors as pages and adds our headers to every answer."""
         handle = super().get_route_handler()
 
         async def handled(request: Request) -> Response:
             try:
-                if request.method in CHANGES and _is_of_another_site(request):
-                    raise ForeignHost("a page of another site asked for this")
+                if request.method in CHANGES and _is_cross_site(request):
+                    raise ForeignHost("a page of another site sent this request")
                 answer = await handle(request)
             except Unauthenticated:
                 answer = _to_sign_in(request)
@@ -46,12 +46,12 @@ class PageRoute(APIRoute):
                 answer = page(request, "error.html", {"text": str(error), "status": error.status}, error.status)
             except RequestValidationError:
                 answer = page(request, "error.html", {"text": "There is no such page.", "status": 404}, 404)
-            except HTTPException as error:  # a body that is too large, too slow, or no form
+            except HTTPException as error:  # a body that is too large, too slow, or not a form
                 answer = page(
                     request, "error.html", {"text": error.detail, "status": error.status_code}, error.status_code
                 )
                 answer.headers.update(error.headers or {})
-            except Exception:  # a page must not break anything else
+            except Exception:  # a page's error must not break anything else
                 log.exception("the page %s failed", request.url.path)
                 text = "This page failed; the server's log has the details."
                 answer = page(request, "error.html", {"text": text, "status": 500}, 500)
@@ -61,23 +61,23 @@ class PageRoute(APIRoute):
         return handled
 
 
-def _is_of_another_site(request: Request) -> bool:
-    """Whether another site's page asks: as the browser says, or by Origin, since over plain HTTP it says no more.
+def _is_cross_site(request: Request) -> bool:
+    """Return whether another site's page sent the request, by Sec-Fetch-Site, or by Origin over plain HTTP.
 
-    What is no browser sends neither.
+    Clients that are not browsers send neither header.
     """
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     if site is not None or origin is None:
         return site == "cross-site"
     try:
-        asking = urlsplit(origin).netloc.lower()
+        sender = urlsplit(origin).netloc.lower()
     except ValueError:
         return True
-    return asking not in {request.headers.get(name, "").lower() for name in ("host", "x-forwarded-host")} - {""}
+    return sender not in {request.headers.get(name, "").lower() for name in ("host", "x-forwarded-host")} - {""}
 
 
 def _to_sign_in(request: Request) -> Response:
-    """The whole window goes there, also where only a part of a page was asked for."""
+    """Redirect the whole window to the sign-in, also if only a part of a page was requested."""
     url = f"{base_of(request)}/login"
     if "hx-request" in request.headers:
         return Response(status_code=401, headers={"HX-Redirect": url})

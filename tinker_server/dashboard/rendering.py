@@ -1,4 +1,4 @@
-"""Templates, and how numbers, sizes and times look in them."""
+"""Rendering of templates, and formats of numbers, sizes and times."""
 
 import re
 import time
@@ -16,14 +16,14 @@ _PREFIX = re.compile(r"(?:/[\w.-]+)*")
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A few digits that matter; a dash for what is not known."""
+    """Format with a few significant digits; a dash if the value is unknown."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
 def amount(value: float | None) -> str:
-    """Shortened: 12.3 M."""
+    """Format a large number shortly, such as 12.3 M."""
     if value is None:
         return "–"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -33,7 +33,7 @@ def amount(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes, in units of 1024."""
+    """Format bytes in units of 1024."""
     if value is None:
         return "–"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -44,7 +44,7 @@ def size(value: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """How long something took."""
+    """Format a duration."""
     if seconds is None:
         return "–"
     if seconds < 1:
@@ -57,7 +57,7 @@ def span(seconds: float | None) -> str:
 
 
 def ago(at: float | None) -> str:
-    """How long it is past, or ahead."""
+    """Format a time relative to now, past or future."""
     if at is None:
         return "–"
     seconds = time.time() - at
@@ -65,12 +65,12 @@ def ago(at: float | None) -> str:
 
 
 def moment(at: float) -> str:
-    """In UTC."""
+    """Format a time in UTC."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def short(run_id: str) -> str:
-    """A run's id as far as people tell runs apart by it."""
+    """Shorten a run's id for display."""
     session, separator, last = run_id.partition(":")
     return f"{session[:8]}{separator}{last}"
 
@@ -90,13 +90,13 @@ _ENVIRONMENT.filters |= {
 
 
 def base_of(request: Request) -> str:
-    """What stands before every path of ours in a browser: what a proxy has taken off."""
+    """Return the path prefix that a proxy removes, which every link needs."""
     prefix = request.headers.get("x-forwarded-prefix", "").rstrip("/")
     return prefix if _PREFIX.fullmatch(prefix) else ""
 
 
 def page(request: Request, template: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:
-    """A page, or a part of one. `viewer` is who is signed in, if anybody is."""
+    """Render a page or a part of one. The template's `viewer` is the person signed in, or None."""
     viewer = getattr(request.state, "viewer", None)
     text = _ENVIRONMENT.get_template(template).render(
         {"base": base_of(request), "viewer": viewer, "path": request.url.path, **values}

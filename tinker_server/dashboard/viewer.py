@@ -1,4 +1,4 @@
-"""The dependency of every page but the sign-in: who looks, and that a change is meant."""
+"""The dependency of every page but the sign-in: identifies the viewer, and checks the CSRF token of changes."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,17 +13,17 @@ from tinker_server.web.deps import Server
 
 @dataclass(frozen=True)
 class Viewer:
-    """Whoever looks."""
+    """The person who looks at a page."""
 
     owner: str
     token: str
-    """What changes carry."""
+    """CSRF token that changes carry."""
     has_signed_in: bool
-    """Without keys nobody does."""
+    """False if no keys are configured, so that nobody signs in."""
 
 
 async def viewer(request: Request, server: Server) -> Viewer:
-    """Raises Unauthenticated, LinkRefused."""
+    """Identify the viewer by the cookie. Raises Unauthenticated, or LinkRefused for a change with a wrong token."""
     cookie = request.cookies.get(COOKIE)
     owner = server.sign_ins.owner(cookie)
     if owner is None:

@@ -1,18 +1,18 @@
-"""How log lines look: one line each, whatever a client's text in it holds, and without its keys."""
+"""Format of the log: one line per record, with clients' text escaped and API keys removed."""
 
 import logging
 import re
 from types import TracebackType
 
 MAX_CHARS = 4000
-"""Of a message, and of a line of a traceback."""
+"""Length of a message, and of a line of a traceback."""
 MAX_LINES = 200
-"""Of a traceback, the last."""
+"""Number of lines of a traceback, the last ones."""
 _KEY = re.compile(r"tml-[\w.-]+|eyJ[\w.-]+")
 
 
 def configure() -> None:
-    """Log to standard error; libraries only what they warn of."""
+    """Log to standard error; from libraries only warnings and errors."""
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -21,7 +21,7 @@ def configure() -> None:
 
 
 class OneLine(logging.Formatter):
-    """No text of a client's can look like a line of its own: what is no printable character is escaped."""
+    """Formatter that escapes unprintable characters, so that a client's text cannot forge a log line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = harmless(record.message)
@@ -36,7 +36,7 @@ class OneLine(logging.Formatter):
 
 
 def harmless(text: str) -> str:
-    """The text's beginning, with its API keys and control characters replaced."""
+    """Return the text's beginning, with its API keys and control characters replaced."""
     text = _KEY.sub("[key]", text)
     text = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}... ({len(text)} characters)"
     if text.isprintable():

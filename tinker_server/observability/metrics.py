@@ -1,6 +1,6 @@
-"""What Prometheus reads at `/metrics`. Labels are kinds, routes, outcomes and served base models: never a run or owner.
+"""Instruments of `/metrics`. Labels are kinds, routes, outcomes and served base models: never a run or owner.
 
-Counts that others keep anyway are read when they are asked for (`MetricsReader`); the rest is counted here.
+Values that other parts already count are read at each scrape (`routes/metrics_collect.py`); the rest is counted here.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -11,7 +11,7 @@ OUTCOMES = ("done", "user_error", "server_error")
 
 
 class Metrics:
-    """Instruments of one server; a process may have several servers, one after the other."""
+    """Instruments of one server. A process may run several servers in succession, so each has its own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -23,7 +23,7 @@ class Metrics:
         )
         self._request_s = Histogram(
             "tinker_http_request_seconds",
-            "From a request's head to the head of its answer; polls are held.",
+            "Seconds from a request's head to the head of its answer; polls are held open.",
             ("route",),
             buckets=SECONDS,
             registry=self.registry,
@@ -36,40 +36,40 @@ class Metrics:
         )
         self._wait_s = Histogram(
             "tinker_operation_wait_seconds",
-            "From an operation's acceptance on, for earlier ones and for its turn.",
+            "Seconds that an operation waited from its acceptance until it ran.",
             ("kind",),
             buckets=SECONDS,
             registry=self.registry,
         )
         self._run_s = Histogram(
             "tinker_operation_run_seconds",
-            "What an operation took.",
+            "Seconds that an operation ran.",
             ("kind",),
             buckets=SECONDS,
             registry=self.registry,
         )
         self.sampler_gap = Histogram(
             "tinker_sampler_gap_nats",
-            "Mean distance of the trainer's log probabilities from the sampler's, of each batch that sent them.",
+            "Mean distance between the trainer's and the sampler's log probabilities, per batch that sent them.",
             buckets=NATS,
             registry=self.registry,
         )
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A request's answer has begun."""
+        """Count a request whose answer has begun."""
         self._requests.labels(method, route, status).inc()
         self._request_s.labels(route).observe(seconds)
 
     def accepted(self, operation_kind: str) -> None:
-        """An operation was accepted for the first time."""
+        """Count an operation that was accepted for the first time."""
         self._accepted.labels(operation_kind).inc()
 
     def ended(self, operation_kind: str, failure_category: str | None) -> None:
-        """An operation has its result."""
+        """Count an operation that has its result."""
         outcome = "done" if failure_category is None else f"{failure_category}_error"
         self._ended.labels(operation_kind, outcome).inc()
 
     def ran(self, operation_kind: str, waited_s: float, run_s: float) -> None:
-        """An operation that was carried out has succeeded."""
+        """Record the times of an operation that has succeeded."""
         self._wait_s.labels(operation_kind).observe(waited_s)
         self._run_s.labels(operation_kind).observe(run_s)

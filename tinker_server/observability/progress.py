@@ -1,4 +1,4 @@
-"""What people see of processes that get ready: on a terminal a bar for each, elsewhere lines of the log."""
+"""Progress of starting processes: on a terminal a bar for each, elsewhere lines in the log."""
 
 import asyncio
 import contextlib
@@ -21,16 +21,16 @@ from backends.protocol import Loading, OnLoading
 
 log = logging.getLogger(__name__)
 LINES_S = 10.0
-"""Between two lines of the log for a process."""
+"""Seconds between two log lines of a process."""
 _REDRAWN_PER_S = 4
 _BAR_COLUMNS = 20
 _LAST_LINES_S = 2.0
-"""For what ended children have written to be copied; one that lives on holds nobody up."""
+"""Seconds to wait for the last output of ended children. A child that is still alive must not delay the end."""
 
 
 @contextlib.contextmanager
 def shown() -> Iterator[OnLoading]:
-    """Inside, whoever looks at standard error sees what is heard."""
+    """Show reported progress on standard error within the block."""
     terminal = sys.stderr
     if terminal.isatty() and not Console(file=terminal).is_dumb_terminal:
         with Bars(terminal) as bars:
@@ -40,7 +40,7 @@ def shown() -> Iterator[OnLoading]:
 
 
 class Processes:
-    """Those that get ready, in order of their beginnings."""
+    """Processes that are starting, in order of their first report."""
 
     def __init__(self) -> None:
         self._now: dict[str, tuple[float, Loading]] = {}
@@ -57,12 +57,12 @@ class Processes:
             self._now[process] = began, loading
 
     def rows(self) -> list[tuple[str, Loading, float]]:
-        """With the seconds that each has taken so far."""
+        """Return each process with its progress and the seconds since its first report."""
         return [(name, loading, time.monotonic() - began) for name, (began, loading) in list(self._now.items())]
 
 
 class Lines:
-    """A line of the log for each process, every few seconds; that it is ready, others log."""
+    """Logs a line for each starting process every few seconds; its readiness is logged elsewhere."""
 
     def __init__(self, every_s: float = LINES_S) -> None:
         self._every_s = every_s
@@ -76,20 +76,20 @@ class Lines:
             self._next.cancel()
             self._next = None
         elif self._next is None and self._processes:
-            self._next = asyncio.get_running_loop().call_later(self._every_s, self._say)
+            self._next = asyncio.get_running_loop().call_later(self._every_s, self._log_progress)
 
-    def _say(self) -> None:
+    def _log_progress(self) -> None:
         for process, loading, seconds in self._processes.rows():
             parts = [loading.doing, amount(loading), f"{seconds:.0f} s"]
             log.info("loading: %s %s", process, ", ".join(filter(None, parts)))
-        self._next = asyncio.get_running_loop().call_later(self._every_s, self._say)
+        self._next = asyncio.get_running_loop().call_later(self._every_s, self._log_progress)
 
 
 class Bars:
-    """A bar for each process on `terminal`, redrawn in place while there are any.
+    """A bar for each starting process on `terminal`, redrawn in place.
 
-    From the first on, until this is closed, everything else that this process and its children write to standard error
-    passes through here, and stands above the bars: what they wrote by themselves, the next drawing would wipe out.
+    From the first report until this is closed, everything else that this process and its children write to standard
+    error is copied by a thread to a place above the bars. Written directly, the next redraw would erase it.
     """
 
     def __init__(self, terminal: TextIO) -> None:
@@ -119,7 +119,7 @@ class Bars:
         self._draw(is_needed=bool(self._processes))
 
     def _draw(self, *, is_needed: bool) -> None:
-        """Begin or end. A terminal that has gone away disturbs nothing else."""
+        """Start or stop drawing. A terminal that has closed raises nothing."""
         with contextlib.suppress(OSError):
             if is_needed and self._live is None:
                 self._live = Live(
@@ -157,7 +157,7 @@ class Bars:
         self._copying.start()
 
     def _copy(self, reading: int) -> None:
-        """Until nobody can write any more. What the terminal does not take is lost: who writes must not wait for it."""
+        """Copy lines until all writers have closed. Lines that the terminal refuses are lost: writers must not wait."""
         with os.fdopen(reading, errors="replace") as lines:
             for line in lines:
                 with contextlib.suppress(OSError, ValueError):
@@ -165,7 +165,7 @@ class Bars:
 
 
 def amount(loading: Loading) -> str:
-    """How much of how much; empty where that is not known."""
+    """Format done and total bytes; empty if the total is unknown."""
     if not loading.total_bytes:
         return ""
     unit, suffix = pick_unit_and_suffix(loading.total_bytes, ["bytes", "KiB", "MiB", "GiB", "TiB"], 1024)

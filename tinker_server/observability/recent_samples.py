@@ -1,4 +1,4 @@
-"""The last samples that were drawn, for people to read. In memory alone, and bounded."""
+"""The latest samples, for people to read. They are in memory only, and bounded."""
 
 import itertools
 import time
@@ -11,28 +11,28 @@ from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
 MAX_BYTES = 64 << 20
-"""Of all owners."""
+"""Bytes of all owners' samples."""
 SEQUENCES, TOKENS = 4, 2000
-"""Of one sample, the first."""
+"""Sequences cached per sample, and tokens per sequence: the first ones."""
 PROMPT_TOKENS = 20_000
-"""A longer prompt is not kept, nor one with larger images than the next."""
+"""Prompts with more tokens are not cached, nor those with more bytes of images than IMAGE_BYTES."""
 IMAGE_BYTES = 8 << 20
 _TOKEN_BYTES = 8
 CHUNKS = 1000
-"""A prompt of more pieces is not kept either."""
+"""Prompts with more chunks are not cached either."""
 _CHUNK_BYTES = 1000
-"""Of memory, beside what it holds."""
+"""Memory of a chunk beside its content."""
 CHAT_BYTES = IMAGE_BYTES + PROMPT_TOKENS * _TOKEN_BYTES + (1 << 20)
-"""What a sampler's process sends of one prompt of a chat, at most."""
+"""Largest size of a chat's prompt with its continuations that the sampler's process sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One request and what was drawn."""
+    """One request and its samples."""
 
     owner: str
     sampler_id: str
-    """Sampling session; empty outside of any."""
+    """The sampling session; empty if the request had none."""
     base_model: str
     model_path: str | None
     prompt: ModelInput
@@ -45,22 +45,22 @@ class Shown:
 
 
 class Gallery:
-    """`per_owner` samples of each owner, fewer where they are large."""
+    """Caches up to `per_owner` samples of each owner, fewer if they are large."""
 
     def __init__(
-        self, per_owner: int, max_bytes: int = MAX_BYTES, noted: Callable[[str], None] = lambda owner: None
+        self, per_owner: int, max_bytes: int = MAX_BYTES, on_change: Callable[[str], None] = lambda owner: None
     ) -> None:
-        """`noted` is told whose samples have changed."""
+        """`on_change` is called with the owner whose samples have changed."""
         self.per_owner = per_owner
         self.chat_bytes = CHAT_BYTES if per_owner else 0
-        """`protocol.ChatTask.kept_bytes`."""
+        """Value of `protocol.ChatTask.kept_bytes`."""
         self._max_bytes = max_bytes
-        self._noted = noted
+        self._on_change = on_change
         self._of: dict[str, deque[Shown]] = {}
         self._bytes: dict[str, int] = {}
 
     def note(self, request: SampleRequest, response: SampleResponse, owner: str, of: tuple[str, str | None]) -> None:
-        """A sample was drawn from `of`: base model, and path of the weights if they have one."""
+        """Cache a sample of the weights `of`: a base model, and the path of saved weights if there is one."""
         if not self.per_owner or (size_bytes := _size_bytes(request.prompt)) is None:
             return
         sequences = [_beginning(one) for one in itertools.islice(response.sequences, SEQUENCES)]
@@ -71,7 +71,7 @@ class Gallery:
             base_model=of[0],
             model_path=of[1],
             prompt=request.prompt,
-            params=request.sampling_params.model_copy(update={"stop": None}),  # which nobody is shown
+            params=request.sampling_params.model_copy(update={"stop": None}),  # not shown
             num_samples=request.num_samples,
             sequences=sequences,
             size_bytes=size_bytes,
@@ -79,39 +79,39 @@ class Gallery:
         self._of.setdefault(owner, deque()).appendleft(shown)
         self._bytes[owner] = self._bytes.get(owner, 0) + size_bytes
         if len(self._of[owner]) > self.per_owner:
-            self._drop_oldest(owner)
+            self._evict_oldest(owner)
         while sum(self._bytes.values()) > self._max_bytes:
-            self._drop_oldest(max(self._bytes, key=lambda one: self._bytes[one]))
-        self._noted(owner)
+            self._evict_oldest(max(self._bytes, key=lambda one: self._bytes[one]))
+        self._on_change(owner)
 
     def of(self, owner: str) -> list[Shown]:
-        """The newest first."""
+        """Return an owner's samples, newest first."""
         return list(self._of.get(owner, ()))
 
     def get(self, owner: str, sample_id: str) -> Shown | None:
-        """None for what is not kept any more, and for another owner's."""
+        """Return a sample, or None if it was evicted or belongs to another owner."""
         return next((shown for shown in self._of.get(owner, ()) if shown.sample_id == sample_id), None)
 
-    def _drop_oldest(self, owner: str) -> None:
+    def _evict_oldest(self, owner: str) -> None:
         self._bytes[owner] -= self._of[owner].pop().size_bytes
         if not self._of[owner]:
             del self._of[owner], self._bytes[owner]
 
 
 def _size_bytes(prompt: ModelInput) -> int | None:
-    """None for what is too large to be kept."""
+    """Return the memory that a prompt takes, or None if it is too large to cache."""
     if len(prompt.chunks) > CHUNKS:
         return None
-    tokens, images, kept = 0, 0, _CHUNK_BYTES * (1 + len(prompt.chunks))
+    tokens, images, overhead = 0, 0, _CHUNK_BYTES * (1 + len(prompt.chunks))
     for chunk in prompt.chunks:
         if isinstance(chunk, ImageChunk):
             images += len(chunk.data)
         else:
             tokens += len(getattr(chunk, "tokens", ()))
-    return None if tokens > PROMPT_TOKENS or images > IMAGE_BYTES else tokens * _TOKEN_BYTES + images + kept
+    return None if tokens > PROMPT_TOKENS or images > IMAGE_BYTES else tokens * _TOKEN_BYTES + images + overhead
 
 
 def _beginning(sequence: SampledSequence) -> SampledSequence:
-    """A copy, so that no larger array is kept for it."""
+    """Copy the first tokens, so that the whole array is not kept alive."""
     tokens, logprobs = sequence.tokens[:TOKENS].copy(), sequence.logprobs[:TOKENS].copy()
     return sequence.model_copy(update={"tokens": tokens, "logprobs": logprobs, "topk_logprobs": None})

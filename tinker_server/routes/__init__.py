@@ -1,1 +1,1 @@
-"""The HTTP routes: parse, ask, return."""
+"""HTTP routes: parse a request, call a store or submit an operation, return a response."""

@@ -1,4 +1,4 @@
-"""What was done, what was used, what is stored, and whose key it is."""
+"""Routes for the audit log, usage, stored weights, traces and API keys."""
 
 import time
 from datetime import UTC, date, datetime
@@ -48,10 +48,10 @@ PREFIXES: dict[EventType, tuple[str, ...]] = {
 async def get_audit(
     audit: Audit,
     caller: Caller,
-    event_type: Annotated[EventType, Query(description="Which entries.")] = "all",
+    event_type: Annotated[EventType, Query(description="Kind of entries.")] = "all",
     day: Annotated[date | None, Query(description="A date; absent: today, UTC.")] = None,
 ) -> AuditResponse:
-    """What was done on one day, from midnight to midnight UTC; today if none is given."""
+    """Return the audit entries of one day, from midnight to midnight UTC; the default is today."""
     day = day or datetime.now(UTC).date()
     start = datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()
     return AuditResponse(
@@ -70,12 +70,12 @@ async def get_audit(
 
 @router.get("/billing/usage/events", response_model_exclude_none=True, responses=refused(BadRequest))
 async def get_usage(
-    starting_on: Annotated[datetime, Query(description="Start of the time asked for; without a zone, UTC.")],
-    ending_before: Annotated[datetime, Query(description="End of the time asked for; without a zone, UTC.")],
+    starting_on: Annotated[datetime, Query(description="Start of the interval; UTC if it has no zone.")],
+    ending_before: Annotated[datetime, Query(description="End of the interval; UTC if it has no zone.")],
     usage: UsageDep,
     caller: Caller,
 ) -> UsageResponse:
-    """Tokens and checkpoints by hour, session and base model."""
+    """Return tokens and checkpoints by hour, session and base model."""
     start, end = _utc(starting_on), _utc(ending_before)
     if end <= start:
         raise BadRequest("ending_before is not after starting_on")
@@ -102,7 +102,7 @@ async def get_usage(
 
 @router.get("/billing/usage/checkpoints/current")
 async def get_storage(catalog: CatalogDep, caller: Caller, project_id: ProjectInQuery = None) -> StorageUsageResponse:
-    """Saved weights that are stored now, by project."""
+    """Return the number and size of the saved weights that are stored now, by project."""
     records = await catalog.storage(caller, project_id, time.time())
     return StorageUsageResponse(
         data=[
@@ -122,14 +122,14 @@ async def get_storage(catalog: CatalogDep, caller: Caller, project_id: ProjectIn
 async def export_trace(
     session_id: SessionIdInPath, sessions: Sessions, links: SignedLinks, url: ServerUrl, caller: Caller
 ) -> TraceExportResponse:
-    """Where the session's timeline is."""
+    """Return a signed URL of the session's timeline."""
     await sessions.require(session_id, caller)
     return TraceExportResponse(url=f"{url}/{links.sign(f'traces/{session_id}', int(time.time()) + VALID_S)}")
 
 
 @router.get("/auth/apikey/me")
 async def get_api_key(caller: Caller, server: Server) -> ApiKeyResponse:
-    """Who the key of this request speaks for."""
+    """Return the owner that the key of this request belongs to."""
     details = ApiKeyDetails(org_details=Organization(name=caller), user_details=User(email=caller))
     note = "no keys are configured: every one is accepted" if server.keys.is_open else ""
     return ApiKeyResponse(key_id=0, name=caller, note=note, details=details)
@@ -137,7 +137,7 @@ async def get_api_key(caller: Caller, server: Server) -> ApiKeyResponse:
 
 @router.delete("/auth/apikey/me", status_code=204, responses=refused(KeysReadOnly))
 async def delete_api_key(key: ApiKey, server: Server) -> Response:
-    """Revoke the key of this request. What it owns stays with the other keys of its name."""
+    """Revoke the key of this request. Its data stay with the other keys of its name."""
     try:
         server.keys.revoke(key)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The chat endpoints as the clients of OpenAI and Anthropic call them; their vendors describe them."""
+"""Chat endpoints for the clients of OpenAI and Anthropic, as these vendors document them."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ from tinker_server.web.handlers import CLIENT_GONE
 
 T = TypeVar("T")
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""A proxy should pass each event on at once."""
+"""Headers of a stream: a proxy should forward each event at once."""
 Handler = Callable[[Request, Server], Awaitable[Response]]
 
 
 def install(app: FastAPI) -> None:
-    """Have the app answer on all the paths that clients ask for."""
+    """Add the chat routes to the app, under every prefix that clients use."""
     openai, anthropic = APIRouter(), APIRouter()
     openai.add_api_route("/chat/completions", _answering("chat_completions"), methods=["POST"])
     openai.add_api_route("/completions", _answering("completions"), methods=["POST"])
@@ -39,12 +39,12 @@ def install(app: FastAPI) -> None:
 
 
 async def list_models(server: Server) -> dict[str, Any]:
-    """The base models. Weights are named by their tinker:// paths, which the REST side lists."""
+    """List the base models. Saved weights are named by tinker:// paths, which the REST routes list."""
     return {"object": "list", "data": [_card(name) for name in server.models.served]}
 
 
 async def get_model(name: str, http: Request, server: Server) -> dict[str, Any]:
-    """Whether the caller may use a name."""
+    """Return the model's card if the caller may use it."""
     await server.chats.find(name, http.state.owner)
     return _card(name)
 
@@ -59,12 +59,12 @@ def _answering(endpoint: ChatEndpoint) -> Handler:
         content = await http.body()
         request = await off_loop(len(content), read, endpoint, content)
         parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
-        told = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
-        if told is None:
+        first = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
+        if first is None:
             return Response(status_code=CLIENT_GONE)
         if not request.streamed:
-            return Response(told, media_type=JSON)
-        events = _events(vendors.vendor_of(http.url.path), told, parts)
+            return Response(first, media_type=JSON)
+        events = _events(vendors.vendor_of(http.url.path), first, parts)
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     return answer
@@ -81,7 +81,7 @@ async def _all(parts: AsyncGenerator[str, None]) -> str:
 async def _events(
     vendor: vendors.Vendor | None, first: str, rest: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
-    """The stream; what fails in it is told by its last event."""
+    """Yield the stream. If it fails midway, its last event is the error."""
     assert vendor is not None
     async with aclosing(rest):
         yield first
@@ -95,8 +95,8 @@ async def _events(
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None where the client hangs up before, and the work is stopped."""
-    working, gone = asyncio.create_task(work), asyncio.create_task(_hang_up(http))
+    """Return the result of `work`, or cancel it and return None if the client disconnects first."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(http))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -106,6 +106,6 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _hang_up(http: Request) -> None:
+async def _wait_for_disconnect(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Saved weights: listing, deleting, publishing, expiring, copying, downloading."""
+"""Routes that list, delete, publish, expire, copy and download saved weights."""
 
 import time
 from email.utils import formatdate
@@ -51,7 +51,7 @@ from tinker_server.weights.saving import check_ttl
 router = APIRouter()
 ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 OF_WEIGHTS = refused(BadRequest, UnknownCheckpoint)
-MOVED: Described = {302: {"description": "`Location` is where the tar.gz is, for an hour."}}
+MOVED: Described = {302: {"description": "`Location` is a link to the tar.gz, valid for an hour."}}
 
 
 async def _path(
@@ -68,7 +68,7 @@ async def _path(
 
 async def _kinds(
     x_stainless_package_version: Annotated[
-        str | None, Header(description="Version of the SDK: before 0.28 it takes no weights of type `external`.")
+        str | None, Header(description="Version of the SDK: versions before 0.28 accept no weights of type `external`.")
     ] = None,
 ) -> list[Kind]:
     return shown_kinds(x_stainless_package_version)
@@ -80,7 +80,7 @@ ShownKinds = Annotated[list[Kind], Depends(_kinds)]
 
 @router.get("/checkpoints", response_model_exclude_none=True)
 async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: CatalogDep) -> CheckpointsResponse:
-    """Saved weights of all runs, newest first."""
+    """List the saved weights of all runs, newest first."""
     rows, total = await catalog.checkpoints(page, kinds, time.time())
     return _listed(rows, page, total)
 
@@ -89,7 +89,7 @@ async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: CatalogDe
 async def list_checkpoints_of_run(
     run_id: RunIdInPath, page: LongPage, kinds: ShownKinds, catalog: CatalogDep
 ) -> CheckpointsResponse:
-    """A training run's saved weights, newest first."""
+    """List a training run's saved weights, newest first."""
     await catalog.run(run_id, page.scope, time.time())
     rows, total = await catalog.checkpoints(page, kinds, time.time(), run_id)
     return _listed(rows, page, total)
@@ -97,7 +97,7 @@ async def list_checkpoints_of_run(
 
 @router.post(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
 async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
-    """Let every client load the weights. Doing it again changes nothing."""
+    """Let every client load the weights. Repeating it changes nothing."""
     await checkpoints.set_public(path, True, caller, time.time())
     await _note(audit, caller, "checkpoint_published", path)
     return Response(status_code=204)
@@ -105,7 +105,7 @@ async def publish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, 
 
 @router.delete(f"{ONE}/publish", status_code=204, responses=OF_WEIGHTS)
 async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit, caller: Caller) -> Response:
-    """Take publish back."""
+    """Undo publish."""
     await checkpoints.set_public(path, False, caller, time.time())
     await _note(audit, caller, "checkpoint_unpublished", path)
     return Response(status_code=204)
@@ -115,7 +115,7 @@ async def unpublish(path: CheckpointPath, checkpoints: Checkpoints, audit: Audit
 async def set_ttl(
     path: CheckpointPath, request: SetTtlRequest, checkpoints: Checkpoints, audit: Audit, caller: Caller
 ) -> Response:
-    """Let weights expire so many seconds from now; null: never."""
+    """Set the seconds from now after which weights expire; null: never."""
     check_ttl(request.ttl_seconds)
     now = time.time()
     await checkpoints.set_expiry(path, None if request.ttl_seconds is None else now + request.ttl_seconds, caller, now)
@@ -133,9 +133,9 @@ async def external_weights_urls(
     audit: Audit,
     caller: Caller,
 ) -> ExternalWeightsUrlsResponse:
-    """URLs of the files of weights saved by save_weights_external."""
+    """Return signed URLs of the files of weights saved by save_weights_external."""
     if path.kind != "external_weights":
-        raise BadRequest(f"{path} is not for download; save_weights_external makes weights that are")
+        raise BadRequest(f"{path} cannot be downloaded file by file; only weights of save_weights_external can")
     checkpoint = await checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
     files = await storage.files(checkpoint.directory)
@@ -150,7 +150,7 @@ async def external_weights_urls(
 async def archive(
     path: CheckpointPath, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit, caller: Caller
 ) -> Response:
-    """Where clients before 0.36 find the weights in one tar.gz."""
+    """Redirect to the weights as one tar.gz, which clients before 0.36 download."""
     checkpoint = await checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
     await _note(audit, caller, "checkpoint_read", path, purpose="download")
@@ -162,7 +162,7 @@ async def archive(
 async def delete(
     path: CheckpointPath, checkpoints: Checkpoints, storage: StorageDep, audit: Audit, caller: Caller
 ) -> Response:
-    """Forget the weights, then remove their files. Copies, and samplers that have begun, keep theirs."""
+    """Delete the weights' record, then their files. Copies, and samplers that have loaded them, keep theirs."""
     await storage.delete(await checkpoints.take(path, caller))
     await _note(audit, caller, "checkpoint_deleted", path)
     return Response(status_code=204)
@@ -170,7 +170,7 @@ async def delete(
 
 @router.post("/weights_info", response_model_exclude_none=True, responses=OF_WEIGHTS)
 async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, caller: Caller) -> WeightsInfoResponse:
-    """What the weights are of."""
+    """Return the base model and the trained modules of saved weights."""
     row = await checkpoints.require_readable(parse_path(request.tinker_path), {caller}, time.time())
     return WeightsInfoResponse(
         base_model=row.base_model,
@@ -194,10 +194,10 @@ async def copy_weights(
     caller: Caller,
     x_idempotency_key: IdempotencyKey = None,
     x_tinker_weights_access_token: Annotated[
-        str | None, Header(description="An API key of the weights' owner, to read what is not published.")
+        str | None, Header(description="An API key of the weights' owner; needed to read unpublished weights.")
     ] = None,
 ) -> CopyWeightsResponse:
-    """Copy weights to a path of their own. A retry, which has the same key, gets the first one's."""
+    """Copy weights to a path of their own. A retry with the same idempotency key gets the first copy's path."""
     readers = server.keys.readers(caller, x_tinker_weights_access_token or request.weights_access_token)
     path = await copying.copy(request, x_idempotency_key, caller, readers)
     await _note(audit, caller, "checkpoint_copied", path, source_path=request.source_path)
@@ -205,7 +205,7 @@ async def copy_weights(
 
 
 def checkpoint_info(row: Checkpoint) -> CheckpointInfo:
-    """A checkpoint as it is listed."""
+    """Convert a checkpoint's row to its entry in a list."""
     kind = TinkerPath.parse(row.tinker_path).kind
     return CheckpointInfo(
         checkpoint_id=f"{row.kind}/{row.name}",

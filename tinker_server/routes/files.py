@@ -1,4 +1,4 @@
-"""Downloads by signed URL, for plain GETs without an API key."""
+"""Downloads by signed URL, with a plain GET and no API key."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tinker_server.web.refusals import DOWNLOAD, Described, refused
 router = APIRouter()
 MICROS = 1_000_000
 OPERATIONS_AT_ONCE = 500
-"""Of a trace: to write so many takes a few milliseconds."""
+"""Operations of a trace that are encoded at once, which takes a few milliseconds."""
 TRACE: Described = {
     200: {"description": "Trace Event Format", "content": {JSON: {"schema": {"type": "object"}}}},
 }
@@ -37,7 +37,7 @@ async def get_file(
     storage: StorageDep,
     links: SignedLinks,
 ) -> Response:
-    """One file of exported weights."""
+    """Download one file of exported weights."""
     links.check(f"files/{path}", expires, signature)
     return await _file(storage.downloadable(path))
 
@@ -54,7 +54,7 @@ async def get_archive(
     archives: ArchivesDep,
     links: SignedLinks,
 ) -> Response:
-    """Weights as one tar.gz, packed when first asked for."""
+    """Download weights as one tar.gz, which is packed on the first request."""
     links.check(f"archives/{directory}", expires, signature)
     try:
         return await _file(await archives.get(directory))
@@ -71,9 +71,9 @@ async def get_trace(
     catalog: CatalogDep,
     links: SignedLinks,
 ) -> Response:
-    """A session's operations in the Trace Event Format, which ui.perfetto.dev opens.
+    """Download a session's operations in the Trace Event Format, which ui.perfetto.dev opens.
 
-    One row of bars per model or sampling session; a bar lasts from the acceptance of an operation to its result.
+    Each model or sampling session is one track; a bar lasts from the acceptance of an operation to its result.
     """
     links.check(f"traces/{session_id}", expires, signature)
     session = await sessions.get(session_id)
@@ -82,7 +82,7 @@ async def get_trace(
 
 
 async def _trace(session: Session, pages: AsyncIterator[list[OperationRecord]]) -> AsyncIterator[str]:
-    """The trace as text, a part at a time: a session may have done hundreds of thousands of operations."""
+    """Yield the trace as text in parts: a session may have hundreds of thousands of operations."""
     head = {"displayTimeUnit": "ms", "otherData": {"session_id": session.session_id}}
     yield json.dumps(head)[:-1] + ', "traceEvents": ['
     comma = ""

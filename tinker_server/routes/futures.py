@@ -1,4 +1,4 @@
-"""Fetching results by long poll, one by one or by the log of a sampling session, and cancelling samples."""
+"""Routes that fetch results by long poll, one by one or per sampling session, and cancel samples."""
 
 import asyncio
 import re
@@ -39,12 +39,12 @@ from tinker_server.web.refusals import BINARY, Described, refused
 router = APIRouter()
 LARGE_RESULT_BYTES = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
-ACCEPT = "`application/x-protobuf` for results as protobuf where there is such a form; else they are JSON."
+ACCEPT = "`application/x-protobuf` asks for protobuf where a result has such a form; other results are JSON."
 RESULT: Described = {
     200: {
         "description": "The result: forward_backward and samples as protobuf (messages ForwardBackwardOutput and "
-        "SampleResponse of tinker_wire.proto) where the client accepts it, all else as JSON. An operation that "
-        "failed is a FutureFailed. FutureMetadata comes once, before a large result, where the request allows it.",
+        "SampleResponse of tinker_wire.proto) if the client accepts it, everything else as JSON. A failed operation "
+        "gives a FutureFailed. FutureMetadata is sent once, before a large result, if the request allows it.",
         "model": CreateModelResponse
         | UnloadModelResponse
         | LoadWeightsResponse
@@ -73,7 +73,7 @@ async def retrieve_future(
     caller: Caller,
     accept: Annotated[str, Header(description=ACCEPT)] = "",
 ) -> Response:
-    """The stored bytes as soon as they are there; after a while without them, 408, which means to ask again."""
+    """Return the stored bytes as soon as they exist; 408 after a while without them, and the client asks again."""
     request_id = _checked(poll.request_id)
     result = await futures.wait(request_id, caller, settings.poll_hold_s)
     if result is None:
@@ -94,7 +94,10 @@ async def retrieve_future(
 async def retrieve_futures(
     poll: RetrieveFuturesRequest, futures: Futures, samplers: Samplers, settings: AppSettings, caller: Caller
 ) -> RetrieveFuturesResponse:
-    """Which samples of a client have finished since its last poll, held until one has; acknowledges results."""
+    """List the samples of a client that finished since its last poll, and acknowledge results.
+
+    The poll is held until one has finished.
+    """
     session_id = poll.target.sampling_session_id
     await samplers.require(session_id, caller)
     futures.acknowledge(session_id, poll.retrieved_request_ids)
@@ -118,7 +121,7 @@ async def retrieve_futures(
 async def cancel_future(
     request: CancelFutureRequest, futures: Futures, scheduler: SchedulerDep, caller: Caller
 ) -> Response:
-    """Stop a sample that waits or runs. What has ended, or was cancelled before, stays as it is."""
+    """Cancel a sample that waits or runs. One that has ended, or was cancelled before, is unchanged."""
     request_id = _checked(request.request_id)
     if not scheduler.cancel(request_id, caller):
         await futures.require_finished_sample(request_id, caller)
@@ -132,7 +135,7 @@ def _checked(request_id: str) -> str:
 
 
 def _json_form(result: Result, ledger: Ledger, owner: str) -> Response:
-    """A protobuf result for clients that take no protobuf; a large one is encoded while it is sent."""
+    """Convert a protobuf result for clients that accept no protobuf; a large one is encoded while it is sent."""
     json_form = OPERATIONS[result.operation_kind].json_form
     assert json_form is not None, f"{result.operation_kind} has a result in protobuf"
     parts = json_form(result.body)

@@ -1,4 +1,4 @@
-"""Whether the server lives: for load balancers and containers, which have no API key."""
+"""Liveness check for load balancers and containers, which have no API key."""
 
 import asyncio
 import os
@@ -14,20 +14,20 @@ from tinker_server.web.refusals import refused
 
 router = APIRouter()
 MIN_FREE_BYTES = 64 << 20
-"""Less is soon filled by one result or one saved adapter."""
+"""Less room than this is soon filled by one result or one saved adapter."""
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="health")
-"""Of its own: the others may all be decoding, and who is not answered in time is restarted."""
+"""The check has its own thread: the shared ones may all be decoding, and a late answer gets the server restarted."""
 
 
 @router.get("/healthz", responses=refused(DiskFull))
 async def healthz(settings: AppSettings) -> HealthResponse:
-    """Whether the server takes requests, and has room to store them."""
+    """Answer 200 if the server accepts requests and has room to store them."""
     await asyncio.get_running_loop().run_in_executor(_THREAD, require_room, settings.data_dir)
     return HealthResponse()
 
 
 def require_room(data_dir: Path) -> None:
-    """Raises DiskFull."""
+    """Raise DiskFull if the data directory cannot be written or is nearly full."""
     try:
         found = os.statvfs(data_dir)
     except OSError as error:

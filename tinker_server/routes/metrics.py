@@ -1,4 +1,4 @@
-"""What Prometheus reads. Totals over all owners: whoever has a key may see them."""
+"""The endpoint that Prometheus scrapes. Totals are over all owners: every key may see them."""
 
 import asyncio
 import ipaddress
@@ -13,12 +13,12 @@ from tinker_server.web.gate import owner_of
 
 router = APIRouter()
 _BEARER = "bearer "
-_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip")
+_PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 @router.get("/metrics", include_in_schema=False)
 async def get_metrics(http: Request, server: Server, settings: AppSettings) -> Response:
-    """Everything that is measured, in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     if not (settings.metrics_open and _is_on_this_machine(http)):
         require_key(http, server.keys)
     reading: Reading = await read(server)
@@ -26,14 +26,14 @@ async def get_metrics(http: Request, server: Server, settings: AppSettings) -> R
 
 
 def require_key(http: Request, keys: Keys) -> None:
-    """In X-API-Key as everywhere, or as a bearer token, which is what Prometheus sends. Raises Unauthenticated."""
+    """Require a key in X-API-Key, or as the bearer token that Prometheus sends. Raises Unauthenticated."""
     given = http.headers.get("authorization", "")
     bearer = given[len(_BEARER) :] if given.lower().startswith(_BEARER) else None
     owner_of(http.headers.get("x-api-key") or bearer, keys)
 
 
 def _is_on_this_machine(http: Request) -> bool:
-    """What a proxy on this machine hands on comes from anywhere."""
-    if http.client is None or any(name in http.headers for name in _OF_PROXIES):
+    """Return whether the scraper is local. A request that a local proxy forwards may come from anywhere."""
+    if http.client is None or any(name in http.headers for name in _PROXY_HEADERS):
         return False
     return ipaddress.ip_address(http.client.host).is_loopback

@@ -1,4 +1,4 @@
-"""What others count anyway, read at the moment of a scrape: queues, processes, engines, GPUs, disk."""
+"""Metrics that are read at the moment of a scrape: queues, processes, engines, GPUs, disk."""
 
 import asyncio
 import shutil
@@ -17,24 +17,24 @@ from tinker_server.web.deps import Services
 
 @dataclass(frozen=True)
 class Reading:
-    """One scrape. Has what `generate_latest` asks of a registry."""
+    """Values of one scrape, with the interface that `generate_latest` expects of a registry."""
 
     counted: CollectorRegistry
     read: list[Metric]
 
     def collect(self) -> Iterator[Metric]:
-        """Instruments first, then what was read."""
+        """Yield the registry's instruments, then the values read at this scrape."""
         yield from self.counted.collect()
         yield from self.read
 
 
 def loaded(served: dict[str, BaseModel]) -> dict[str, BaseModel]:
-    """Each base model once, under the first of its names: some names share trainer and sampler."""
+    """Return each base model once, under one of its names: some names share trainer and sampler."""
     return {name: base for name, base in {id(base.trainer): (name, base) for name, base in served.items()}.values()}
 
 
 async def read(server: Services) -> Reading:
-    """What there is now."""
+    """Read the current values."""
     models = loaded(dict(server.models.served))
     uses = await asyncio.gather(*(base.engine_use() for base in models.values()))
     gpus, disk = await asyncio.gather(
@@ -47,7 +47,7 @@ async def read(server: Services) -> Reading:
         *_processes({name: base.processes() for name, base in models.items()}),
         *_engines(engines),
         *_gpus(gpus),
-        _gauge("tinker_disk_free_bytes", "Room on the disk of the data directory.", (), {(): disk.free}),
+        _gauge("tinker_disk_free_bytes", "Free space on the disk of the data directory.", (), {(): disk.free}),
     ]
     return Reading(server.metrics.registry, families)
 
@@ -59,45 +59,45 @@ def _queue(server: Services) -> Iterator[Metric]:
     yield _gauge("tinker_operations", "Operations that wait or run.", ("kind", "state"), in_flight)
     (num_samples, prompt_bytes), (_, training_bytes) = server.admission.samples.totals, server.admission.queued.totals
     waiting = {("samples",): num_samples, ("prompt_bytes",): prompt_bytes, ("training_bytes",): training_bytes}
-    yield _gauge("tinker_admitted", "What owners have in flight, of what is bounded.", ("what",), waiting)
+    yield _gauge("tinker_admitted", "Amounts in flight that are bounded per owner.", ("what",), waiting)
 
 
 def _work(server: Services) -> Iterator[Metric]:
     tokens = {key: amount for key, amount in server.usage.totals.items() if key[0] != "checkpoint"}
-    yield _counter("tinker_tokens", "Tokens trained on, read and drawn.", ("kind", "base_model"), tokens)
+    yield _counter("tinker_tokens", "Tokens trained on, prefilled and sampled.", ("kind", "base_model"), tokens)
     snapshots = {("taken",): server.snapshots.num_taken, ("failed",): server.snapshots.num_failed}
     yield _counter("tinker_snapshots", "Snapshots of models in training.", ("outcome",), snapshots)
     log_bytes = server.scheduler.log_bytes
-    yield _gauge("tinker_log_bytes", "Requests kept to be run again after a crash.", (), {(): log_bytes})
+    yield _gauge("tinker_log_bytes", "Requests logged to be replayed after a crash.", (), {(): log_bytes})
 
 
 def _processes(of_models: dict[str, list[ProcessState]]) -> Iterator[Metric]:
     every = {(name, process.name): process for name, processes in of_models.items() for process in processes}
     alive = {key: float(process.is_alive) for key, process in every.items()}
-    yield _gauge("tinker_process_up", "Whether a child process lives.", ("base_model", "process"), alive)
+    yield _gauge("tinker_process_up", "Whether a child process is alive.", ("base_model", "process"), alive)
     restarts = {key: process.restarts for key, process in every.items()}
-    text = "Times that a child process was started again."
+    text = "Restarts of a child process."
     yield _counter("tinker_process_restarts", text, ("base_model", "process"), restarts)
 
 
 def _engines(uses: dict[str, EngineUse]) -> Iterator[Metric]:
-    rows: dict[tuple[str, ...], float] = {}
+    sequences: dict[tuple[str, ...], float] = {}
     adapters: dict[tuple[str, ...], float] = {}
     for name, use in uses.items():
-        rows |= {
+        sequences |= {
             (name, "running"): use.sequences_running,
             (name, "waiting"): use.sequences_waiting,
             (name, "most"): use.max_sequences,
         }
         adapters |= {(name, "running"): use.adapters, (name, "most"): use.max_adapters}
-    yield _gauge("tinker_engine_sequences", "Sequences in the sampler.", ("base_model", "state"), rows)
+    yield _gauge("tinker_engine_sequences", "Sequences in the sampler.", ("base_model", "state"), sequences)
     yield _gauge("tinker_engine_adapters", "Adapters with a slot in the sampler.", ("base_model", "state"), adapters)
     batches = {name: use.batch for name, use in uses.items() if use.batch is not None}
     counts = {(name, "running"): batch.running for name, batch in batches.items()}
     counts |= {(name, "waiting"): batch.waiting for name, batch in batches.items()}
     yield _gauge("tinker_engine_batch", "Sequences in vLLM's scheduler.", ("base_model", "state"), counts)
     used = {(name,): batch.cache_used for name, batch in batches.items()}
-    yield _gauge("tinker_engine_kv_cache_used", "Part of the KV cache that they hold.", ("base_model",), used)
+    yield _gauge("tinker_engine_kv_cache_used", "Fraction of the KV cache in use.", ("base_model",), used)
 
 
 def _gpus(gpus: list[GpuState]) -> Iterator[Metric]:
@@ -106,7 +106,7 @@ def _gpus(gpus: list[GpuState]) -> Iterator[Metric]:
         memory |= {(str(gpu.index), "used"): gpu.used_bytes, (str(gpu.index), "total"): gpu.total_bytes}
     yield _gauge("tinker_gpu_memory_bytes", "Memory of a GPU.", ("gpu", "state"), memory)
     used = {(str(gpu.index),): gpu.utilization for gpu in gpus}
-    yield _gauge("tinker_gpu_utilization", "Part of the time in which a kernel runs.", ("gpu",), used)
+    yield _gauge("tinker_gpu_utilization", "Fraction of the time in which a kernel runs.", ("gpu",), used)
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: dict[Any, Any]) -> Metric:

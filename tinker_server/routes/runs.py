@@ -1,4 +1,4 @@
-"""Training runs: every model that was created, in memory or not."""
+"""Routes that list training runs: every model that was created, in memory or not."""
 
 import time
 
@@ -18,7 +18,7 @@ router = APIRouter()
 
 @router.get("/training_runs", response_model_exclude_none=True)
 async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRunsResponse:
-    """Runs, newest first."""
+    """List training runs, newest first."""
     records, total = await catalog.runs(page, time.time())
     return TrainingRunsResponse(
         training_runs=[_info(record) for record in records],
@@ -28,7 +28,7 @@ async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRu
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True, responses=refused(UnknownModel))
 async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
-    """One run."""
+    """Return one training run."""
     return _info(await catalog.run(run_id, scope, time.time()))
 
 

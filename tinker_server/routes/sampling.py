@@ -1,4 +1,4 @@
-"""Sampling sessions, and samples from them."""
+"""Routes that create sampling sessions and sample from them."""
 
 import asyncio
 import secrets
@@ -37,11 +37,11 @@ from tinker_server.weights.lookup import find_weights
 router = APIRouter()
 CUT = (
     "with top_k or top_p the log probabilities of samples are renormalised over the tokens that are kept: a ratio of"
-    " them to a trainer's carries the kept mass"
+    " them to a trainer's contains the probability of the kept tokens"
 )
-"""In a header that the SDK logs as a warning."""
+"""Text of a header that the SDK logs as a warning."""
 MAX_CLIENTS = 10**9
-"""As the SDK has it, so that the numbers of samples stay below 2^63."""
+"""The SDK's own bound, so that the numbers of samples stay below 2^63."""
 
 
 @router.post(
@@ -76,7 +76,7 @@ async def create_sampling_session(
 async def get_sampler(
     sampler_id: Annotated[str, Path(description="A sampling session.")], samplers: Samplers, caller: Caller
 ) -> GetSamplerResponse:
-    """What a sampling session samples from."""
+    """Return the base model and the weights of a sampling session."""
     sampler = await samplers.require(sampler_id, caller)
     return GetSamplerResponse(sampler_id=sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
 
@@ -85,7 +85,7 @@ async def get_sampler(
 async def join_sampling_session(
     request: JoinSamplingSessionRequest, samplers: Samplers, caller: Caller
 ) -> JoinSamplingSessionResponse:
-    """A number for one more client of a sampling session, random so that none is given twice, nor after a restart."""
+    """Number one more client of a sampling session; random, so that no number repeats, not even after a restart."""
     await samplers.require(request.sampling_session_id, caller)
     return JoinSamplingSessionResponse(client_counter=1 + secrets.randbelow(MAX_CLIENTS))
 
@@ -105,7 +105,7 @@ async def asample(
     scheduler: SchedulerDep,
     response: Response,
 ) -> UntypedFuture:
-    """Draw samples. What can be told to be wrong at once is answered 400; too many in flight, 429."""
+    """Queue a sample. A request that is visibly invalid is answered 400; too many in flight, 429."""
     request = submission.request
     if request.sampling_session_id is None:
         base_model = (
@@ -116,7 +116,7 @@ async def asample(
         if request.base_model is not None or request.model_path is not None:
             raise BadRequest("give either sampling_session_id, or base_model or model_path")
         if request.seq_id is None:
-            raise BadRequest("seq_id is missing: it is what names a sample of a sampling session")
+            raise BadRequest("seq_id is missing: it identifies a sample of a sampling session")
         lane, seq_id = request.sampling_session_id, request.seq_id
         sampler = await samplers.require(lane, caller)
         await sessions.require_open(sampler.session_id, caller)
@@ -128,7 +128,7 @@ async def asample(
     if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
         check(request)
     else:
-        await asyncio.to_thread(check, request)  # it looks into images
+        await asyncio.to_thread(check, request)  # it parses images
     future = await submission.accept(scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})

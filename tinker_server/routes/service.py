@@ -1,4 +1,4 @@
-"""The service itself: configuration of clients, capabilities, telemetry."""
+"""Routes for client configuration, capabilities and telemetry."""
 
 import json
 import logging
@@ -21,29 +21,29 @@ from tinker_server.web.deps import ServedModels
 log = logging.getLogger(__name__)
 router = APIRouter()
 MAX_KINDS, MAX_EVENT_CHARS, MAX_VALUE_CHARS = 20, 500, 100
-"""What is logged of one request at most: a line for each kind of event."""
-_SAID_ELSEWHERE = frozenset({"event", "event_id", "event_session_index", "timestamp", "severity", "event_name"})
+"""Bounds on the log lines of one request: one line for each kind of event."""
+_NOT_REPEATED = frozenset({"event", "event_id", "event_session_index", "timestamp", "severity", "event_name"})
 _STACKS = frozenset({"traceback", "exception_stack"})
-"""Many lines each, which the client has shown too."""
+"""Fields of many lines each, which the client has shown too."""
 
 
 @router.post("/client/config")
 async def client_config(_: ClientConfigRequest) -> ClientConfigResponse:
-    """Flags that steer the SDK."""
+    """Return flags that steer the SDK."""
     return ClientConfigResponse()
 
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(_: ClientConfigRequest) -> DynamicConfigResponse:
-    """Flags that the SDK asks for again from time to time."""
+    """Return flags that the SDK asks for again periodically."""
     return DynamicConfigResponse()
 
 
 @router.post("/telemetry")
 async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
-    """A client's own view of its session, logged without its keys, one line for all events of a kind.
+    """Log a client's own view of its session without its keys, one line for all events of a kind.
 
-    A client reports every poll and every repetition that did not go well: a hundred of one kind are nothing unusual.
+    A client reports every failed poll and retry: a hundred events of one kind are not unusual.
     """
     client = harmless(f"client of session {batch.session_id[:100]} (SDK {batch.sdk_version[:20]})")
     kinds: dict[str, list[dict[str, Any]]] = {}
@@ -58,27 +58,27 @@ async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
 
 
 def _kind(event: dict[str, Any]) -> str:
-    """What events have in common that differ only in which request they are about."""
+    """Return a key that is equal for events that differ only in the request that they are about."""
     names = ("event", "event_name", "severity", "error_type", "exception_type")
     return str([event.get(name) for name in names])[:MAX_EVENT_CHARS]
 
 
 def _line(event: dict[str, Any]) -> str:
-    """What an event says, in one short line and without stacks."""
+    """Format an event as one short line without stack traces."""
     data = event.get("event_data")
-    said = {**event, **(data if isinstance(data, dict) else {})}
+    fields = {**event, **(data if isinstance(data, dict) else {})}
     title = [str(event[name]) for name in ("severity", "event_name", "event") if isinstance(event.get(name), str)]
     parts = [
-        f"{name}={harmless(json.dumps(value))[:MAX_VALUE_CHARS]}"  # a key that is cut would not be known as one
-        for name, value in said.items()
-        if name not in _SAID_ELSEWHERE | _STACKS | {"event_data"} and value is not None
+        f"{name}={harmless(json.dumps(value))[:MAX_VALUE_CHARS]}"  # before the cut: half a key is not recognised
+        for name, value in fields.items()
+        if name not in _NOT_REPEATED | _STACKS | {"event_data"} and value is not None
     ]
     return " ".join([*title[:2], *parts])
 
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(models: ServedModels) -> ServerCapabilities:
-    """The served base models."""
+    """List the served base models."""
     return ServerCapabilities(
         supported_models=[
             SupportedModel(model_name=name, max_context_length=base.info.max_context_length)

@@ -1,4 +1,4 @@
-"""Sessions: one per client, alive while heartbeats come."""
+"""Routes for sessions: one per client, alive while its heartbeats arrive."""
 
 import time
 
@@ -38,7 +38,7 @@ async def create_session(
     caller: Caller,
     x_idempotency_key: IdempotencyKey = None,
 ) -> CreateSessionResponse:
-    """Start a session. A retry, which has the same key, gets the first one's."""
+    """Start a session. A retry with the same idempotency key gets the first session."""
     return CreateSessionResponse(session_id=await sessions.create(request, x_idempotency_key, caller))
 
 
@@ -46,7 +46,7 @@ async def create_session(
 async def session_heartbeat(
     request: SessionHeartbeatRequest, sessions: Sessions, caller: Caller
 ) -> SessionHeartbeatResponse:
-    """Say that the client lives; 404 for an unknown session, 410 for a finished one."""
+    """Report that the client is alive; 404 for an unknown session, 410 for a finished one."""
     await sessions.heartbeat(request.session_id, caller)
     return SessionHeartbeatResponse()
 
@@ -55,14 +55,14 @@ async def session_heartbeat(
 async def finish_session(
     session_id: SessionIdInPath, request: FinishSessionRequest, sessions: Sessions, caller: Caller
 ) -> Response:
-    """End a session; doing it again changes nothing."""
+    """Finish a session. Repeating it changes nothing."""
     await sessions.finish(session_id, request, caller)
     return Response(status_code=204)
 
 
 @router.get("/sessions")
 async def list_sessions(catalog: CatalogDep, page: ShortPage) -> ListSessionsResponse:
-    """Ids of one's sessions, newest first."""
+    """List the ids of the caller's sessions, newest first."""
     return ListSessionsResponse(sessions=await catalog.sessions(page))
 
 
@@ -70,24 +70,24 @@ async def list_sessions(catalog: CatalogDep, page: ShortPage) -> ListSessionsRes
 async def search_sessions(
     request: SearchSessionsRequest, sessions: Sessions, catalog: CatalogDep, caller: Caller
 ) -> SearchSessionsResponse:
-    """Sessions that match, newest first, a page at a time."""
+    """List the sessions that match, newest first, a page at a time."""
     if request.owner.type == "user" and caller not in (request.owner.owner_urns or []):
         return SearchSessionsResponse(sessions=[])
-    await sessions.save_heartbeats()  # so that the database knows who lives
+    await sessions.save_heartbeats()  # the search reads them from the database
     now = time.time()
     page, has_more = await catalog.search(request, caller, now)
-    following = None
+    next_cursor = None
     if has_more:
         last = page[-1].session
-        following = SearchCursor(last_created_at=from_unix(last.created_at), last_session_id=last.session_id)
-    return SearchSessionsResponse(sessions=[_summary(record, now) for record in page], next_cursor=following)
+        next_cursor = SearchCursor(last_created_at=from_unix(last.created_at), last_session_id=last.session_id)
+    return SearchSessionsResponse(sessions=[_summary(record, now) for record in page], next_cursor=next_cursor)
 
 
 @router.get("/sessions/{session_id}", response_model_exclude_none=True, responses=refused(UnknownSession))
 async def get_session(
     session_id: SessionIdInPath, sessions: Sessions, catalog: CatalogDep, scope: AskedScope
 ) -> GetSessionResponse:
-    """A session's models and samplers."""
+    """Return a session's models and sampling sessions."""
     row = await sessions.require(session_id, scope.owner)
     run_ids, sampler_ids = await catalog.of_session(session_id)
     return GetSessionResponse(
@@ -102,7 +102,7 @@ async def get_session(
 async def assign_project(
     session_id: SessionIdInPath, request: AssignProjectRequest, sessions: Sessions, audit: Audit, caller: Caller
 ) -> Response:
-    """Move a session, with all that it made, to a project. Projects are mere names here."""
+    """Move a session, with everything that it made, to a project. A project is only a name here."""
     await sessions.assign_project(session_id, request.project_id, caller)
     await audit.note("project_assigned", caller, session_id=session_id, project_id=request.project_id)
     return Response(status_code=204)

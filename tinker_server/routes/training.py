@@ -1,4 +1,4 @@
-"""Creating, describing and training models. All work is queued; its result is fetched with retrieve_future."""
+"""Routes that create, describe and train models. Work is queued; its result is fetched with retrieve_future."""
 
 from pathlib import Path
 from typing import Annotated
@@ -37,14 +37,14 @@ async def create_model(
     submission: Annotated[Submission[CreateModelRequest], Depends(body_of("create_model"))],
     models: OwnModels,
 ) -> UntypedFuture:
-    """Create a LoRA model. Repeating it gives the first request_id."""
+    """Create a LoRA model. A repeat returns the first request_id."""
     request = submission.request
     return await models.accept_new(submission, request.session_id, request.model_seq_id)
 
 
 @router.post("/get_info", responses=refused(UnknownModel, UnknownBaseModel))
 async def get_info(request: GetInfoRequest, runs: Runs, caller: Caller, models: ServedModels) -> GetInfoResponse:
-    """What a client needs to know of its model."""
+    """Return a model's base model, LoRA rank, tokenizer and optimizer."""
     run = await runs.require(request.model_id, caller)
     info = models.base(run.base_model).info
     return GetInfoResponse(
@@ -62,7 +62,7 @@ async def forward_backward(
     submission: Annotated[Submission[ForwardBackwardRequest], Depends(body_of("forward_backward"))],
     models: OwnModels,
 ) -> UntypedFuture:
-    """Add a loss's gradient to the model's, or (forward_only) just compute log probabilities."""
+    """Add a loss's gradient to the model's, or (forward_only) only compute log probabilities."""
     request = submission.request
     return await models.accept(submission, request.model_id, request.seq_id)
 
@@ -72,7 +72,7 @@ async def forward(
     submission: Annotated[Submission[ForwardRequest], Depends(body_of("forward"))],
     models: OwnModels,
 ) -> UntypedFuture:
-    """How clients before 0.25 ask for a forward_backward with forward_only."""
+    """Run forward_backward with forward_only, as clients before 0.25 ask for it."""
     request = submission.request
     return await models.accept(submission, request.model_id, request.seq_id)
 
@@ -82,7 +82,7 @@ async def unload_model(
     submission: Annotated[Submission[UnloadModelRequest], Depends(body_of("unload_model"))],
     models: OwnModels,
 ) -> UntypedFuture:
-    """Free a model's memory once its queued work is done. Saved weights stay."""
+    """Free a model's memory once its queued work is done. Saved weights are kept."""
     request = submission.request
     return await models.accept(submission, request.model_id, 0, UNLOAD_SUFFIX)
 
@@ -98,6 +98,6 @@ async def optim_step(
 
 
 def tokenizer_id(info: BaseModelInfo) -> str:
-    """Where a client finds the tokenizer: the hub id. A directory of this machine means nothing elsewhere,
-    so then it is the public name, which the operator chose to be a hub id too, or not."""
+    """Return the hub id of the tokenizer. A base that is loaded from a directory of this machine has none, so its
+    public name is returned, which may or may not be a hub id."""
     return info.name if Path(info.source).is_dir() and not Path(info.name).is_dir() else info.source

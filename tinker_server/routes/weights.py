@@ -1,4 +1,4 @@
-"""Saving and loading weights."""
+"""Routes that save and load weights."""
 
 from typing import Annotated
 
@@ -60,7 +60,7 @@ async def load_weights(
 ) -> UntypedFuture:
     """Create a model from a checkpoint (session_id, model_seq_id), or load one into a model (model_id, seq_id)."""
     request = submission.request
-    if request.weights_access_token is not None:  # another's API key, which is never stored
+    if request.weights_access_token is not None:  # another owner's API key, which is never stored
         seal = models.server.keys.sealed(request.weights_access_token)
         submission = submission.with_request(request.model_copy(update={"weights_access_token": seal}))
     match request.session_id, request.model_seq_id, request.model_id, request.seq_id:

@@ -1,41 +1,46 @@
-"""What vLLM's handlers take for the engine: each of their requests becomes sequences that wait for their turns, draw
-with the same care as tasks do, and are looked at before they are told."""
+"""Stands in for the engine in vLLM's handlers.
+
+Each of their requests becomes sequences that wait for admission, are sampled with the same care as those of tasks, and
+are checked before they are sent.
+"""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.outputs import RequestOutput
+import numpy as np
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
 
-from api_schemas.sampling import SampleRequest, SampleResponse
+from api_schemas import sampling as api
+from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, ChatTask, ChatUsage, InvalidInput
 from backends.sampler.answers import check_finite, diverged
 from backends.sampler.chat.prompts import MODEL_INPUT
-from backends.sampler.chat.record import Record
-from backends.sampler.engine_weights import EngineWeights
-from backends.sampler.fair_admission import Turns
+from backends.sampler.fair_admission import FairAdmission
 from backends.sampler.grammars import STEP_S, Grammars
-from backends.sampler.prompts import Prompt
-from backends.sampler.requests import derived_seed
+from backends.sampler.requests import Prompt, derived_seed
 from backends.sampler.sequences import Sequences
+from backends.sampler.versions import Version, VersionCache
 
 _BAD_GRAMMAR = (
     f"response_format: its grammar took more than {STEP_S:g} s between tokens, or allows none where the answer stands"
 )
-"""The engine ends such a sequence, and says which in its log alone."""
+"""The engine ends such a sequence, and reports which only in its log."""
+_TOKEN_BYTES = 8
+"""Size of a recorded token with its log probability."""
 
 
 @dataclass(frozen=True)
-class Room:
-    """What chats share with tasks in one sampler process."""
+class Shared:
+    """The parts of a sampler process that chats share with tasks."""
 
     sequences: Sequences
-    turns: Turns
-    weights: EngineWeights
+    admission: FairAdmission
+    weights: VersionCache
     renderer: Renderer
     end_tokens: Sequence[int]
     placeholders: Sequence[int]
@@ -43,10 +48,10 @@ class Room:
 
 
 class ChatEngine:
-    """vLLM's `EngineClient` as far as its handlers use it, for one request."""
+    """vLLM's `EngineClient`, as far as its handlers use it, for one request."""
 
-    def __init__(self, room: Room, task: ChatTask, held: Any) -> None:
-        self._room = room
+    def __init__(self, shared: Shared, task: ChatTask, held: Version | None) -> None:
+        self._shared = shared
         self._task = task
         self._held = held
         self.errored = False
@@ -54,26 +59,29 @@ class ChatEngine:
         self.usage = ChatUsage()
         self._records: list[Record] = []
         self.failure: InvalidInput | BackendFailed | None = None
-        """What the handler was told by an exception; it may have made an event of it."""
+        """The exception that the handler got; it may have made an event of it."""
 
-    def drawn(self) -> tuple[tuple[SampleRequest, SampleResponse], ...]:
-        """As ChatUsage has it."""
+    def sampled(self) -> tuple[tuple[api.SampleRequest, api.SampleResponse], ...]:
+        """Return the samples, as ChatUsage has them."""
         return tuple(found for record in self._records if (found := record.read()) is not None)
 
     def check_admission(self, n: int) -> None:
-        """The server has admitted the request."""
+        """Do nothing: the server has admitted the request."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of all of a prompt's sequences, as they come, or joined in one where only the end is asked for.
-        What else vLLM passes is its own idea of adapters and turns."""
+        """Yield the outputs of all of a prompt's sequences as they come, or one in the end where that alone is asked
+        for.
+
+        vLLM's other arguments, for adapters and priorities, are ignored.
+        """
         try:
-            await self._room.grammars.require_quick(self._task.owner, sampling_params.structured_outputs)
+            await self._shared.grammars.require_quick(self._task.owner, sampling_params.structured_outputs)
         except InvalidInput as error:
             self.failure = error
             raise
-        rendered = Prompt(self._room.renderer, prompt[MODEL_INPUT], self._task.owner)
+        rendered = Prompt(self._shared.renderer, prompt[MODEL_INPUT], self._task.owner)
         num_tokens, finals = len(prompt["prompt_token_ids"]), {}
         self.usage = replace(self.usage, prompt=self.usage.prompt + num_tokens)
         record = Record(prompt[MODEL_INPUT], sampling_params, self._task.kept_bytes)
@@ -101,12 +109,12 @@ class ChatEngine:
     async def _sequence(
         self, prompt: Prompt, params: SamplingParams, index: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        room, task = self._room, self._task
-        own = drawn(params, index, room.end_tokens, room.placeholders)
-        async with room.turns.turn(task.owner, room.weights.slot(task.weights)) as num_before:
-            lora = await room.weights.load(self._held)
+        shared, task = self._shared, self._task
+        own = params_of_sequence(params, index, shared.end_tokens, shared.placeholders)
+        async with shared.admission.admission(task.owner, shared.weights.slot(task.weights)) as num_before:
+            lora = await shared.weights.load(self._held)
             _, inputs = await prompt.render()
-            async with aclosing(room.sequences.run(inputs, own, lora, num_before)) as outputs:
+            async with aclosing(shared.sequences.run(inputs, own, lora, num_before)) as outputs:
                 async for output in outputs:
                     try:
                         check_finite(output)
@@ -120,7 +128,7 @@ class ChatEngine:
                     yield output
 
     def _count(self, output: RequestOutput, index: int, num_tokens: int) -> None:
-        """Tokens drawn, and of the first sequence those of the prompt that were cached."""
+        """Count sampled tokens, and for the first sequence those of the prompt that were cached."""
         sampled = self.usage.sampled + len(output.outputs[0].token_ids)
         cached = self.usage.cached
         if index == 0 and output.finished:
@@ -129,7 +137,7 @@ class ChatEngine:
 
 
 def _sort_likeliest(output: RequestOutput) -> None:
-    """The engine's step has the drawn token first; a handler tells as many as were asked for, from the first on."""
+    """Sort each step by rank: it has the sampled token first, and a handler returns the first k."""
     for step in output.outputs[0].logprobs or ():
         if len(step) > 1:
             in_order = sorted(step.items(), key=lambda item: item[1].rank or len(step))
@@ -137,16 +145,66 @@ def _sort_likeliest(output: RequestOutput) -> None:
             step.update(in_order)
 
 
-def drawn(params: SamplingParams, index: int, end_tokens: Sequence[int], placeholders: Sequence[int]) -> SamplingParams:
-    """A handler's parameters for its sequence `index`, as `requests.sampling_params` makes them of a task."""
+def params_of_sequence(
+    params: SamplingParams, index: int, end_tokens: Sequence[int], placeholders: Sequence[int]
+) -> SamplingParams:
+    """Return a handler's parameters for its sequence `index`, as `requests.sampling_params` does for a task."""
     own = params.clone()
     own.n = 1
     own.seed = None if params.seed is None else derived_seed(params.seed, index)
-    own.ignore_eos = True  # the engine's idea of end tokens, in whose place are ours
+    own.ignore_eos = True  # our end tokens replace the engine's
     own.stop_token_ids = list(dict.fromkeys([*end_tokens, *(params.stop_token_ids or ())]))
-    own.logprobs = params.logprobs or 0  # always, so that weights that have diverged are told
+    own.logprobs = params.logprobs or 0  # always, so that diverged weights are found
     own.prompt_logprobs = params.prompt_logprobs if index == 0 else None
     cuts = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or bool(params.logit_bias)
     if cuts and placeholders:
         own.logit_bias = {**(params.logit_bias or {}), **dict.fromkeys(placeholders, float("-inf"))}
     return own
+
+
+class Record:
+    """Records the sequences of one prompt as samples, until they are more than `max_bytes`."""
+
+    def __init__(self, prompt: ModelInput, params: SamplingParams, max_bytes: int) -> None:
+        self._prompt = prompt
+        self._params = params
+        self._left_bytes = max_bytes - sum(_size_bytes(chunk) for chunk in prompt.chunks)
+        self._sampled: dict[int, tuple[list[int], list[float]]] = {}
+        self._ends: dict[int, str] = {}
+
+    def add(self, index: int, output: CompletionOutput) -> None:
+        """Add the next tokens of a sequence, with their log probabilities."""
+        self._left_bytes -= _TOKEN_BYTES * len(output.token_ids)
+        if self._left_bytes < 0:
+            return
+        tokens, logprobs = self._sampled.setdefault(index, ([], []))
+        tokens += output.token_ids
+        logprobs += [step[one].logprob for one, step in zip(output.token_ids, output.logprobs or (), strict=True)]
+        if output.finish_reason is not None:
+            self._ends[index] = output.finish_reason
+
+    def read(self) -> tuple[api.SampleRequest, api.SampleResponse] | None:
+        """Return what was sampled; None where it was too large."""
+        if self._left_bytes < 0:
+            return None
+        params = api.SamplingParams(temperature=self._params.temperature, seed=self._params.seed)
+        sequences = [_recorded(*self._sampled[index], end) for index, end in sorted(self._ends.items())]
+        request = api.SampleRequest(prompt=self._prompt, sampling_params=params, num_samples=self._params.n)
+        return request, api.SampleResponse(sequences=sequences)
+
+
+def _recorded(tokens: list[int], logprobs: list[float], end: str) -> api.SampledSequence:
+    return api.SampledSequence(
+        stop_reason="stop" if end == "stop" else "length",
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+    )
+
+
+def _size_bytes(chunk: object) -> int:
+    match chunk:
+        case EncodedTextChunk(tokens=tokens):
+            return _TOKEN_BYTES * len(tokens)
+        case ImageChunk(data=data):
+            return len(data)
+    raise AssertionError(chunk)

@@ -1,7 +1,7 @@
-"""A conversation as the model reads it: vLLM applies the model's chat template, and images are rendered here.
+"""Renders conversations: vLLM applies the model's chat template, and images are rendered here.
 
-vLLM would decode and expand images by itself, with limits and pixels of its own. So it gets their files as they were
-sent, and what it tokenised becomes a ModelInput, which passes through the trainer's own renderer.
+vLLM would decode and expand images by itself, with its own limits and pixels. So it gets their files as they were sent,
+and its tokens become a ModelInput, which passes through the trainer's own renderer.
 """
 
 import asyncio
@@ -21,14 +21,15 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.inputs.rendering import Renderer
 from backends.processes.launcher import IMAGES_AS_SENT
 from backends.protocol import InvalidInput
+from backends.sampler.vllm_patches.targets import CHAT_PROMPTS
 
 _DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,")
 MODEL_INPUT = "model_input"
-"""Where a prompt on its way through vLLM's handlers has what it is made of."""
+"""The key of the ModelInput in a prompt on its way through vLLM's handlers."""
 
 
 class _Everything(Container[str]):
-    """Of images that are `known`, only the size is looked at."""
+    """Contains every image: only the sizes of known images are read."""
 
     def __contains__(self, _: object) -> bool:
         return True
@@ -39,10 +40,10 @@ class ImagesAsSent:
     """vLLM's media connector, which fetches and decodes nothing."""
 
     def __init__(self, **_: Any) -> None:
-        """vLLM's options of fetching and decoding."""
+        """Ignore vLLM's options of fetching and decoding."""
 
     async def fetch_image_async(self, url: str) -> bytes:
-        """The file of a data URI. Raises InvalidInput for any other address."""
+        """Return the file of a data URI. Raises InvalidInput for any other address."""
         found = _DATA_URI.match(url)
         if found is None:
             raise InvalidInput("image_url: send the image as a data URI, data:image/png;base64,... or image/jpeg")
@@ -53,7 +54,7 @@ class ImagesAsSent:
 
 
 def chat_renderer(engine_renderer: Any, renderer: Renderer) -> Any:
-    """vLLM's renderer, but what it has tokenised becomes a ModelInput, checked as every other, without pixels yet."""
+    """Return vLLM's renderer, whose tokens become a ModelInput, checked as every other, without pixels yet."""
     ours = copy.copy(engine_renderer)
 
     async def process(prompt: Any, **_: Any) -> EngineInput:
@@ -75,30 +76,30 @@ def chat_renderer(engine_renderer: Any, renderer: Renderer) -> Any:
         }
         return made
 
-    ours._process_tokens_async = process
+    CHAT_PROMPTS.replace(process, on=ours)
     return ours
 
 
 def _model_input(token_ids: list[int], images: list[object], renderer: Renderer) -> ModelInput:
-    """The chunks between and around the places where the chat template put images."""
+    """Return the text, cut where the chat template put images, with the images between."""
     ids_T = np.array(token_ids, dtype=np.int64)
     if not images:
         return ModelInput(chunks=[EncodedTextChunk(tokens=ids_T)])
     vision = renderer.family.vision
     if vision is None:
         raise InvalidInput("this model takes no images")
-    places = np.flatnonzero(ids_T == vision.place_id).tolist()
-    if len(places) != len(images):
+    positions = np.flatnonzero(ids_T == vision.place_id).tolist()
+    if len(positions) != len(images):
         raise InvalidInput(
-            f"the conversation has {len(images)} images, and its prompt {len(places)} places for them:"
+            f"the conversation has {len(images)} images, and its prompt {len(positions)} places for them:"
             " its text may hold the model's image placeholder"
         )
     chunks: list[EncodedTextChunk | ImageChunk] = []
     start = 0
-    for place, image in zip(places, images, strict=True):
+    for position, image in zip(positions, images, strict=True):
         if not isinstance(image, bytes):
             raise InvalidInput("an image has no data; send it as image_url with a data URI")
-        chunks.append(EncodedTextChunk(tokens=ids_T[start:place]))
+        chunks.append(EncodedTextChunk(tokens=ids_T[start:position]))
         chunks.append(ImageChunk(data=image, format="png" if image.startswith(b"\x89PNG") else "jpeg"))
-        start = place + 1
+        start = position + 1
     return ModelInput(chunks=[*chunks, EncodedTextChunk(tokens=ids_T[start:])])

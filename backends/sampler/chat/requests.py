@@ -1,7 +1,7 @@
-"""A chat's body as vLLM's models read it, at a cost that is bounded by the body.
+"""Parses a chat's body by vLLM's models, at a cost that is bounded by the body.
 
-pydantic goes on after an error, and keeps kilobytes of each. So in the models that are used here every list, however
-deep, ends at its first error.
+pydantic goes on after an error, and keeps kilobytes of each. So in the models used here every list, however deep, ends
+at its first error.
 """
 
 from functools import cache
@@ -25,23 +25,26 @@ _LISTS = ("list", "tuple", "set", "frozenset")
 
 
 def parsed(task: ChatTask) -> Any:
-    """The vendor's request. Raises InvalidInput, which names the first error."""
+    """Return the vendor's request. Raises InvalidInput naming the first error."""
     try:
         return _validator(_REQUESTS[task.endpoint]).validate_python(task.body)
     except ValidationError as error:
         first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise InvalidInput(f"{place or 'the body'}: {first['msg']}") from None
+        location = ".".join(map(str, first["loc"]))
+        raise InvalidInput(f"{location or 'the body'}: {first['msg']}") from None
 
 
 @cache
 def _validator(request: type[BaseModel]) -> SchemaValidator:
-    """Models within the request have validators already, which know nothing of this: they are made again too."""
+    """Return a validator.
+
+    Models within the request have validators already, without this change: they are made again.
+    """
     return SchemaValidator(_failing_fast(request.__pydantic_core_schema__), _use_prebuilt=False)
 
 
 def _failing_fast(schema: Any) -> Any:
-    """The same schema, with lists that end at their first error."""
+    """Return the same schema, with lists that end at their first error."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_failing_fast, schema))
     if not isinstance(schema, dict):

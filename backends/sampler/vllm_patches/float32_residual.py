@@ -1,66 +1,76 @@
-"""The engine's residual stream in float32, where its weights are in 16 bits: as the trainer has it.
+"""The engine's residual stream in float32 where its weights are in 16 bits, as in the trainer.
 
-Each norm of vLLM's decoders adds to it what the layer before has computed. Rounded there to bfloat16, as vLLM does,
-the engine's log probabilities of a model of 36 layers differ by 0.013 nats on average from the engine's own, when it
-sums in another order.
+Each norm of vLLM's decoders adds to it what the layer before has computed. Rounded to bfloat16 there, as by vLLM, the
+engine's log probabilities of a model of 36 layers differ by 0.013 nats on average from the engine's own in another
+order of summation. The norms are registered as out-of-tree operators, which vLLM makes in place of its own.
 
 T tokens, H hidden width
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.triton_utils import tl, triton
 
-_ADDS_IN_FLOAT32 = "adds_in_float32"
-"""What a decoder layer's norm has; those of vision towers have it not, and give what vLLM has them give."""
+Normed = Tensor | tuple[Tensor, Tensor]
 
 
-def keep_in_float32() -> None:
-    """Once, before the engine is made."""
-    _replace(RMSNorm, lambda norm: norm.weight.data)
-    _replace(GemmaRMSNorm, lambda norm: norm.weight.data.float() + 1)
-    load = BaseModelLoader.load_model
+class StreamNorm(RMSNorm):  # type: ignore[misc]
+    """An RMSNorm whose sums with the residual stream are in float32 in a decoder's layers."""
 
-    def load_and_mark(loader: Any, *args: Any, **kwargs: Any) -> nn.Module:
-        model: nn.Module = load(loader, *args, **kwargs)
-        mark(model)
-        return model
+    adds_in_float32 = False
+    """Marks decoder norms. Vision norms are unmarked and unchanged."""
 
-    BaseModelLoader.load_model = load_and_mark
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Normed:
+        """Return the norm of x; with a residual, the norm of their sum, and the sum."""
+        if residual is not None and _adds_in_float32(self.adds_in_float32, x, residual):
+            return add_and_norm(x, residual, self.weight.data, self.variance_epsilon)
+        return super().forward_native(x, residual)  # type: ignore[no-any-return]
+
+    forward_cuda = forward_native
+
+
+class GemmaStreamNorm(GemmaRMSNorm):  # type: ignore[misc]
+    """The same of Gemma's, which multiplies by 1 + its weight."""
+
+    adds_in_float32 = False
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Normed:
+        """Return the same as `StreamNorm.forward_native`."""
+        if residual is not None and _adds_in_float32(self.adds_in_float32, x, residual):
+            return add_and_norm(x, residual, self.weight.data.float() + 1, self.variance_epsilon)
+        return super().forward_native(x, residual)  # type: ignore[no-any-return]
+
+    forward_cuda = forward_native
+
+
+def _adds_in_float32(is_marked: bool, x: Tensor, residual: Tensor) -> bool:
+    # The decoder's last norm, too, is given what its layers added up.
+    return x.dtype != torch.float32 and (is_marked or residual.dtype == torch.float32)
+
+
+def register_norms() -> None:
+    """Have vLLM make these norms. Once per process, before the engine is made."""
+    RMSNorm.register_oot(StreamNorm)
+    GemmaRMSNorm.register_oot(GemmaStreamNorm)
 
 
 def mark(model: nn.Module) -> None:
-    """The norms of layers that are given the stream, and pass it on, beside what the layer before has computed."""
+    """Mark the norms of layers that take the stream, and pass it on, beside what the layer before has computed."""
     for layer in model.modules():
         if "residual" in inspect.signature(type(layer).forward).parameters:
             for norm in layer.children():
-                if isinstance(norm, (RMSNorm, GemmaRMSNorm)):
-                    setattr(norm, _ADDS_IN_FLOAT32, True)
-
-
-def _replace(kind: Any, weight_of: Callable[[Any], Tensor]) -> None:
-    own = kind.forward_native
-
-    def forward(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if residual is None or x.dtype == torch.float32:
-            return own(norm, x, residual)  # type: ignore[no-any-return]
-        # The decoder's last norm, too, is given what its layers added up.
-        if hasattr(norm, _ADDS_IN_FLOAT32) or residual.dtype == torch.float32:
-            return add_and_norm(x, residual, weight_of(norm), norm.variance_epsilon)
-        return own(norm, x, residual)  # type: ignore[no-any-return]
-
-    kind.forward_native = kind.forward_cuda = forward
+                if isinstance(norm, StreamNorm | GemmaStreamNorm):
+                    norm.adds_in_float32 = True
 
 
 def add_and_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm of their sum, rounded once to the type of `x_TH`, and the sum in float32, in the place of
-    `residual_TH` where that is."""
+    """Return the norm of their sum, rounded once to the type of `x_TH`, and the sum in float32.
+
+    The sum overwrites `residual_TH` where that is in float32 on a GPU.
+    """
     if not x_TH.is_cuda:
         sum_TH = x_TH.float() + residual_TH
         scale_T1 = torch.rsqrt(sum_TH.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -71,20 +81,20 @@ def add_and_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, epsilon: f
     sum_TH = residual_TH if residual_TH.dtype == torch.float32 else torch.empty_like(x_TH, dtype=torch.float32)
     block = triton.next_power_of_2(width)
     warps = min(16, max(4, block // 512))
-    places = x_TH, residual_TH, weight_H, normed_TH, sum_TH
-    _add_and_norm[num_tokens,](*places, width, epsilon, BLOCK=block, num_warps=warps)
+    tensors = x_TH, residual_TH, weight_H, normed_TH, sum_TH
+    _add_and_norm[num_tokens,](*tensors, width, epsilon, BLOCK=block, num_warps=warps)
     return normed_TH, sum_TH
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _add_and_norm(x, residual, weight, normed, total, width, epsilon, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    """Of one token."""
+    """Compute one token."""
     column = tl.arange(0, BLOCK)
     inside = column < width
-    place = tl.program_id(0).to(tl.int64) * width + column
-    summed = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    summed += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + place, summed, mask=inside)
+    offset = tl.program_id(0).to(tl.int64) * width + column
+    summed = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    summed += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + offset, summed, mask=inside)
     scale = tl.rsqrt(tl.sum(summed * summed) / width + epsilon)
     scaled = summed * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + place, scaled.to(normed.dtype.element_ty), mask=inside)
+    tl.store(normed + offset, scaled.to(normed.dtype.element_ty), mask=inside)

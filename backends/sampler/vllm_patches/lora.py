@@ -1,63 +1,115 @@
-"""What vLLM 0.32 computes wrongly with LoRA, put right.
+"""LoRA in vLLM 0.32, corrected: subclasses of its managers and of its kernels.
 
-1. On CPU, a row without an adapter carries slot -1, which torch indexing takes for the last slot. The
-   replacements below compute slot by slot: -1 gets nothing, and no weights are copied per token.
-2. Prompt log probabilities with an adapter on the head: vLLM looks up the slot by sampled row, but here
-   each row is a token of a prompt. It crashes, or quietly takes another request's adapter.
-3. A vision tower's query, key and value are one matrix in the files too, and one kind of model does not say so: where
-   its tower takes LoRA, the engine refuses to start.
-4. A head that stands beside a decoder, not in it, gets no LoRA.
+1. Prompt log probabilities with an adapter on the head: vLLM looks up the slot by sampled row, but here each row is a
+   prompt token. It crashes, or silently takes another request's adapter.
+2. A vision tower's query, key and value are one matrix in the files too. One kind of model does not declare it, and
+   with LoRA in its tower the engine refuses to start.
+3. A head that stands beside a decoder, not in it, gets no LoRA.
+4. Files with an adapter for the head are refused for some models (Mistral, Gemma) whose head vLLM wraps.
+5. Adapters of a mixture's experts from files with one tensor for each matrix of a layer. Expert by expert, as PEFT
+   names them, 48 layers have 37,000 tensors, which vLLM reads, names and copies together one by one. It takes stacks
+   only where all experts share one adapter. Here each expert has its own; files expert by expert load as before.
+6. A slot is compared with the adapter's files when it has been filled (`slot_check.py`).
 
 N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
-from vllm.lora import model_manager
-from vllm.lora.ops.torch_ops import lora_ops
-from vllm.lora.punica_wrapper import punica_cpu
+from vllm.lora.layers import FusedMoEWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import PackedLoRALayerWeights
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-P = ParamSpec("P")
-T = TypeVar("T")
+from backends.families.lora_names import EXPERT_STACKS
+from backends.sampler.slot_check import SlotCheck
+
+HEAD = "lm_head"
 
 
-class PromptRows:
-    """Adapter output on the head for rows that are prompt tokens."""
+class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
+    """The adapters that vLLM holds, and the engine's slots for them."""
 
-    def __init__(self, punica_wrapper: Any) -> None:
-        self._punica = punica_wrapper
-        self._sampled_rows = punica_wrapper.add_lora_logits
-        self._hidden_states: Tensor | None = None
-        """Every token row of the step, while prompt log probabilities are computed."""
-        punica_wrapper.add_lora_logits = self._add_lora_logits
+    packed_modules_mapping: dict[str, list[str]]
 
-    def during(self, step: Callable[P, T], argument: int) -> Callable[P, T]:
-        """`step`, whose positional `argument` holds the hidden states of all the step's tokens."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take vLLM's own arguments."""
+        super().__init__(*args, **kwargs)
+        self.check = SlotCheck(self)
+        self.supported_lora_modules += [f"experts.{matrix}" for matrix in EXPERT_STACKS.values()]
+        if HEAD not in self.supported_lora_modules:
+            self.supported_lora_modules.append(HEAD)
 
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._hidden_states = args[argument]  # type: ignore[assignment]
+    def activate_adapter(self, lora_id: int) -> bool:
+        """Fill a slot, and compare it with the files."""
+        return self.check.activate(lora_id, super().activate_adapter)
+
+    def _create_lora_modules(self) -> None:
+        self.packed_modules_mapping = {"qkv": ["qkv"], **self.packed_modules_mapping}
+        super()._create_lora_modules()
+
+    def _get_punica_wrapper(self, module_name: str) -> Any:
+        found = super()._get_punica_wrapper(module_name)
+        if found is None and module_name == HEAD:
+            return self.punica_wrapper_mapping[self.mm_mapping.language_model[0]]
+        return found
+
+    def _create_merged_loras_inplace(self, lora_model: LoRAModel) -> None:
+        for layer, module in self.modules.items():
+            if isinstance(module, FusedMoEWithLoRA):
+                stacks = [lora_model.loras.pop(f"{layer}.{matrix}", None) for matrix in EXPERT_STACKS.values()]
+                if any(stacks):
+                    lora_model.loras[layer] = PackedLoRALayerWeights.pack_moe_stacked(stacks, layer)
+        super()._create_merged_loras_inplace(lora_model)
+
+
+class WorkerAdapters(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
+    """The worker's side of them: reads files."""
+
+    _manager_cls = Slots
+
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        self._adapter_manager.check.note_files(lora_request)
+        return super()._load_adapter(lora_request)
+
+
+def kernels_with_prompt_rows(base: Any) -> Any:
+    """Return a subclass of a device's LoRA kernels whose head takes prompt tokens as rows, too."""
+
+    class Kernels(base):  # type: ignore[misc]
+        prompt_hidden: Tensor | None = None
+        """Hidden states of the step's tokens, while prompt log probabilities are computed."""
+
+        @contextmanager
+        def prompt_rows(self, hidden_states: Tensor) -> Iterator[None]:
+            """Inside, the head's rows are views of `hidden_states`, which has every token of the step."""
+            self.prompt_hidden = hidden_states
             try:
-                return step(*args, **kwargs)
+                yield
             finally:
-                self._hidden_states = None
+                self.prompt_hidden = None
 
-        return run
+        def add_lora_logits(
+            self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: Any
+        ) -> None:
+            """Add the adapters' output to the logits `y` of the rows `x`."""
+            if self.prompt_hidden is None:
+                super().add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs)
+                return
+            first = row_offset(x, self.prompt_hidden)
+            slots_N = self.token_lora_indices[first : first + len(x)]
+            add_by_slot(y, x, lora_a_stacked[:, 0], lora_b_stacked[:, 0], slots_N, scale)
 
-    def _add_lora_logits(
-        self, logits_NV: Tensor, hidden_NH: Tensor, a_S1RH: Tensor, b_S1VR: Tensor, scale: float, **kwargs: Any
-    ) -> None:
-        if self._hidden_states is None:
-            self._sampled_rows(logits_NV, hidden_NH, a_S1RH, b_S1VR, scale, **kwargs)
-            return
-        first = row_offset(hidden_NH, self._hidden_states)
-        slots_N = self._punica.token_lora_indices[first : first + len(hidden_NH)]
-        add_by_slot(logits_NV, hidden_NH, a_S1RH[:, 0], b_S1VR[:, 0], slots_N, scale)
+    return Kernels
 
 
 def row_offset(view_NH: Tensor, whole: Tensor) -> int:
-    """Which row of `whole` its view begins at. Raises ValueError for anything but a run of its rows."""
+    """Return the row of `whole` at which its view begins. Raises ValueError for anything but a run of its rows."""
     offset, stride = int(view_NH.storage_offset()) - int(whole.storage_offset()), whole.stride(0)
     same_memory = view_NH.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     row, rest = divmod(offset, stride)
@@ -77,67 +129,9 @@ def add_by_slot(  # noqa: PLR0913
 
 
 def rows_by_slot(slots_N: Tensor, num_rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Each adapter slot that has rows, and which. Raises ValueError where rows are more or fewer than slots."""
+    """Yield each adapter slot that has rows, and which. Raises ValueError where rows are more or fewer than slots."""
     if len(slots_N) != num_rows:
         raise ValueError(f"{num_rows} rows, but adapter slots for {len(slots_N)}")
     for slot in slots_N.unique().tolist():
         if slot >= 0:
             yield slot, (slots_N == slot).nonzero().squeeze(1)
-
-
-def _weight(stacked: Tensor, slot: int) -> Tensor:
-    """One adapter's matrix; the layers differ in whether there is a dimension of one in between."""
-    return stacked[slot, 0] if stacked.dim() == 4 else stacked[slot]
-
-
-def _shrink(inputs: Tensor, a_stacked: Tensor, out_NR: Tensor, slots_N: Tensor, scaling: float = 1.0) -> None:
-    for slot, rows in rows_by_slot(slots_N, len(inputs)):
-        low = inputs[rows].to(out_NR.dtype) @ _weight(a_stacked, slot).to(out_NR.dtype).T
-        out_NR[rows, : low.shape[1]] = scaling * low
-
-
-def _expand_slice(  # noqa: PLR0913
-    inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, offset: int, size: int, add_inputs: bool = True
-) -> None:
-    columns = out[:, offset : offset + size]
-    if not add_inputs:
-        columns.zero_()
-    for slot, rows in rows_by_slot(slots_N, len(inputs)):
-        weight = _weight(b_stacked, slot)[: columns.shape[1]].to(out.dtype)
-        columns.index_add_(0, rows, inputs[rows].to(out.dtype) @ weight.T)
-
-
-def _expand(inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, add_inputs: bool = True) -> None:
-    # An adapter's output and the model's may be padded differently.
-    _expand_slice(inputs, b_stacked, out, slots_N, 0, min(b_stacked.shape[-2], out.shape[1]), add_inputs)
-
-
-def name_tower_attention() -> None:
-    """Once per process that loads a model, before it does."""
-    named: Callable[..., dict[str, list[str]]] = model_manager.process_packed_modules_mapping
-
-    def with_tower(*args: Any, **kwargs: Any) -> dict[str, list[str]]:
-        return {"qkv": ["qkv"], **named(*args, **kwargs)}
-
-    model_manager.process_packed_modules_mapping = with_tower
-
-
-def replace_cpu_ops() -> None:
-    """Once per process that computes on the CPU, before the first request."""
-    for module in (lora_ops, punica_cpu):
-        module.bgmv_shrink = _shrink
-        module.bgmv_expand = _expand
-        module.bgmv_expand_slice = _expand_slice
-
-
-def take_heads_beside_decoders() -> None:
-    """Changes vLLM's LoRA manager, before it is made: of a model that sees, it gives LoRA to the decoder alone."""
-    find = model_manager.LoRAModelManager._get_punica_wrapper
-
-    def punica_wrapper(manager: Any, module_name: str) -> Any:
-        found = find(manager, module_name)
-        if found is None and module_name == "lm_head":
-            return manager.punica_wrapper_mapping[manager.mm_mapping.language_model[0]]
-        return found
-
-    model_manager.LoRAModelManager._get_punica_wrapper = punica_wrapper

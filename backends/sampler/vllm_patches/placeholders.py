@@ -1,9 +1,9 @@
-"""Token ids that stand for an image's contents are never drawn, on both of vLLM's model runners.
+"""Token ids that stand for an image's contents are never sampled, by either of vLLM's model runners.
 
-A logit bias would take them out too, but out of the log probabilities as well: every other token would seem
-likelier than the trainer finds it, by -log(1 - their probability); 0.003 nats in a random model of 384 tokens.
-So they are hidden from the draw alone. Requests with top_k or top_p, whose log probabilities are renormalised
-over what is kept, get the bias besides (`requests.py`), so that what is kept holds none.
+A logit bias would take them out too, but out of the log probabilities as well: every other token would seem likelier
+than the trainer finds it, by -log(1 - their probability); 0.003 nats in a random model of 384 tokens. So they are
+hidden from the draw alone. Requests with top_k or top_p, whose log probabilities are renormalised over what is kept,
+get the bias besides (`requests.py`), so that no placeholder is kept.
 
 N rows, V vocabulary
 """
@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.gpu.sample import sampler as second_sampler
+
+from backends.sampler.vllm_patches import targets
 
 
 @contextlib.contextmanager
 def _hidden(logits_NV: Tensor, columns: Tensor) -> Iterator[None]:
-    """Inside, those columns are minus infinity."""
-    kept = logits_NV.index_select(1, columns)
+    """Inside, these columns are minus infinity."""
+    before = logits_NV.index_select(1, columns)
     logits_NV.index_fill_(1, columns, float("-inf"))
     try:
         yield
     finally:
-        logits_NV.index_copy_(1, columns, kept)
+        logits_NV.index_copy_(1, columns, before)
 
 
-def on_first_runner(sampler: Any, ids: Tensor) -> None:
-    """Changes vLLM's Sampler of the V1 runner (CPU). `ids` is int64, on the device."""
-    greedy, ops = sampler.greedy_sample, sampler.topk_topp_sampler
-    draw = ops.forward
+def hide_from_v1(sampler: Any, ids: Tensor) -> None:
+    """Change the sampler of the V1 model runner (CPU). `ids` is int64, on the device."""
+    ops = sampler.topk_topp_sampler
 
     def greedy_sample(logits_NV: Tensor) -> Tensor:
         with _hidden(logits_NV, ids):
@@ -44,18 +44,22 @@ def on_first_runner(sampler: Any, ids: Tensor) -> None:
     ) -> tuple[Tensor, Tensor]:
         logprobs_NV = apply_top_k_top_p(logits_NV.clone(), k, p).log_softmax(-1, dtype=torch.float32)
         with _hidden(logits_NV, ids):
-            token_ids_N, _ = draw(logits_NV, generators, k, p)
+            token_ids_N, _ = sample(logits_NV, generators, k, p)
         return token_ids_N, logprobs_NV
 
-    sampler.greedy_sample, ops.forward = greedy_sample, forward
+    greedy = targets.V1_GREEDY.replace(greedy_sample, on=sampler)
+    sample = targets.V1_RANDOM.replace(forward, on=ops, attribute="forward")
 
 
-def on_second_runner(ids: Tensor) -> None:
-    """Changes the function by which the V2 runner (CUDA) draws, greedily too. `ids` is int64, on the device."""
-    draw: Callable[..., Tensor] = second_sampler.gumbel_sample
+def patch_v2_draws(ids: Tensor) -> None:
+    """Change the function by which the V2 model runner (CUDA) draws, greedily too. `ids` is int64, on the device.
+
+    Given NaN logits, as of a diverged adapter, it draws tokens beyond the vocabulary, and their embedding ends the
+    engine for everybody. They are clamped; their log probability stays NaN, and is reported by name.
+    """
 
     def gumbel_sample(logits_NV: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with _hidden(logits_NV, ids):
-            return draw(logits_NV, *args, **kwargs)
+        with _hidden(logits_NV, ids) if len(ids) else contextlib.nullcontext():
+            return draw(logits_NV, *args, **kwargs).clamp_(0, logits_NV.shape[1] - 1)
 
-    second_sampler.gumbel_sample = gumbel_sample
+    draw: Callable[..., Tensor] = targets.V2_GUMBEL.replace(gumbel_sample)

@@ -1,11 +1,11 @@
-"""CUDA graphs for steps of the engine that hold a prompt, as for those that only decode.
+"""CUDA graphs for the engine's steps that hold a prompt, as for those that only decode.
 
-To launch a short prompt's kernels one by one takes 75 ms on an H200, for a model of 4 billion parameters, and from a
-graph 17; whoever decodes in the same step waits as long. vLLM 0.32 records graphs of both kinds of step only with its
+Launching a short prompt's kernels one by one takes 75 ms on an H200 for a model of 4 billion parameters, and 17 ms from
+a graph; whoever decodes in the same step waits as long. vLLM 0.32 captures graphs of both kinds of step only with its
 torch.compile, or (`FULL`) graphs of one kind that serves both, and decodes more slowly.
 
-A prompt with images never has one. A forward may empty what the tower laid aside for its first layers only where there
-is something, and nothing is there when a graph is recorded: the next step's tokens would be given this one's images.
+Prompts with images run eagerly. Buffers for features of the first decoder layers are cleared only if non-empty, and
+they are empty at capture: a captured graph would leak one prompt's image features into the next step.
 """
 
 from collections.abc import Callable
@@ -13,38 +13,42 @@ from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from backends.sampler.vllm_patches import targets
 
 TOKENS = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""Of a step with a prompt; it takes the next larger graph."""
+"""Sizes of graphs for a step with a prompt, which takes the next larger one."""
 
 Graphs = list[BatchExecutionDescriptor]
 Candidates = dict[tuple[int, int], Graphs]
-"""By a step's tokens and adapters the graphs that may serve it, the best first."""
+"""Graphs that may serve a step, the best first, by its tokens and adapters."""
 
 
 class StepsWithImages:
-    """Whether a request with images is in the engine's next step."""
+    """Knows whether a request with images is in the engine's next step."""
 
     def __init__(self) -> None:
         self._requests: set[str] = set()
         self.is_next = False
 
     def note(self, step: SchedulerOutput) -> None:
-        """Called with every step before it is computed."""
+        """Note a step before it is computed."""
         self._requests -= step.finished_req_ids
         self._requests |= {request.req_id for request in step.scheduled_new_reqs if request.mm_features}
         self.is_next = not self._requests.isdisjoint(step.num_scheduled_tokens)
 
 
 IMAGES = StepsWithImages()
-"""Of the engine in this process."""
+"""The steps of this process's engine."""
 
 
-def record_both_kinds() -> None:
-    """Once, before the engine is made: where its mode is `FULL`, which it keeps where its attention can, steps that
-    only decode have graphs of their own."""
-    list_graphs: Callable[[Any], None] = CudaGraphManager._init_candidates
+def capture_both_kinds() -> None:
+    """Give steps that only decode graphs of their own in the mode `FULL`, which an engine keeps where its attention
+    can.
+
+    Once, before the engine is made.
+    """
 
     def list_both(manager: Any) -> None:
         if manager.cudagraph_mode is not CUDAGraphMode.FULL:
@@ -69,8 +73,6 @@ def record_both_kinds() -> None:
             key: [*for_decoding.get(key, []), *for_any.get(key, [])] for key in for_any | for_decoding
         }
 
-    choose: Callable[..., BatchExecutionDescriptor] = CudaGraphManager.dispatch
-
     def choose_without_images(
         manager: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
     ) -> BatchExecutionDescriptor:
@@ -81,5 +83,5 @@ def record_both_kinds() -> None:
             )
         return graph
 
-    CudaGraphManager._init_candidates = list_both
-    CudaGraphManager.dispatch = choose_without_images
+    list_graphs: Callable[[Any], None] = targets.V2_GRAPHS.replace(list_both)
+    choose: Callable[..., BatchExecutionDescriptor] = targets.V2_DISPATCH.replace(choose_without_images)

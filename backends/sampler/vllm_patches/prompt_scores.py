@@ -1,28 +1,33 @@
-"""Scores of chosen tokens, and random draws, at every prompt position: on both of vLLM's runners alike.
+"""Log probabilities of chosen tokens, and random draws, at every prompt position, on both of vLLM's model runners.
 
-vLLM's own scoring of chosen tokens works on one of its runners only, and nothing in it draws. So a request
-asks for that many more of the likeliest tokens, and says in its extra arguments what it wants instead; here,
-inside the worker, the last columns of its prompt log probabilities are filled with that.
+vLLM's own scoring of chosen tokens works on the V2 model runner alone, and nothing in it draws. So a request asks for
+that many more of the likeliest tokens, and names in its extra arguments what it wants instead; here, inside the worker,
+the last columns of its prompt log probabilities are filled with that.
 
 P prompt positions after the first, N of them in this step, K chosen tokens, D draws, V vocabulary
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 
-KEY = "prompt_columns"
+KEY = "scored_tokens"
 ROWS_AT_ONCE = 256
-"""Of logits, which are as wide as the vocabulary: as many as the engine samples from in the run by which it
+"""Rows of logits, which are as wide as the vocabulary: as many as the engine samples from in the run by which it
 measures the memory it needs, so that scores of prompts stay within that."""
+
+PromptRows = Callable[[Tensor], AbstractContextManager[None]]
+"""Tells the head's LoRA kernels that its rows are prompt tokens (`lora.py`)."""
 
 
 def extra_args(targets_PK: np.ndarray, num_draws: int, temperature: float, seed: int) -> dict[str, Any]:
-    """For SamplingParams. `targets_PK` holds -1 where nothing is asked."""
+    """Return extra arguments for SamplingParams. `targets_PK` holds -1 where nothing is asked."""
     return {
         KEY: {
             "targets": np.ascontiguousarray(targets_PK, dtype="<i8").tobytes(),
@@ -35,8 +40,8 @@ def extra_args(targets_PK: np.ndarray, num_draws: int, temperature: float, seed:
 
 
 @dataclass
-class Columns:
-    """One request's, filled as its prompt is computed, in one step or several."""
+class ScoredTokens:
+    """One request's tokens and scores, filled as its prompt is computed, in one step or several."""
 
     targets_PK: Tensor
     num_draws: int
@@ -47,8 +52,8 @@ class Columns:
     logprobs_PC: Tensor
 
     @classmethod
-    def asked_by(cls, params: Any, num_rows: int, device: torch.device) -> "Columns | None":
-        """None where the request's SamplingParams ask for none."""
+    def asked_by(cls, params: Any, num_rows: int, device: torch.device) -> "ScoredTokens | None":
+        """Return empty ones for a request's SamplingParams; None where they ask for none."""
         asked = (params.extra_args or {}).get(KEY)
         if asked is None:
             return None
@@ -65,7 +70,7 @@ class Columns:
         )
 
     def fill(self, first: int, hidden_NH: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> None:
-        """Rows from `first`, of which `hidden_NH` are the hidden states."""
+        """Fill the rows from `first` on, whose hidden states are `hidden_NH`."""
         for start in range(0, len(hidden_NH), ROWS_AT_ONCE):
             part = hidden_NH[start : start + ROWS_AT_ONCE]
             rows = slice(first + start, first + start + len(part))
@@ -76,67 +81,78 @@ class Columns:
             self.logprobs_PC[rows] = logprobs_NV.gather(1, ids_NC)
 
     def _draw(self, logits_NV: Tensor) -> Tensor:
-        """[N, D]: independent draws at the request's temperature."""
+        """Return [N, D] independent draws at the request's temperature."""
         if self.num_draws == 0 or self.temperature == 0:
             return logits_NV.argmax(-1, keepdim=True).expand(-1, self.num_draws)
-        # Rows of weights that have diverged are NaN, which multinomial refuses, to the engine's death. Any draw will
-        # do there: the request fails for the log probabilities beside it.
+        # Diverged weights give NaN rows, which multinomial refuses, and the engine would die. Any draw will do there:
+        # the request fails for the log probabilities beside it.
         probabilities_NV = (logits_NV / self.temperature).softmax(-1).nan_to_num(nan=1.0)
         return torch.multinomial(probabilities_NV, self.num_draws, replacement=True, generator=self.generator)
 
     def put_into(self, tensors: Any) -> None:
-        """Over the last columns of vLLM's LogprobsTensors of the whole prompt."""
+        """Overwrite the last columns of vLLM's LogprobsTensors of the whole prompt."""
         width = self.ids_PC.shape[1]
         tensors.logprob_token_ids[:, -width:] = self.ids_PC.to(tensors.logprob_token_ids)
         tensors.logprobs[:, -width:] = self.logprobs_PC.to(tensors.logprobs)
 
 
-def on_first_runner(runner: Any) -> Callable[..., Any]:
-    """Replaces `_get_prompt_logprobs_dict` of the V1 runner (CPU)."""
-    vllm_step = runner._get_prompt_logprobs_dict
-    under_way: dict[str, Columns] = {}
+def scoring_step_v1(runner: Any, vllm_step: Callable[..., Any], prompt_rows: PromptRows) -> Callable[..., Any]:
+    """Return a replacement of `_get_prompt_logprobs_dict` of the V1 model runner (CPU), which is `vllm_step`."""
+    in_flight: dict[str, ScoredTokens] = {}
 
     def step(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        for req_id in set(under_way) - set(runner.requests):
-            del under_way[req_id]
+        for req_id in set(in_flight) - set(runner.requests):
+            del in_flight[req_id]
         for req_id in runner.num_prompt_logprobs:
             request, num_tokens = runner.requests[req_id], num_scheduled_tokens.get(req_id)
             num_rows = len(request.prompt_token_ids) - 1
             if num_tokens is None or num_rows == 0:
                 continue
-            if req_id not in under_way:
-                asked = Columns.asked_by(request.sampling_params, num_rows, hidden_states.device)
+            if req_id not in in_flight:
+                asked = ScoredTokens.asked_by(request.sampling_params, num_rows, hidden_states.device)
                 if asked is None:
                     continue
-                under_way[req_id] = asked
+                in_flight[req_id] = asked
             first = request.num_computed_tokens
             offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[req_id]].item()
             hidden = hidden_states[offset : offset + min(num_tokens, num_rows - first)]
-            under_way[req_id].fill(first, hidden, runner.model.compute_logits)
+            in_flight[req_id].fill(first, hidden, runner.model.compute_logits)
         answer: dict[str, Any] = vllm_step(hidden_states, num_scheduled_tokens)
-        _put(under_way, answer)
+        _put(in_flight, answer)
         return answer
 
-    return step
+    def step_on_prompt_rows(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        with prompt_rows(hidden_states):
+            return step(hidden_states, num_scheduled_tokens)
+
+    return step_on_prompt_rows
 
 
-def on_second_runner(worker: Any) -> Callable[..., Any]:
-    """Replaces `compute_prompt_logprobs` of the V2 runner's PromptLogprobsWorker (CUDA)."""
-    vllm_step, add_request, remove_request = worker.compute_prompt_logprobs, worker.add_request, worker.remove_request
-    params: dict[str, Any] = {}
-    under_way: dict[str, Columns] = {}
+class ScoringWorker(PromptLogprobsWorker):  # type: ignore[misc]
+    """The V2 model runner's (CUDA), which scores and draws as well."""
 
-    def add(req_id: str, req_idx: int, sampling_params: Any) -> None:
-        add_request(req_id, req_idx, sampling_params)
+    prompt_rows: PromptRows = staticmethod(lambda _: nullcontext())
+
+    def __init__(self, *args: Any) -> None:
+        """Take vLLM's own arguments."""
+        super().__init__(*args)
+        self._params: dict[str, Any] = {}
+        self._in_flight: dict[str, ScoredTokens] = {}
+
+    def add_request(self, req_id: str, req_idx: int, sampling_params: Any) -> None:
+        """Note a request that asks for scored tokens."""
+        super().add_request(req_id, req_idx, sampling_params)
         if KEY in (sampling_params.extra_args or {}):
-            params[req_id] = sampling_params
+            self._params[req_id] = sampling_params
 
-    def remove(req_id: str) -> None:
-        remove_request(req_id)
-        params.pop(req_id, None)
-        under_way.pop(req_id, None)
+    def remove_request(self, req_id: str) -> None:
+        """Forget a request."""
+        super().remove_request(req_id)
+        self._params.pop(req_id, None)
+        self._in_flight.pop(req_id, None)
 
-    def step(  # noqa: PLR0913
+    def compute_prompt_logprobs(  # noqa: PLR0913
+        self,
         logits_fn: Callable[[Tensor], Tensor],
         hidden_states: Tensor,
         input_batch: Any,
@@ -144,30 +160,34 @@ def on_second_runner(worker: Any) -> Callable[..., Any]:
         num_computed_tokens: Tensor,
         prompt_lens: np.ndarray,
     ) -> dict[str, Any]:
-        for index, req_id in enumerate(input_batch.req_ids) if params else ():
+        """Return the step's prompt log probabilities, with the scored tokens in them."""
+        with self.prompt_rows(hidden_states):
+            self._fill(logits_fn, hidden_states, input_batch, prompt_lens)
+            answer: dict[str, Any] = super().compute_prompt_logprobs(
+                logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
+            )
+        _put(self._in_flight, answer)
+        for req_id in answer:
+            self._params.pop(req_id, None)
+        return answer
+
+    def _fill(
+        self, logits_fn: Callable[[Tensor], Tensor], hidden_states: Tensor, input_batch: Any, prompt_lens: np.ndarray
+    ) -> None:
+        for index, req_id in enumerate(input_batch.req_ids) if self._params else ():
             num_rows = int(prompt_lens[input_batch.idx_mapping_np[index]]) - 1
             first = int(input_batch.num_computed_prefill_tokens_np[index])
             end = min(first + int(input_batch.num_scheduled_tokens[index]), num_rows)
-            if req_id not in params or first >= end:
+            if req_id not in self._params or first >= end:
                 continue
-            if req_id not in under_way:
-                asked = Columns.asked_by(params[req_id], num_rows, hidden_states.device)
+            if req_id not in self._in_flight:
+                asked = ScoredTokens.asked_by(self._params[req_id], num_rows, hidden_states.device)
                 assert asked is not None
-                under_way[req_id] = asked
+                self._in_flight[req_id] = asked
             offset = int(input_batch.query_start_loc_np[index])
-            under_way[req_id].fill(first, hidden_states[offset : offset + end - first], logits_fn)
-        answer: dict[str, Any] = vllm_step(
-            logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
-        )
-        _put(under_way, answer)
-        for req_id in answer:
-            params.pop(req_id, None)
-        return answer
-
-    worker.add_request, worker.remove_request = add, remove
-    return step
+            self._in_flight[req_id].fill(first, hidden_states[offset : offset + end - first], logits_fn)
 
 
-def _put(under_way: dict[str, Columns], answer: dict[str, Any]) -> None:
-    for req_id in answer.keys() & under_way.keys():
-        under_way.pop(req_id).put_into(answer[req_id])
+def _put(in_flight: dict[str, ScoredTokens], answer: dict[str, Any]) -> None:
+    for req_id in answer.keys() & in_flight.keys():
+        in_flight.pop(req_id).put_into(answer[req_id])

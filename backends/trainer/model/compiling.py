@@ -12,6 +12,7 @@ from torch import fx, nn
 from backends.inputs.rendering import Rendered, Renderer
 from backends.trainer.distributed import World
 from backends.trainer.lora.experts import LoraExperts
+from backends.trainer.model import targets
 from backends.trainer.model.packing import Microbatch, pack
 from backends.trainer.model.token_logprobs import Scorer
 
@@ -26,13 +27,13 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     in a loop over a row, and what is compiled of it would be of one length."""
     layers = list(layers)
     # Norms and silu(gate) * up are then computed again in backward, not kept: a quarter less memory, 1 % more time.
-    torch._functorch.config.ban_recompute_materialized_backward = False
-    torch._functorch.config.ban_recompute_used_far_apart = False
+    targets.KEEP_MATERIALIZED.replace(False)
+    targets.KEEP_FAR_APART.replace(False)
     # Rotated queries and keys too, which hold a concatenation. Our own operators are never computed again; nor is what
     # a router chooses, which could be another where two experts are equal.
     has_experts = any(isinstance(module, LoraExperts) for layer in layers for module in layer.modules())
-    torch._functorch.config.ban_recompute_not_in_allowlist = has_experts
-    torch._functorch.config.is_non_builtin_to_include = not has_experts
+    targets.KEEP_NOT_ALLOWED.replace(has_experts)
+    targets.KEEP_OPERATORS.replace(not has_experts)
     for layer in layers:
         if not hasattr(layer, "linear_attn"):
             layer.compile(dynamic=True, backend=_with_linears_merged)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from backends.families.family import ImageFeatures, RenderedImage, VisionTower
+from backends.families.tower_patches import tower_patch
 from backends.kernels.pinned_copy import to_device
 from backends.lru import LRU
 from backends.protocol import BackendFailed
@@ -76,7 +77,7 @@ class ImageEncoder:
         self._on_device: list[_Kept] = []
         self._copying = ThreadPoolExecutor(1, "image-features")
         self._next: Any = None
-        model.get_image_features = self._give  # type: ignore[method-assign, unused-ignore]
+        tower_patch(model, "get_image_features").replace(self._give, on=model)
 
     def warm_up(self, image: RenderedImage, device: torch.device) -> None:
         """Kernels are compiled and loaded when they first run: let it be now."""

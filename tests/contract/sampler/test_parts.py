@@ -3,11 +3,15 @@
 pytest tests/contract/test_sampler_parts.py
 """
 
+from dataclasses import replace
+
 import pytest
 
 from backends.protocol import BackendFailed
+from backends.sampler import engine
 from backends.sampler.engine import check_version
 from backends.sampler.requests import stops
+from backends.sampler.vllm_patches.targets import PATCHES
 
 
 def test_another_version_of_vllm_than_the_one_our_changes_were_written_for_is_refused():
@@ -15,6 +19,14 @@ def test_another_version_of_vllm_than_the_one_our_changes_were_written_for_is_re
     check_version("0.32.0+cu130")
     with pytest.raises(BackendFailed, match=r"vLLM 0\.32\.0.* found 0\.33\.0"):
         check_version("0.33.0")
+
+
+def test_the_same_version_with_other_code_inside_is_refused(monkeypatch):
+    wrong = [replace(patch, sha256="0" * 64) for patch in PATCHES if patch.device == "cuda"]
+    monkeypatch.setattr(engine, "PATCHES", wrong)
+    check_version(device="cpu")
+    with pytest.raises(BackendFailed, match=r"draws-v2: vllm\.v1\.worker\.gpu\..*gumbel_sample is changed"):
+        check_version(device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
-from backends.sampler.adapters import EngineAdapters
-from backends.sampler.scores import score
+from backends.sampler.adapters import AdapterLoader
+from backends.sampler.sequences import score
+from backends.sampler.versions import VersionCache
 from tests.slots import running_engine, seeing_trainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,8 +40,8 @@ def saved(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 
 @pytest.fixture(scope="module")
-def adapters(engine: AsyncLLM, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> EngineAdapters:
-    return EngineAdapters(engine, renderer, tmp_path_factory.mktemp("scratch"), "bfloat16")
+def adapters(engine: AsyncLLM, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> VersionCache:
+    return VersionCache(tmp_path_factory.mktemp("scratch"), AdapterLoader(engine, renderer, "bfloat16"))
 
 
 async def test_what_was_trained_and_saved_is_what_the_slots_hold(engine, adapters, saved):
@@ -99,7 +100,7 @@ async def test_a_slot_that_stays_wrong_in_a_step_gives_its_own_sequences_nan_and
         assert (await score(engine, TEXT, lora)).tolist() == right.tolist()
 
 
-async def adapters_leave(engine: AsyncLLM, adapters: EngineAdapters, saved: list[Path]) -> None:
+async def adapters_leave(engine: AsyncLLM, adapters: VersionCache, saved: list[Path]) -> None:
     """All slots are taken by others."""
     for weights in saved[1:]:
         async with adapters.hold(weights) as held:

@@ -19,7 +19,8 @@ from backends.formats.load_check import Canary
 from backends.formats.stacked_adapters import open_adapter
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
-from backends.sampler.adapters import EngineAdapters
+from backends.sampler.adapters import AdapterLoader
+from backends.sampler.versions import VersionCache
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer
 from tests.models import make_tiny_vl
@@ -62,11 +63,11 @@ def saved(rank: TrainerRank, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def adapters(engine: AsyncLLM, seeing: Renderer, tmp_path_factory: pytest.TempPathFactory) -> EngineAdapters:
-    return EngineAdapters(engine, seeing, tmp_path_factory.mktemp("scratch"), "bfloat16")
+def adapters(engine: AsyncLLM, seeing: Renderer, tmp_path_factory: pytest.TempPathFactory) -> VersionCache:
+    return VersionCache(tmp_path_factory.mktemp("scratch"), AdapterLoader(engine, seeing, "bfloat16"))
 
 
-async def load(adapters: EngineAdapters, weights: Path) -> None:
+async def load(adapters: VersionCache, weights: Path) -> None:
     async with adapters.hold(weights) as held:
         await adapters.load(held)
 

@@ -1,4 +1,4 @@
-"""One file a page, with the parts of it that are fetched again while it is open."""
+"""Pages of the dashboard, one file each, with the parts of a page that are refreshed while it is open."""
 
 from fastapi import FastAPI
 from starlette.staticfiles import StaticFiles
@@ -20,7 +20,7 @@ ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, m
 
 
 def install(app: FastAPI) -> None:
-    """Give an app all pages, and the files that they load."""
+    """Add all pages and their static files to an app."""
     for one in ROUTERS:
         app.include_router(one.router)
     app.mount("/static", StaticFiles(directory=FOLDER / "static"))

@@ -1,4 +1,4 @@
-"""A run's saved weights: as the API's own routes have it, which do it here too."""
+"""A run's saved weights. Every change is made by the API's own route."""
 
 import time
 from typing import Annotated
@@ -30,21 +30,21 @@ CheckpointPath = Annotated[TinkerPath, Depends(_path)]
 
 @router.get("")
 async def show(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
-    """The list, newest first."""
+    """Show the list, newest first."""
     await server.runs.require(run_id, viewer.owner)
     return await _listed(request, run_id, server, viewer)
 
 
 @router.post("/{kind}/{name}/publish")
 async def publish(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
-    """Let every client load them."""
+    """Let every client load the weights."""
     await api.publish(path, server.checkpoints, server.audit, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
 
 
 @router.delete("/{kind}/{name}/publish")
 async def unpublish(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
-    """Take it back."""
+    """Undo publish."""
     await api.unpublish(path, server.checkpoints, server.audit, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
 
@@ -53,7 +53,7 @@ async def unpublish(request: Request, path: CheckpointPath, server: Server, view
 async def set_expiry(
     request: Request, path: CheckpointPath, server: Server, viewer: Viewing, seconds: Annotated[int, Form()]
 ) -> Response:
-    """Let them expire so many seconds from now; 0: never."""
+    """Set the seconds from now after which the weights expire; 0: never."""
     asked = SetTtlRequest(ttl_seconds=None if seconds == NEVER else seconds)
     await api.set_ttl(path, asked, server.checkpoints, server.audit, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
@@ -61,13 +61,13 @@ async def set_expiry(
 
 @router.get("/{kind}/{name}/download")
 async def download(path: CheckpointPath, server: Server, viewer: Viewing, url: ServerUrl) -> Response:
-    """To a link that opens them as one tar.gz for an hour."""
+    """Redirect to a link to the weights as one tar.gz, valid for an hour."""
     return await api.archive(path, server.checkpoints, server.links, url, server.audit, viewer.owner)
 
 
 @router.delete("/{kind}/{name}")
 async def delete(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
-    """Forget them, and remove their files."""
+    """Delete the weights and their files."""
     await api.delete(path, server.checkpoints, server.storage, server.audit, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
 

@@ -1,4 +1,4 @@
-"""The numbers that a run's curves are drawn from."""
+"""The data of a run's curves."""
 
 import asyncio
 import json
@@ -14,13 +14,13 @@ from tinker_server.web.deps import Server
 
 router = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
 MOST = 600
-"""Points of a curve: more than a screen shows apart."""
+"""Largest number of points of a curve: more than a screen can show apart."""
 Bound = Annotated[int | None, Query(ge=0, lt=2**53)]
 
 
 @router.get("/curves.json")
 async def curves(run_id: str, server: Server, viewer: Viewing, first: Bound = None, last: Bound = None) -> Response:
-    """Columns of equal length, from the step `first` to the step `last`; absent: all there are."""
+    """Return columns of equal length, from the step `first` to the step `last`; absent: all steps."""
     await server.runs.require(run_id, viewer.owner)
     newest = await server.steps.last(run_id)
     end = 0 if newest is None else newest.step

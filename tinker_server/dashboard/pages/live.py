@@ -1,4 +1,4 @@
-"""Server-sent events: that something of the viewer's has changed. What it is, pages fetch as they need it."""
+"""Server-sent events that say that the viewer's data have changed. Pages then fetch the parts that they need."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,16 +14,16 @@ from tinker_server.web.deps import Futures
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 PAUSE_S = 2.0
-"""Between two events: a run may make hundreds of steps a second."""
+"""Seconds between two events: a run may make hundreds of steps a second."""
 QUIET_S = 20.0
-"""After which a line is sent that says nothing, so that proxies keep the connection."""
+"""Seconds without a change after which a comment is sent, so that proxies keep the connection open."""
 MAX_OPEN = 64
-"""Streams of one owner."""
+"""Largest number of an owner's open streams."""
 
 
 @router.get("/live")
 async def live(viewer: Viewing, futures: Futures) -> Response:
-    """Held open for as long as a page is."""
+    """Stream events for as long as a page is open."""
     if futures.changes.num_watching(viewer.owner) >= MAX_OPEN:
         raise Busy(f"{MAX_OPEN} pages of this owner are open")
     return StreamingResponse(_events(futures.changes, viewer.owner), media_type="text/event-stream")

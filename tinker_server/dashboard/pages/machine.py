@@ -1,4 +1,4 @@
-"""The machine: what waits for whom, the processes, the engines, the disk, and traces to take away."""
+"""The machine's page: queues, processes, engines, disk, and traces to download."""
 
 import asyncio
 import shutil
@@ -29,7 +29,7 @@ SHOWN, SESSIONS = 100, 20
 
 @dataclass(frozen=True)
 class Waiting:
-    """An operation that waits or runs. Of another owner's only the kind is told."""
+    """An operation that waits or runs. Only the kind of another owner's operation is shown."""
 
     operation_kind: str
     lane: str | None
@@ -40,33 +40,33 @@ class Waiting:
 
 @dataclass(frozen=True)
 class BaseState:
-    """One base model's processes, and the operations that want them."""
+    """One base model's processes, and the operations queued for them."""
 
     name: str
     processes: list[tuple[ProcessState, int | None]]
-    """Each with the bytes that it and its children have in memory."""
+    """Processes, each with the resident bytes of it and its children."""
     use: EngineUse | None
     queue: list[Waiting]
     num_queued: Counter[bool]
-    """By whether they run."""
+    """Number of operations that run (True) and that wait (False)."""
 
 
 @router.get("")
 async def show_machine(request: Request, server: Server, viewer: Viewing) -> Response:
-    """The whole page."""
+    """Show the whole page."""
     sessions = await server.catalog.sessions(Page(Scope(viewer.owner), SESSIONS, 0))
     return page(request, "machine.html", {**await _now(server, viewer), "sessions": sessions})
 
 
 @router.get("/now")
 async def show_now(request: Request, server: Server, viewer: Viewing) -> Response:
-    """What changes."""
+    """Show the part that changes."""
     return page(request, "machine_now.html", await _now(server, viewer))
 
 
 @router.get("/traces/{session_id}")
 async def download_trace(session_id: str, server: Server, viewer: Viewing, url: ServerUrl) -> Response:
-    """To a link that opens a session's trace for an hour. Raises UnknownSession."""
+    """Redirect to a link to a session's trace, valid for an hour. Raises UnknownSession."""
     await server.sessions.require(session_id, viewer.owner)
     return RedirectResponse(f"{url}/{server.links.sign(f'traces/{session_id}', int(time.time()) + VALID_S)}", 302)
 
@@ -92,7 +92,7 @@ async def _now(server: Services, viewer: Viewer) -> dict[str, object]:
 
 
 async def _queues(server: Services, viewer: Viewer) -> dict[str, list[Waiting]]:
-    """By base model, what runs first, then by age."""
+    """Return the operations by base model: running ones first, then by age."""
     found: dict[str, list[Waiting]] = {}
     for operation, runs in sorted(list(server.scheduler.in_flight()), key=lambda one: (not one[1], one[0].accepted_at)):
         base_model = await _base_model(server, operation)
@@ -105,7 +105,7 @@ async def _queues(server: Services, viewer: Viewer) -> dict[str, list[Waiting]]:
 
 
 async def _base_model(server: Services, operation: Operation) -> str:
-    """Empty where it is not known without reading the request."""
+    """Return an operation's base model; empty if it cannot be known without reading the request."""
     match operation.request:
         case CreateModelRequest(base_model=str(name)) | SampleRequest(base_model=str(name)):
             return name
@@ -125,7 +125,7 @@ async def _state(name: str, base: BaseModel, queues: dict[str, list[Waiting]]) -
 
 
 def _memory(pid: int | None) -> int | None:
-    """Of a process and what it started; of this one alone where none is named."""
+    """Return the resident bytes of a process and its children, or of this process alone for None."""
     try:
         process = psutil.Process(pid)
         family = [process] if pid is None else [process, *process.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""Talking to any base model, checkpoint or sampler weights; two of them side by side."""
+"""The playground: chats with any base model or sampler weights, two side by side."""
 
 import time
 
@@ -16,7 +16,7 @@ OFFERED = 100
 
 @router.get("")
 async def show_playground(request: Request, server: Server, viewer: Viewing) -> Response:
-    """The page; a browser's own requests to the chat endpoint do the rest."""
+    """Show the page; the browser then calls the chat endpoint itself."""
     asked = Page(Scope(viewer.owner), OFFERED, 0)
     saved, _ = await server.catalog.checkpoints(asked, ["sampler_weights"], time.time())
     served = server.models.served

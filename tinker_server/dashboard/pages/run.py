@@ -1,4 +1,4 @@
-"""One run: how it is doing, its operations, and all that was recorded of it as CSV and JSON."""
+"""One run's page: its progress, its operations, and downloads of its recorded steps as CSV and JSON."""
 
 import csv
 import io
@@ -21,13 +21,13 @@ from tinker_server.web.deps import Server, Services
 router = APIRouter(prefix="/runs/{run_id}", route_class=PageRoute, include_in_schema=False)
 OTHERS, OPERATIONS = 200, 30
 ROWS_AT_ONCE = 500
-"""Of a download: to write so many takes a few milliseconds."""
+"""Rows of a download that are encoded at once, which takes a few milliseconds."""
 COLUMNS = [field.name for field in fields(Step) if field.name != "model_id"]
 
 
 @router.get("")
 async def show_run(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
-    """The whole page."""
+    """Show the whole page."""
     values = await _summary(server, run_id, viewer)
     others, _ = await server.catalog.runs(Page(Scope(viewer.owner), OTHERS, 0), time.time())
     rest = [other.run for other in others if other.run.model_id != run_id]
@@ -36,27 +36,27 @@ async def show_run(request: Request, run_id: str, server: Server, viewer: Viewin
 
 @router.get("/summary")
 async def show_summary(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
-    """How it is doing now."""
+    """Show the run's current progress."""
     return page(request, "run_summary.html", await _summary(server, run_id, viewer))
 
 
 @router.get("/operations")
 async def show_operations(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
-    """The latest operations."""
+    """Show the latest operations."""
     await server.runs.require(run_id, viewer.owner)
     return page(request, "run_operations.html", {"run_id": run_id, **await _operations(server, run_id)})
 
 
 @router.get("/steps.json")
 async def download_json(run_id: str, server: Server, viewer: Viewing) -> Response:
-    """All that was recorded, one object for each operation."""
+    """Download the recorded steps as JSON, one object per operation."""
     await server.runs.require(run_id, viewer.owner)
     return _download(_json_parts(server.steps.pages(run_id, ROWS_AT_ONCE)), run_id, "json", "application/json")
 
 
 @router.get("/steps.csv")
 async def download_csv(run_id: str, server: Server, viewer: Viewing) -> Response:
-    """The same as CSV."""
+    """Download the recorded steps as CSV."""
     await server.runs.require(run_id, viewer.owner)
     return _download(_csv_parts(server.steps.pages(run_id, ROWS_AT_ONCE)), run_id, "csv", "text/csv; charset=utf-8")
 

@@ -1,4 +1,4 @@
-"""The runs of an owner, newest first, and how each is doing."""
+"""The list of an owner's runs, newest first, with their progress."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ Number = Annotated[int, Query(alias="page", ge=1, le=10**6)]
 
 @dataclass(frozen=True)
 class Progress:
-    """How a run is doing, by its last operations."""
+    """Progress of a run, from its last operations."""
 
     steps: int = 0
     tokens: int = 0
@@ -34,7 +34,7 @@ class Progress:
 
     @classmethod
     def of(cls, last: list[Step]) -> "Progress":
-        """Nothing where nothing was recorded."""
+        """Compute the progress from the last recorded steps; empty if there are none."""
         if not last:
             return cls()
         batches = [step for step in last if step.loss_tokens]
@@ -49,8 +49,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One run in the list."""
+class ListedRun:
+    """One run of the list."""
 
     record: RunRecord
     state: str
@@ -61,7 +61,7 @@ STATES = {"active": "idle", "suspended": "on disk", "lost": "ended"}
 
 
 def state_of(record: RunRecord, at_work: Counter[tuple[str, bool]]) -> str:
-    """In one word."""
+    """Return a run's state in one or two words."""
     run_id = record.run.model_id
     if at_work[run_id, True]:
         return "training"
@@ -69,19 +69,19 @@ def state_of(record: RunRecord, at_work: Counter[tuple[str, bool]]) -> str:
 
 
 def at_work(in_flight: Iterable[tuple[Operation, bool]]) -> Counter[tuple[str, bool]]:
-    """By run and whether they run: how many operations."""
+    """Count operations by run and by whether they run."""
     return Counter((operation.lane, runs) for operation, runs in in_flight)
 
 
 @router.get("/")
 async def show_runs(request: Request, server: Server, viewer: Viewing, q: Search = "", number: Number = 1) -> Response:
-    """The whole page."""
+    """Show the whole page."""
     return page(request, "runs.html", await _listed(server, viewer, q, number))
 
 
 @router.get("/runs")
 async def list_runs(request: Request, server: Server, viewer: Viewing, q: Search = "", number: Number = 1) -> Response:
-    """The list alone."""
+    """Show the list alone."""
     return page(request, "runs_list.html", await _listed(server, viewer, q, number))
 
 
@@ -90,7 +90,8 @@ async def _listed(server: Services, viewer: Viewer, search: str, number: int) ->
     records, total = await server.catalog.runs(asked, time.time(), search.strip())
     last = await server.steps.recent([record.run.model_id for record in records])
     working = at_work(server.scheduler.in_flight())
-    rows = [
-        Row(record, state_of(record, working), Progress.of(last.get(record.run.model_id, []))) for record in records
+    listed = [
+        ListedRun(record, state_of(record, working), Progress.of(last.get(record.run.model_id, [])))
+        for record in records
     ]
-    return {"rows": rows, "total": total, "q": search, "number": number, "last_page": max(1, -(-total // PER_PAGE))}
+    return {"listed": listed, "total": total, "q": search, "number": number, "last_page": max(1, -(-total // PER_PAGE))}

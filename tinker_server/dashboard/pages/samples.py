@@ -1,4 +1,4 @@
-"""The last samples that were drawn, token by token."""
+"""The latest samples, token by token."""
 
 from dataclasses import dataclass
 
@@ -16,19 +16,19 @@ from tinker_server.web.deps import Server, Services
 
 router = APIRouter(prefix="/samples", route_class=PageRoute, include_in_schema=False)
 LIKELY = (-0.05, -0.2, -0.7, -1.6, -3.0, -5.0)
-"""Log probabilities, in nats, between which a token has one color."""
+"""Bounds in nats between the colours of tokens by log probability."""
 PREVIEW_TOKENS = 60
 
 
 @dataclass(frozen=True)
 class Token:
-    """As it is shown."""
+    """A sampled token as it is shown."""
 
     text: str
     token_id: int
     logprob: float
     level: int
-    """0 is the likeliest."""
+    """Colour by log probability; 0 is the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Completion:
 
 @router.get("")
 async def show_samples(request: Request, server: Server, viewer: Viewing, client: str = "") -> Response:
-    """The list; `client` is one sampling session of several."""
+    """Show the list; `client` selects one of several sampling sessions."""
     found = server.gallery.of(viewer.owner)
     clients = list(dict.fromkeys(one.sampler_id for one in found))
     shown = [one for one in found if not client or one.sampler_id == client]
-    rows = [(one, *(await _preview(server, one))) for one in shown]
-    values = {"rows": rows, "clients": clients, "client": client, "kept": server.gallery.per_owner}
+    previews = [(one, *(await _preview(server, one))) for one in shown]
+    values = {"previews": previews, "clients": clients, "client": client, "per_owner": server.gallery.per_owner}
     return page(request, "samples.html", values)
 
 
 @router.get("/{sample_id}")
 async def show_sample(request: Request, sample_id: str, server: Server, viewer: Viewing) -> Response:
-    """One prompt and its continuations."""
+    """Show one prompt and its continuations."""
     shown = _require(server, viewer, sample_id)
     parts, completions = await off_loop(shown.size_bytes, _opened, server, shown)
     return page(request, "sample.html", {"shown": shown, "parts": parts, "completions": completions})
@@ -69,7 +69,7 @@ async def show_sample(request: Request, sample_id: str, server: Server, viewer: 
 
 @router.get("/{sample_id}/images/{number}")
 async def show_image(sample_id: str, number: int, server: Server, viewer: Viewing) -> Response:
-    """An image of a prompt, as it was sent."""
+    """Return an image of a prompt, as it was sent."""
     images = [chunk for chunk in _require(server, viewer, sample_id).prompt.chunks if isinstance(chunk, ImageChunk)]
     if not 0 <= number < len(images):
         raise UnknownSampler(f"the sample has {len(images)} images")
@@ -77,10 +77,10 @@ async def show_image(sample_id: str, number: int, server: Server, viewer: Viewin
 
 
 def _require(server: Services, viewer: Viewer, sample_id: str) -> Shown:
-    """Raises UnknownSampler, also for another owner's."""
+    """Return the viewer's sample. Raises UnknownSampler, also for another owner's sample."""
     shown = server.gallery.get(viewer.owner, sample_id)
     if shown is None:
-        raise UnknownSampler("this sample is not kept any more")
+        raise UnknownSampler("this sample is no longer in memory")
     return shown
 
 
@@ -89,7 +89,7 @@ async def _preview(server: Services, shown: Shown) -> tuple[str, str]:
 
 
 def _begin_and_end(server: Services, shown: Shown) -> tuple[str, str]:
-    """The end of the prompt and the beginning of the first continuation."""
+    """Return the end of the prompt and the beginning of the first continuation."""
     base = server.models.served[shown.base_model]
     texts = [chunk for chunk in shown.prompt.chunks if isinstance(chunk, EncodedTextChunk)]
     prompt = base.token_texts(texts[-1].tokens[-PREVIEW_TOKENS:].tolist()) if texts else []

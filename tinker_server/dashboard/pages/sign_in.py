@@ -1,4 +1,4 @@
-"""Signing in with an API key, and out."""
+"""Sign-in with an API key, and sign-out."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 @router.get("/login")
 async def show_sign_in(request: Request, server: Server) -> Response:
-    """The form; where there are no keys, or somebody is signed in, the runs."""
+    """Show the form, or redirect to the runs if there are no keys or the viewer is signed in."""
     if server.sign_ins.owner(request.cookies.get(COOKIE)) is not None:
         return RedirectResponse(f"{base_of(request)}/", 303)
     return page(request, "login.html", {"problem": ""})
@@ -43,7 +43,7 @@ async def sign_in(request: Request, server: Server, key: Annotated[str, Form(max
 
 @router.post("/logout")
 async def sign_out(request: Request, _: Viewing) -> Response:
-    """Forget the cookie."""
+    """Delete the cookie."""
     answer = Response(headers={"HX-Redirect": f"{base_of(request)}/login"})
     answer.delete_cookie(COOKIE, path=f"{base_of(request)}/", httponly=True, samesite="strict")
     return answer

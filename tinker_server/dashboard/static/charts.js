@@ -1,4 +1,4 @@
-// A run's curves, drawn with uPlot; fetched again while the run goes on.
+// A run's curves, plotted with uPlot and fetched again while the run continues.
 
 const CURVES = [
   { name: "loss", title: "Loss per token" },
@@ -17,16 +17,16 @@ const smoothing = document.getElementById("smoothing");
 const axis = document.getElementById("axis");
 const other = document.getElementById("other");
 const charts = new Map();
-let own = null, compared = null, range = null, timer = null, isFetching = false, isAsked = false;
+let own = null, compared = null, range = null, timer = null, isFetching = false, isRequested = false;
 
-async function fetched(run, bounds) {
+async function fetchCurves(run, bounds) {
   const query = bounds ? `?first=${Math.floor(bounds[0])}&last=${Math.ceil(bounds[1])}` : "";
   const answer = await fetch(`${box.dataset.url}${encodeURIComponent(run)}/curves.json${query}`);
   if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
   return answer.json();
 }
 
-// Exponential moving average, corrected for its beginning; gaps stay gaps.
+// Exponential moving average with bias correction; gaps stay gaps.
 function smooth(values, weight) {
   let sum = 0, mass = 0;
   return values.map((value) => {
@@ -137,15 +137,15 @@ function redraw() {
 }
 
 async function refresh() {
-  isAsked = isFetching;  // once more, with what has been chosen meanwhile
+  isRequested = isFetching;  // fetch once more, with the options chosen meanwhile
   if (isFetching) return;
   isFetching = true;
   const began = performance.now();
   try {
     const had = Boolean(compared);
     [own, compared] = await Promise.all([
-      fetched(box.dataset.run, range),
-      other.value ? fetched(other.value, range) : Promise.resolve(null),
+      fetchCurves(box.dataset.run, range),
+      other.value ? fetchCurves(other.value, range) : Promise.resolve(null),
     ]);
     if (had === Boolean(compared)) draw(); else redraw();
   } catch (error) {
@@ -153,17 +153,17 @@ async function refresh() {
   } finally {
     isFetching = false;
   }
-  // A long run's curves take the server some time: the longer, the more seldom they are asked for.
+  // Curves of a long run take the server longer, so they are fetched less often.
   refresh.pause = Math.max(LEAST_PAUSE_MS, 10 * (performance.now() - began));
-  if (isAsked) await refresh();
+  if (isRequested) await refresh();
 }
 
-function soon() {
+function refreshSoon() {
   if (timer !== null) return;
   timer = window.setTimeout(() => { timer = null; refresh(); }, refresh.pause ?? LEAST_PAUSE_MS);
 }
 
-box.addEventListener("sse:changed", soon);
+box.addEventListener("sse:changed", refreshSoon);
 smoothing.addEventListener("input", () => own && draw());
 axis.addEventListener("change", () => own && redraw());
 other.addEventListener("change", refresh);

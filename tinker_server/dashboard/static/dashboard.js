@@ -1,4 +1,4 @@
-// What all pages share: questions before changes, refusals told, the theme.
+// Code of all pages: confirmation of changes, error messages, and the theme.
 "use strict";
 
 const ask = document.getElementById("ask");
@@ -34,34 +34,34 @@ document.addEventListener("change", (event) => {
   if (event.target.matches("select[data-submit]")) event.target.form.submit();
 });
 
-// A part of a page is not replaced under the hands of somebody who is in it: it is not asked for anew, and what was asked
-// for before they came is left out. (base.html sets htmx's settle delay to 0: until a new part is settled, it is deaf.)
-function isUnderHands(request, part) {
+// A part of a page is not refreshed while the viewer uses a control in it, and an answer that arrives meanwhile is ignored.
+// (base.html sets htmx's settle delay to 0, since a new part ignores events until it is settled.)
+function isInUse(request, part) {
   const isOwn = request.triggeringEvent?.type?.startsWith("sse:");
   return isOwn && (ask.open || part.contains(document.activeElement?.closest("select, input")));
 }
 
 document.addEventListener("htmx:beforeRequest", (event) => {
-  if (isUnderHands(event.detail.requestConfig, event.detail.elt)) event.preventDefault();
+  if (isInUse(event.detail.requestConfig, event.detail.elt)) event.preventDefault();
 });
 
 document.addEventListener("htmx:beforeSwap", (event) => {
-  if (isUnderHands(event.detail.requestConfig, event.detail.target)) event.detail.shouldSwap = false;
+  if (isInUse(event.detail.requestConfig, event.detail.target)) event.detail.shouldSwap = false;
 });
 
-function tell(text) {
+function showProblem(text) {
   const box = document.getElementById("problem");
   box.textContent = text;
   box.hidden = false;
-  window.clearTimeout(tell.timer);
-  tell.timer = window.setTimeout(() => { box.hidden = true; }, 8000);
+  window.clearTimeout(showProblem.timer);
+  showProblem.timer = window.setTimeout(() => { box.hidden = true; }, 8000);
 }
 
 document.addEventListener("htmx:responseError", (event) => {
   const answer = new DOMParser().parseFromString(event.detail.xhr.responseText, "text/html");
-  tell(answer.querySelector("main p")?.textContent ?? `The server answered ${event.detail.xhr.status}.`);
+  showProblem(answer.querySelector("main p")?.textContent ?? `The server answered ${event.detail.xhr.status}.`);
 });
-document.addEventListener("htmx:sendError", () => tell("The server cannot be reached."));
+document.addEventListener("htmx:sendError", () => showProblem("The server cannot be reached."));
 
 document.getElementById("theme").addEventListener("click", () => {
   const isDark = getComputedStyle(document.documentElement).colorScheme === "dark";

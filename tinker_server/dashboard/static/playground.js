@@ -1,4 +1,4 @@
-// Chats by the server's own chat endpoint, answers streamed; each side remembers its conversation.
+// Chats through the server's own chat endpoint, with streamed answers; each side has its own conversation.
 
 const form = document.getElementById("ask-models");
 const [first, second] = [...document.querySelectorAll(".chat")].map((element) => ({
@@ -30,14 +30,14 @@ function read(file) {
 }
 
 function body(side) {
-  const asked = {
+  const request = {
     model: side.model.value.trim(), messages: side.messages, stream: true,
     temperature: Number(document.getElementById("temperature").value),
     max_tokens: Number(document.getElementById("max-tokens").value),
   };
   const seed = document.getElementById("seed").value;
-  if (seed !== "") asked.seed = Number(seed);
-  return JSON.stringify(asked);
+  if (seed !== "") request.seed = Number(seed);
+  return JSON.stringify(request);
 }
 
 async function* events(answer) {
@@ -58,12 +58,12 @@ async function* events(answer) {
 
 async function chat(side, content, shown, signal) {
   side.messages.push({ role: "user", content });
-  const asked = bubble(side, "user", shown.text);
+  const question = bubble(side, "user", shown.text);
   if (shown.picture) {
     const picture = document.createElement("img");
     picture.src = shown.picture;
     picture.alt = "The image that was sent";
-    asked.append(picture);
+    question.append(picture);
   }
   const answered = bubble(side, "assistant", "");
   answered.classList.add("busy");
@@ -74,8 +74,8 @@ async function chat(side, content, shown, signal) {
       headers: { "Content-Type": "application/json", "X-CSRF-Token": document.body.dataset.token },
     });
     if (!answer.ok) {
-      const told = await answer.json().catch(() => ({}));
-      throw new Error(told.error?.message ?? told.detail ?? `the server answered ${answer.status}`);
+      const problem = await answer.json().catch(() => ({}));
+      throw new Error(problem.error?.message ?? problem.detail ?? `the server answered ${answer.status}`);
     }
     for await (const event of events(answer)) {
       if (event.error) throw new Error(event.error.message);

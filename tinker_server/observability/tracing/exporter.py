@@ -1,7 +1,7 @@
-"""Makes operations' traces, and has their spans sent from a thread, in batches.
+"""Creates the traces of operations, and exports their spans in batches from a thread.
 
-A trace's id and its root's are made of the request_id, so that a server that takes up what an earlier one left goes on
-with the same trace. Only a trace that a client began has the client's id.
+The ids of a trace and of its root span are derived from the request_id, so that a server that resumes an operation
+continues its trace. Only a trace that a client began has the client's id.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from tinker_server.observability.tracing.trace import Trace
 from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation
 
 FLUSH_S = 2.0
-"""For what has ended to be sent, when the server stops."""
+"""Seconds to send ended spans when the server stops."""
 SERVICES = ("server", "trainer", "sampler")
-"""`service.name` of the kinds of processes, behind `tinker-`."""
+"""Kinds of processes; `service.name` is `tinker-` and the kind."""
 
 
 class Exporter:
-    """One for a server."""
+    """Creates and exports the traces of one server."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: where the collector takes OTLP over HTTP, without `/v1/traces`."""
+        """Start exporting to `endpoint`, the collector's URL for OTLP over HTTP without `/v1/traces`."""
         self._collector = Collector(endpoint)
         processor = BatchSpanProcessor(self._collector)
         self._ids = _Ids()
@@ -45,11 +45,11 @@ class Exporter:
             self._tracers[service] = provider.get_tracer("tinker_server")
 
     def begin(self, operation: Operation, request_id: str) -> Trace:
-        """The trace of an operation that was accepted under this id."""
+        """Begin the trace of an operation that was accepted under this id."""
         accepted_ns = round(operation.accepted_at * 1e9)
         parent = TraceContextTextMapPropagator().extract({"traceparent": operation.traceparent}, Context())
         attributes = _attributes(operation, request_id)
-        with self._ids.of(request_id):
+        with self._ids.derived_from(request_id):
             root = self._tracers["server"].start_span(
                 operation.operation_kind, parent, SpanKind.SERVER, attributes, start_time=accepted_ns
             )
@@ -60,7 +60,7 @@ class Exporter:
         return trace
 
     async def close(self) -> None:
-        """Send what is there, for FLUSH_S at most, and end."""
+        """Send the remaining spans, for at most FLUSH_S, and stop."""
         closing = threading.Thread(target=self._shut_down, name="end of tracing", daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, FLUSH_S)
@@ -72,26 +72,26 @@ class Exporter:
 
 
 def _attributes(operation: Operation, request_id: str) -> dict[str, str | int]:
-    of = "sampling_session_id" if operation.operation_kind == "sample" else "model_id"
-    found: dict[str, str | int] = {
+    lane_name = "sampling_session_id" if operation.operation_kind == "sample" else "model_id"
+    attributes: dict[str, str | int] = {
         "tinker.operation": operation.operation_kind,
         "tinker.request_id": request_id,
-        f"tinker.{of}": operation.lane.removesuffix(UNLOAD_SUFFIX),
+        f"tinker.{lane_name}": operation.lane.removesuffix(UNLOAD_SUFFIX),
         "tinker.seq_id": operation.seq_id,
         "tinker.owner": operation.owner,
     }
-    return found if operation.tries is None else found | {"tinker.tries": operation.tries}
+    return attributes if operation.tries is None else attributes | {"tinker.tries": operation.tries}
 
 
 class _Ids(RandomIdGenerator):
-    """Random, except for the root of an operation's trace."""
+    """Generates random ids, except for the root of an operation's trace."""
 
     def __init__(self) -> None:
         self._request_id = ""
 
     @contextlib.contextmanager
-    def of(self, request_id: str) -> Iterator[None]:
-        """The root that is made in the block has ids of a request_id, which is a random UUID in hexadecimal digits."""
+    def derived_from(self, request_id: str) -> Iterator[None]:
+        """Derive the ids of the root span made in the block from a request_id, a random UUID in hexadecimal digits."""
         self._request_id = request_id
         try:
             yield
@@ -99,15 +99,15 @@ class _Ids(RandomIdGenerator):
             self._request_id = ""
 
     def generate_trace_id(self) -> int:
-        """The halves change places: samplers go by the last bits, and a UUID's last half begins with a constant."""
+        """Swap the UUID's halves: trace samplers use the last bits, and the last half begins with a constant."""
         if not self._request_id:
             return super().generate_trace_id()
         return int(self._request_id[16:] + self._request_id[:16], 16)
 
     def generate_span_id(self) -> int:
-        """Never 0: a UUID has its version in its first half."""
+        """Return the UUID's first half, which is never 0, since it holds the version."""
         return int(self._request_id[:16], 16) if self._request_id else super().generate_span_id()
 
     def is_trace_id_random(self) -> bool:
-        """Not in every bit."""
+        """Return False: some bits of a UUID are constant."""
         return False

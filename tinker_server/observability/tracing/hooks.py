@@ -1,7 +1,7 @@
-"""Where the server's work meets its traces: what is begun and ended, and when.
+"""Hooks that the server calls as operations begin and end.
 
-Nothing is imported, kept or done unless a collector is set, and nothing here fails an operation. How spans look and
-where they go is the other files' to know.
+Without a collector in the settings they import, store and do nothing. No error here fails an operation. The form of
+spans and their export are defined in `trace.py` and `exporter.py`.
 """
 
 import contextlib
@@ -21,47 +21,47 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _current: ContextVar["Trace | None"] = ContextVar("trace", default=None)
-"""Of the operation that is carried out here."""
+"""Trace of the operation that runs in this context."""
 
 
 def note(**attributes: str | int) -> None:
-    """Say more of the operation that is carried out here. Never what a client wrote."""
+    """Add attributes to the trace of the operation that runs in this context. Never pass a client's text."""
     if (trace := _current.get()) is not None:
         with _harmless():
             trace.note(attributes)
 
 
 class Tracing:
-    """The traces of operations that are not finished."""
+    """Traces of unfinished operations."""
 
     def __init__(self, exporter: "Exporter | None") -> None:
-        """None: nothing is traced."""
+        """Trace with this exporter; None: trace nothing."""
         self._exporter = exporter
         self._traces: dict[str, Trace] = {}
-        """By request_id."""
+        """Traces by request_id."""
 
     def accepted(self, operation: Operation, request_id: str) -> None:
-        """It is stored under this id, by this server or an earlier one, and waits."""
+        """Begin a trace: this server or an earlier one stored the operation under this id, and it waits."""
         if self._exporter is not None:
             with _harmless():
                 self._traces[request_id] = self._exporter.begin(operation, request_id)
 
     @contextlib.contextmanager
     def running(self, operation: Operation) -> Iterator[None]:
-        """While it is carried out."""
+        """Trace the operation while it runs in the block."""
         if (trace := self._traces.get(operation.request_id)) is None:
             yield
             return
 
-        def heard(span: ProcessSpan) -> None:
+        def on_span(span: ProcessSpan) -> None:
             with _harmless():
-                trace.heard(span)
+                trace.add_process_span(span)
 
         with _harmless():
             trace.begin("run")
         token = _current.set(trace)
         try:
-            with spans_to(heard):
+            with spans_to(on_span):
                 yield
         finally:
             _current.reset(token)
@@ -69,25 +69,25 @@ class Tracing:
                 trace.end("run")
 
     def ended(self, request_id: str, failure_category: str | None) -> None:
-        """It has a result, which is stored next."""
+        """End the run: the operation has a result, which is stored next."""
         if (trace := self._traces.get(request_id)) is not None:
             with _harmless():
                 trace.ended(failure_category)
 
     def stored(self, request_id: str) -> None:
-        """Its result can be fetched."""
+        """End the trace: the result can be fetched."""
         if (trace := self._traces.pop(request_id, None)) is not None:
             with _harmless():
                 trace.stored()
 
     async def close(self) -> None:
-        """Send what has ended, for a while. What has not goes on with the next server."""
+        """Send the ended traces, for a limited time. The next server continues the others."""
         if self._exporter is not None:
             await self._exporter.close()
 
 
 def start_tracing(settings: Settings) -> Tracing:
-    """Raises StartFailed where a collector is set and OpenTelemetry is not installed, or is set up wrongly."""
+    """Start tracing. Raises StartFailed if a collector is set, and OpenTelemetry is missing or misconfigured."""
     if not settings.otel_endpoint:
         return Tracing(None)
     try:
@@ -107,4 +107,4 @@ def _harmless() -> Iterator[None]:
     try:
         yield
     except Exception:  # a trace must not cost a result
-        log.exception("a trace is not whole")
+        log.exception("a trace is incomplete")

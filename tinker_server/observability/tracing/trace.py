@@ -1,4 +1,4 @@
-"""What one operation's trace looks like in OpenTelemetry: its stages, and what processes did in them."""
+"""An operation's trace in OpenTelemetry: its stages, and the work of processes in them."""
 
 import re
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from opentelemetry.trace import Span, StatusCode, Tracer, set_span_in_context
 
 from backends.processes.spans import ANSWERED, ProcessSpan
 
-MAX_HEARD = 256
-"""Spans of trainer and sampler in one trace; the others are counted."""
+MAX_PROCESS_SPANS = 256
+"""Spans of trainer and sampler in one trace; further ones are only counted."""
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class Trace:
-    """One operation's: a root, and beneath it one stage after the other."""
+    """The trace of one operation: a root span with one child per stage, in succession."""
 
     def __init__(self, root: Span, tracers: Mapping[str, Tracer]) -> None:
         self._root = root
@@ -22,15 +22,15 @@ class Trace:
         self._tracers = tracers
         self._stage: tuple[str, Span] | None = None
         self._has_result = False
-        self._num_heard = 0
+        self._num_process_spans = 0
 
     def begin(self, name: str, since_ns: int | None = None) -> None:
-        """The next stage, which ends the one before."""
+        """Begin the next stage, and end the one before."""
         self._end_stage()
         self._stage = name, self._tracers["server"].start_span(name, self._context, start_time=since_ns)
 
     def end(self, name: str) -> None:
-        """A stage, unless it has ended by now."""
+        """End a stage, unless it has ended already."""
         if self._stage is not None and self._stage[0] == name:
             self._end_stage()
 
@@ -40,16 +40,16 @@ class Trace:
         self._stage = None
 
     def note(self, attributes: Mapping[str, str | int]) -> None:
-        """Of the operation."""
+        """Add attributes to the operation's root span."""
         self._root.set_attributes({f"tinker.{name}": value for name, value in attributes.items()})
 
-    def heard(self, of_process: ProcessSpan) -> None:
-        """A process has worked for the stage that runs."""
+    def add_process_span(self, of_process: ProcessSpan) -> None:
+        """Add a process's work to the stage `run`, if it is the current one."""
         if self._stage is None or self._stage[0] != "run":
             return
-        self._num_heard += 1
-        if self._num_heard > MAX_HEARD:
-            self.note({"spans_left_out": self._num_heard - MAX_HEARD})
+        self._num_process_spans += 1
+        if self._num_process_spans > MAX_PROCESS_SPANS:
+            self.note({"spans_left_out": self._num_process_spans - MAX_PROCESS_SPANS})
             return
         service = of_process.process.partition(" ")[0]
         span = self._tracers[service].start_span(
@@ -63,7 +63,7 @@ class Trace:
         span.end(of_process.ended_ns)
 
     def ended(self, failure_category: str | None) -> None:
-        """There is a result; the first one stays."""
+        """Begin the stage `store` with the operation's outcome; only the first outcome counts."""
         if self._has_result:
             return
         self._has_result = True
@@ -72,12 +72,12 @@ class Trace:
         self.begin("store")
 
     def stored(self) -> None:
-        """The end."""
+        """End the trace."""
         self._end_stage()
         self._root.end()
 
 
 def _fail(span: Span, category: str) -> None:
-    """Without the error's text, which may hold a client's."""
+    """Mark a span as failed, without the error's text, which may contain a client's."""
     span.set_attribute("error.type", category)
     span.set_status(StatusCode.ERROR)

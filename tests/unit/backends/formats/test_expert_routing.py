@@ -232,7 +232,7 @@ def test_a_sample_does_not_fail_where_its_routing_cannot_be_kept(tmp_path: Path,
     output = CompletionOutput(0, "", [5, 6, 7], None, None, experts_TLK)
     keep_routing(files, OWNER, "m", rendered, [output])
     assert "is not kept" in caplog.text
-    with pytest.raises(BackendFailed, match="the engine told the experts of 6 tokens where 7 were due"):
+    with pytest.raises(BackendFailed, match="the engine returned the experts of 6 tokens where 7 were due"):
         keep_routing(files, OWNER, "m", rendered, [replace(output, routed_experts=experts_TLK[:6])])
 
 

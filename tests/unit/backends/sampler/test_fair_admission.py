@@ -1,4 +1,4 @@
-"""Rows and adapter slots of a sampling engine are shared out fairly; the engine here only sleeps."""
+"""Sequences and adapter slots of a sampling engine are shared out fairly; the engine here only sleeps."""
 
 import asyncio
 import contextlib
@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from backends.sampler.fair_admission import NEWCOMER_ROWS, Turns
+from backends.sampler.fair_admission import RESERVE, FairAdmission
 
 
 class Engine:
-    """Runs rows until told to finish them, and remembers the order in which they entered."""
+    """Runs sequences until told to finish them, and remembers the order in which they entered."""
 
-    def __init__(self, max_rows: int, max_adapters: int) -> None:
-        self.turns = Turns(max_rows, max_adapters)
+    def __init__(self, max_sequences: int, max_adapters: int) -> None:
+        self.admission = FairAdmission(max_sequences, max_adapters)
         self.entered: list[str] = []
         self.running: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def submit(self, name: str, owner: str, adapter: str | None = None) -> None:
-        self.tasks[name] = asyncio.create_task(self._row(name, owner, Path(adapter) if adapter else None))
+        self.tasks[name] = asyncio.create_task(self._run(name, owner, Path(adapter) if adapter else None))
 
-    async def _row(self, name: str, owner: str, adapter: Path | None) -> None:
-        async with self.turns.turn(owner, adapter):
+    async def _run(self, name: str, owner: str, adapter: Path | None) -> None:
+        async with self.admission.admission(owner, adapter):
             self.entered.append(name)
             self.running[name] = asyncio.Event()
             try:
@@ -49,8 +49,8 @@ async def settle() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_owner_who_floods_delays_anothers_first_rows_not_at_all() -> None:
-    engine = Engine(max_rows=4, max_adapters=2)
+async def test_an_owner_who_floods_delays_anothers_first_sequences_not_at_all() -> None:
+    engine = Engine(max_sequences=4, max_adapters=2)
     for i in range(100):
         engine.submit(f"flood {i}", "a")
     await settle()
@@ -62,8 +62,8 @@ async def test_an_owner_who_floods_delays_anothers_first_rows_not_at_all() -> No
 
 
 @pytest.mark.asyncio
-async def test_rows_that_end_go_to_the_owner_with_the_fewest() -> None:
-    engine = Engine(max_rows=4, max_adapters=2)
+async def test_sequences_that_end_make_room_for_the_owner_with_the_fewest() -> None:
+    engine = Engine(max_sequences=4, max_adapters=2)
     for i in range(20):
         engine.submit(f"a{i}", "a")
     await settle()
@@ -78,19 +78,19 @@ async def test_rows_that_end_go_to_the_owner_with_the_fewest() -> None:
 
 
 @pytest.mark.asyncio
-async def test_newcomers_are_let_in_beyond_the_limit_only_so_far() -> None:
-    engine = Engine(max_rows=2, max_adapters=2)
+async def test_owners_who_have_nothing_running_are_admitted_beyond_the_limit_only_so_far() -> None:
+    engine = Engine(max_sequences=2, max_adapters=2)
     for i in range(50):
-        engine.submit(f"row {i}", f"owner {i}")
+        engine.submit(f"sequence {i}", f"owner {i}")
     await settle()
-    assert len(engine.running) == 2 + NEWCOMER_ROWS
+    assert len(engine.running) == 2 + RESERVE
     await engine.stop()
 
 
 @pytest.mark.asyncio
 async def test_a_fifth_adapter_beside_four_busy_ones_gets_the_first_slot_that_is_free() -> None:
     """Three streams of each of four adapters, every one asking again as soon as it has been served."""
-    engine = Engine(max_rows=64, max_adapters=4)
+    engine = Engine(max_sequences=64, max_adapters=4)
     numbers = dict.fromkeys("abcd", 0)
 
     def ask(adapter: str) -> None:
@@ -108,13 +108,13 @@ async def test_a_fifth_adapter_beside_four_busy_ones_gets_the_first_slot_that_is
         ask(name[0])
         await engine.finish(name)
         served += 1
-    assert served <= 12  # each stream once at most: its slot's other rows had to end
+    assert served <= 12  # each stream once at most: its slot's other sequences had to end
     await engine.stop()
 
 
 @pytest.mark.asyncio
 async def test_the_old_snapshots_of_one_owner_do_not_keep_anothers_adapter_out() -> None:
-    engine = Engine(max_rows=64, max_adapters=4)
+    engine = Engine(max_sequences=64, max_adapters=4)
     for i in range(40):
         for k in range(30):
             engine.submit(f"a{i}.{k}", "a", f"a{i}")
@@ -133,7 +133,7 @@ async def test_the_old_snapshots_of_one_owner_do_not_keep_anothers_adapter_out()
 
 @pytest.mark.asyncio
 async def test_many_adapters_of_one_owner_fill_the_engine_and_all_get_their_turn() -> None:
-    engine = Engine(max_rows=32, max_adapters=4)
+    engine = Engine(max_sequences=32, max_adapters=4)
     for i in range(12):
         for k in range(20):
             engine.submit(f"{i}.{k}", "a", f"a{i}")
@@ -154,8 +154,8 @@ async def test_many_adapters_of_one_owner_fill_the_engine_and_all_get_their_turn
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_comes_ends_or_is_cancelled_everybody_is_served_within_the_limits(seed: int) -> None:
     draw = random.Random(seed)
-    max_rows, max_adapters = draw.randint(1, 6), draw.randint(1, 3)
-    engine = Engine(max_rows, max_adapters)
+    max_sequences, max_adapters = draw.randint(1, 6), draw.randint(1, 3)
+    engine = Engine(max_sequences, max_adapters)
     for i in range(150):
         owner = draw.choice("abc")
         engine.submit(f"{i}", owner, draw.choice([None, f"{owner}1", f"{owner}2", "shared"]))
@@ -166,14 +166,14 @@ async def test_whatever_comes_ends_or_is_cancelled_everybody_is_served_within_th
             engine.tasks[draw.choice(list(engine.tasks))].cancel()
         if draw.random() < 0.5:
             await settle()
-        assert len(engine.turns._slots) <= max_adapters
-        assert engine.turns._running.total() <= max_rows + NEWCOMER_ROWS
+        assert len(engine.admission._slots) <= max_adapters
+        assert engine.admission._running.total() <= max_sequences + RESERVE
     for _ in range(2000):
         await settle()
         if not engine.running:
             break
         await engine.finish(*[name for name in list(engine.running) if draw.random() < 0.8])
     assert all(task.done() for task in engine.tasks.values())
-    assert not engine.turns._queues and not engine.turns._running
+    assert not engine.admission._queues and not engine.admission._running
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*engine.tasks.values())

@@ -1,4 +1,4 @@
-"""Which CUDA graph of the engine serves which step."""
+"""The engine has a CUDA graph for each kind of step."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from backends.sampler.vllm_patches import prefill_graphs
-from backends.sampler.vllm_patches.prefill_graphs import StepsWithImages, record_both_kinds
+from backends.sampler.vllm_patches.prefill_graphs import StepsWithImages, capture_both_kinds
 
 SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
 MAX_SEQUENCES = 265
@@ -22,7 +22,7 @@ def manager(monkeypatch):
     monkeypatch.setattr(prefill_graphs, "IMAGES", StepsWithImages())
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False)
-    record_both_kinds()
+    capture_both_kinds()
 
     def make(mode: CUDAGraphMode) -> CudaGraphManager:
         config = SimpleNamespace(
@@ -63,7 +63,7 @@ def test_long_prompts_have_none(manager):
 
 
 def scheduled(tokens: dict[str, int], *, new: dict[str, bool], finished: tuple[str, ...] = ()) -> SimpleNamespace:
-    """What vLLM's scheduler says of a step; `new` requests by whether they have images."""
+    """A step as vLLM's scheduler describes it; `new` says which new requests have images."""
     requests = [SimpleNamespace(req_id=name, mm_features=[object()] if seen else []) for name, seen in new.items()]
     return SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=requests, num_scheduled_tokens=tokens)
 
@@ -82,7 +82,7 @@ def test_a_step_with_a_prompt_has_no_graph_while_a_request_with_images_is_in_it(
     assert step(made, [9]).cg_mode == CUDAGraphMode.FULL
 
 
-def test_every_graph_that_may_serve_a_step_is_recorded(manager):
+def test_every_graph_that_may_serve_a_step_is_captured(manager):
     made = manager(CUDAGraphMode.FULL)
     (recorded,) = made._capture_descs.values()
     assert {graph for graphs in made._candidates.values() for graph in graphs} == set(recorded)

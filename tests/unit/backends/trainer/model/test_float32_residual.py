@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from api_schemas.training import AdamParams
 from backends.sampler.vllm_patches import float32_residual as of_engine
@@ -96,11 +96,8 @@ def test_a_model_with_torchs_own_norms_stays_as_it_is():
 
 @pytest.fixture
 def engine_norms(monkeypatch) -> Iterator[None]:
-    for kind in (RMSNorm, GemmaRMSNorm):
-        for name in ("forward_native", "forward_cuda"):
-            monkeypatch.setattr(kind, name, getattr(kind, name))
-    monkeypatch.setattr(BaseModelLoader, "load_model", BaseModelLoader.load_model)
-    of_engine.keep_in_float32()
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    of_engine.register_norms()
     with set_current_vllm_config(VllmConfig()):
         yield
 

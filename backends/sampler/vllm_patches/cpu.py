@@ -1,0 +1,155 @@
+"""LoRA kernels, experts and linear attention of vLLM 0.32 on the CPU, corrected.
+
+1. A row without an adapter carries slot -1, which torch's indexing takes for the last slot. The kernels below compute
+   slot by slot: -1 gets nothing, and no weights are copied per token.
+2. With LoRA enabled vLLM takes its Triton kernel for experts whatever the device, and no CPU has Triton: not even the
+   base model would run. Weights, names and slots are vLLM's own here too; only the sums are ours.
+3. A one-token prefill of a linear-attention model crashes: the convolution needs its input with a stride of its own,
+   and torch says of a single row that it is contiguous whatever its stride.
+
+N rows, K experts of a row, E experts, S adapter slots, R LoRA rank, H hidden width, I inner width, T tokens, C channels
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1d_fwd_cpu
+
+from backends.sampler.vllm_patches import targets
+from backends.sampler.vllm_patches.lora import kernels_with_prompt_rows, rows_by_slot
+
+
+class SlotKernels(PunicaWrapperCPU):  # type: ignore[misc]
+    """LoRA kernels that compute slot by slot."""
+
+    def add_shrink(self, y: Any, x: Tensor, lora_a_stacked: tuple[Tensor, ...], scale: float, **kwargs: Any) -> None:
+        """Fill each `y` [N, R] with x A^T, by the rows' slots."""
+        if self.no_lora:
+            return
+        rows = x.view(-1, x.shape[-1])
+        for out, a_stacked in zip(y, lora_a_stacked, strict=False):
+            _shrink(rows, a_stacked, out.view(-1, out.shape[-1]), self.token_lora_indices, scale)
+
+    def add_expand(  # noqa: PLR0913
+        self,
+        y: Tensor,
+        x: Any,
+        lora_b_stacked: tuple[Tensor, ...],
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Add each x B^T to its slice of `y`'s outputs, by the rows' slots."""
+        if self.no_lora:
+            return
+        out, offset = y.view(-1, y.shape[-1]), offset_start
+        for low, b_stacked, size in zip(x, lora_b_stacked, output_slices, strict=False):
+            _expand(low, b_stacked, out[:, offset : offset + size], self.token_lora_indices, add_inputs)
+            offset += size
+
+    def add_lora_embedding(
+        self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **kwargs: Any
+    ) -> None:
+        """Add x B^T, by the rows' slots."""
+        if not self.no_lora:
+            _expand(x, lora_b_stacked, y, self.token_lora_indices, add_inputs)
+
+    def add_lora_logits(
+        self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: Any
+    ) -> None:
+        """Add the head's adapters to the logits of sampled rows."""
+        out, rows = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        low_NR = torch.zeros(len(rows), lora_b_stacked.size(-1), dtype=torch.float32)
+        _shrink(rows, lora_a_stacked, low_NR, self.sampler_indices, scale)
+        _expand(low_NR, lora_b_stacked, out, self.sampler_indices, add_inputs=True)
+
+
+CPUKernels = kernels_with_prompt_rows(SlotKernels)
+
+
+def _weight(stacked: Tensor, slot: int) -> Tensor:
+    """Return one adapter's matrix; some layers have a dimension of one in between."""
+    return stacked[slot, 0] if stacked.dim() == 4 else stacked[slot]
+
+
+def _shrink(inputs: Tensor, a_stacked: Tensor, out_NR: Tensor, slots_N: Tensor, scaling: float) -> None:
+    for slot, rows in rows_by_slot(slots_N, len(inputs)):
+        low = inputs[rows].to(out_NR.dtype) @ _weight(a_stacked, slot).to(out_NR.dtype).T
+        out_NR[rows, : low.shape[1]] = scaling * low
+
+
+def _expand(inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, add_inputs: bool) -> None:
+    # An adapter's output and the model's may be padded differently.
+    columns = out[:, : b_stacked.shape[-2]]
+    if not add_inputs:
+        columns.zero_()
+    for slot, rows in rows_by_slot(slots_N, len(inputs)):
+        weight = _weight(b_stacked, slot)[: columns.shape[1]].to(out.dtype)
+        columns.index_add_(0, rows, inputs[rows].to(out.dtype) @ weight.T)
+
+
+class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[misc]
+    """A layer's experts with adapters; vLLM makes one for every layer."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leave the weights as they were loaded."""
+
+    def apply(  # noqa: PLR0913
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Fill `output` [N, H]. `w1` is [E, 2 I, H], gate above up, and `w2` [E, H, I]."""
+        if activation != MoEActivation.SILU or self.w1_bias is not None or self.w2_bias is not None:
+            raise NotImplementedError(f"experts with {activation.value} or biases have no adapters on the CPU")
+        total_NH = torch.zeros(hidden_states.shape, dtype=torch.float32)
+        for expert in topk_ids.unique().tolist():
+            rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
+            x = hidden_states[rows]
+            gate, up = self._with_adapters(x @ w1[expert].T, x, "w13", expert, rows).chunk(2, -1)
+            inner = F.silu(gate) * up
+            y = self._with_adapters(inner @ w2[expert].T, inner, "w2", expert, rows)
+            total_NH.index_add_(0, rows, (y * topk_weights[rows, choices, None]).float())
+        output.copy_(total_NH)
+
+    def _with_adapters(self, y: Tensor, x: Tensor, name: str, expert: int, rows: Tensor) -> Tensor:
+        """Add to `y` the output of the rows' adapters of this expert for `x`, side by side as their matrices are."""
+        context: Any = self._lora_context
+        slots_N = context.punica_wrapper.token_lora_indices[rows]
+        halves = [getattr(context, f"{name}_lora_{half}_stacked") for half in "ab"]
+        for slot, mine in rows_by_slot(slots_N, len(x)):
+            parts = [
+                x[mine] @ a_SERI[slot, expert].T @ b_SEOR[slot, expert].T
+                for a_SERI, b_SEOR in zip(*halves, strict=True)
+            ]
+            y.index_add_(0, mine, torch.cat(parts, -1).to(y.dtype))
+        return y
+
+
+def _convolve_contiguous(*, x: Tensor, **others: Any) -> Tensor:
+    """Copy `x` [C, T], so that a single row has a stride of its own."""
+    own_TC = x.new_empty(x.shape[1], x.shape[0]).copy_(x.T)
+    result: Tensor = _causal_conv1d_fwd_cpu(x=own_TC.T, **others)
+    return result
+
+
+def patch_cpu() -> None:
+    """Apply the changes of a process that computes on the CPU, before a model is made."""
+    targets.PUNICA.replace(CPUKernels)
+    targets.CPU_EXPERTS.replace(lambda moe_config: (UnquantizedMoeBackend.CPU, ExpertsOnCPU))
+    targets.CPU_CONVOLUTION.replace(_convolve_contiguous)

@@ -1,0 +1,239 @@
+"""The internals of vLLM 0.32 that are changed or relied on; `doctor` reads this list, and it imports no vLLM."""
+
+from backends.patches import Patch
+
+KV_CACHE_ZEROING = Patch(
+    "kv-cache-zeroing",
+    "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
+    "7190a57e7cf4dcb8a9a27fdb987888e6d7b2ab2b60787131891f1f21094495b9",
+    "Attention multiplies the old contents of a reused KV cache block by zero; a diverged adapter's NaN stays NaN.",
+    "kv-cache-zeroing.md",
+)
+ADAPTER_FILES = Patch(
+    "stacked-adapters",
+    "vllm.lora.lora_model:safetensors",
+    "e6439628e5e71c94a087da2a91964f9e2313616b8550c7cc56cfc92b17effaaa",
+    "Adapters written layer-stacked are read under the names of their single tensors.",
+)
+PIN_FILES = Patch(
+    "pinned-adapter-files",
+    "vllm.lora.lora_model:PIN_MEMORY",
+    "4e6707fb1381f47e74119621e9014055871ab61010abde9e213eca3529d84b99",
+    "Pinning each of a new adapter's 500 tensors takes 0.2 s on an H100, and saves 0.02 s of each copy.",
+    "pinned-adapters.md",
+)
+PIN_MERGED = Patch(
+    "pinned-merged-adapters",
+    "vllm.lora.model_manager:PIN_MEMORY",
+    "508b6ef93016abd799a52209d95bc624432782aeef30cf0b999b368a87b0348e",
+    "As pinned-adapter-files, after query, key and value have been merged.",
+    "pinned-adapters.md",
+)
+WORKER_ADAPTERS = Patch(
+    "worker-adapters",
+    "vllm.v1.worker.lora_model_runner_mixin:LRUCacheWorkerLoRAManager",
+    "dda66aaf8567e419fe8d66d17c77723727433ece8c22511f747670231bb7645e",
+    "Our subclass notes an adapter's files, with which its slot is compared.",
+)
+LOAD_ADAPTER = Patch(
+    "adapter-files-noted",
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
+    "0b052a4493e20f18191889f06ea416a0258975e0082e1dd3f6266b2f1ca63cc5",
+    "Called with each adapter whose files are read; reads them into vLLM's own form.",
+    how="overridden",
+)
+SLOTS = Patch(
+    "slot-check",
+    "vllm.lora.model_manager:LRUCacheLoRAModelManager.activate_adapter",
+    "294b47faa30f9aed4a58c7281e4886f1b66f59b7d28645f9145a2bfb0fe5d52f",
+    "A slot that holds other values than the adapter's files gives wrong numbers without an error.",
+    how="overridden",
+)
+FILL_SLOT = Patch(
+    "slot-filling",
+    "vllm.lora.model_manager:LoRAModelManager.activate_adapter",
+    "ff6e9539601488dbd20b2ab256e97caca2d6afc9f0265d7f4d70726a06d89731",
+    "Fills a slot; `lora_index_to_id` says which one.",
+    how="relied on",
+)
+MERGED_EXPERTS = Patch(
+    "expert-stacks",
+    "vllm.lora.model_manager:LoRAModelManager._create_merged_loras_inplace",
+    "308cf29339985c536a5bcc5e05afc60af9ae1f464f8a0ca7bd99a309f74483e9",
+    "Stacked experts are taken only where all experts share one adapter; 48 layers of single ones are 37,000 tensors.",
+    how="overridden",
+)
+WRAPPED_MODULES = Patch(
+    "tower-qkv",
+    "vllm.lora.model_manager:LoRAModelManager._create_lora_modules",
+    "dd58ad0021fd542526e7c72bf32a5b050a1beca1ff891f296d7a5ab19f4615d7",
+    "Some vision towers' merged query, key and value are not declared: with LoRA there the engine refuses to start.",
+    "tower-qkv.md",
+    how="overridden",
+)
+HEAD_BESIDE_DECODER = Patch(
+    "head-beside-decoder",
+    "vllm.lora.model_manager:LoRAModelManager._get_punica_wrapper",
+    "d45edd555aadd264ef787cf1b855c30e97348ddc40d3ae5de97fbab61af31778",
+    "A head that stands beside a multimodal model's decoder, not in it, gets no LoRA.",
+    "head-beside-decoder.md",
+    how="overridden",
+)
+SUPPORTED_MODULES = Patch(
+    "lm-head-files",
+    "vllm.lora.model_manager:LoRAModelManager.__init__",
+    "cead7d6a7b99eb85551d2a0d4291d11bca0f6fad961e33c42553de6b2d1869a4",
+    "Of some models (Mistral, Gemma) the head is wrapped, and files that have an adapter for it are refused.",
+    "lm-head-files.md",
+    how="overridden",
+)
+PUNICA = Patch(
+    "lora-kernels",
+    "vllm.lora.model_manager:get_punica_wrapper",
+    "68e4e5aed917b540eadd9b31b8cfdc70b8dcac53da05d80c61ce83c428b18f23",
+    "Prompt log probabilities with LoRA on the head look up the slot by sampled row, where each row is a prompt token.",
+    "prompt-logprobs-with-lora.md",
+)
+PUNICA_CPU = Patch(
+    "lora-kernels-cpu",
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU",
+    "0a615fa319a8cf2889bc2babccb96ddd77b5dc431c5d8b6ded98b3bf9bfccc27",
+    "A row without an adapter has slot -1, by which torch indexes the last slot.",
+    "cpu-slot-minus-one.md",
+    how="overridden",
+    device="cpu",
+)
+PUNICA_GPU = Patch(
+    "lora-kernels-cuda",
+    "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU.add_lora_logits",
+    "42bc7ef46b11053e42a3fe6c58e366fdf4369bed9ac51220ae786867034422e8",
+    "As lora-kernels.",
+    "prompt-logprobs-with-lora.md",
+    how="overridden",
+    device="cuda",
+)
+GRAMMARS = Patch(
+    "grammar-time",
+    "vllm.v1.structured_output.backend_xgrammar:XgrammarGrammar",
+    "2fd1f8c044499423469c14b5ee1a42392afef7825efb9991729cf7e41dd46fbc",
+    "A grammar's allowed tokens are computed between the steps that all sequences share: the time is bounded.",
+)
+COUNT_BATCH = Patch(
+    "batch-count",
+    "vllm.v1.engine.core:EngineCore.count_batch",
+    (),
+    "Sequences and cache use on demand; vLLM's own statistics cost something for each sequence in each step.",
+    how="added",
+)
+RMS_NORM = Patch(
+    "float32-residual",
+    "vllm.model_executor.layers.layernorm:RMSNorm",
+    "fd68286f95f7fbccc1ecad7e53d72647510092226854882474b7a59e6cdb2066",
+    "The residual stream stays in float32, as the trainer's; through vLLM's register of out-of-tree operators.",
+    how="overridden",
+)
+GEMMA_NORM = Patch(
+    "float32-residual-gemma",
+    "vllm.model_executor.layers.layernorm:GemmaRMSNorm",
+    "5326e8c828815e7d47962cd0e008453197727de06b41b8f8b73e0abc01ebffa7",
+    "As float32-residual.",
+    how="overridden",
+)
+RELOADING = Patch(
+    "missing-weights",
+    "vllm.model_executor.model_loader.reload.inplace:reload_weights",
+    "525f4f3d48c831905041334cfcd77905232659f5eacbb84c470d1d4e880795eb",
+    "It drops what the model's `load_weights` returns; parameters that files lack keep the weights of another version.",
+    "missing-weights.md",
+    how="relied on",
+)
+CHAT_PROMPTS = Patch(
+    "chat-prompts",
+    "vllm.renderers.base:BaseRenderer._process_tokens_async",
+    "4b8af29a931c9fe9af2f59fb593f6a5020d23253163b012764b55b7f34af5b45",
+    "Images of chats pass through the trainer's own renderer.",
+)
+CPU_EXPERTS = Patch(
+    "cpu-experts",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:select_unquantized_moe_backend",
+    "c76e6211b9c0ee812e4f616a4892cb6d41506762daa840f93d342a922f58aac3",
+    "With LoRA enabled a mixture's experts take the Triton kernel, whatever the device; no CPU has Triton.",
+    "cpu-experts-with-lora.md",
+    device="cpu",
+)
+CPU_CONVOLUTION = Patch(
+    "cpu-one-token-prefill",
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu",
+    "edbe0cbe6c57aa951250f3652c1797f89cb31badb0f2b7ca4315b6615f0c82ee",
+    "A one-token prefill of a linear-attention model ends the engine.",
+    "cpu-one-token-prefill.md",
+    device="cpu",
+)
+CPU_ROUTING = Patch(
+    "cpu-routed-experts",
+    "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility",
+    "6dddfaef7aa2d9c594dced9a7fb031a6710c454011b5d04c0268918b3e3203c3",
+    "Routed experts are refused for the V1 model runner, which gets vLLM's own connector here.",
+    device="cpu",
+)
+V1_PROMPT_LOGPROBS = Patch(
+    "prompt-scores-v1",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict",
+    "f2e2ad4c2b6202a6a50d62f193de300f850fb18127c1e035eca8282120477318",
+    "Log probabilities of chosen tokens, and draws, at every prompt position.",
+    device="cpu",
+)
+V1_GREEDY = Patch(
+    "placeholders-v1-greedy",
+    "vllm.v1.sample.sampler:Sampler.greedy_sample",
+    "3471018c24bb6d4a6bd1a3c060822c69012da177844830cf4b12fdee8e935d5f",
+    "Placeholder tokens of images are hidden from the draw alone, not from log probabilities.",
+    device="cpu",
+)
+V1_RANDOM = Patch(
+    "placeholders-v1-random",
+    "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler",
+    "626cbf5a10357aa983a27b1b543e2b93155011a2fedcbfb5579bbf181720484f",
+    "As placeholders-v1-greedy.",
+    device="cpu",
+)
+V2_GUMBEL = Patch(
+    "draws-v2",
+    "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
+    "4bd7b5c3da2c417f7ffd6516ed596b18b4567b49f343cec6e6bea0c604b2e2c5",
+    "As placeholders-v1-greedy; and of scores that are NaN it draws beyond the vocabulary, which ends the engine.",
+    "nan-draws.md",
+    device="cuda",
+)
+V2_PROMPT_LOGPROBS = Patch(
+    "prompt-scores-v2",
+    "vllm.v1.worker.gpu.sample.prompt_logprob:PromptLogprobsWorker",
+    "218c4268428eaa41b6885b69d219247ee80be7c967f26b9addd6bbd957755483",
+    "As prompt-scores-v1.",
+    how="overridden",
+    device="cuda",
+)
+V2_CHUNK = Patch(
+    "prompt-logprobs-chunk",
+    "vllm.v1.worker.gpu.sample.prompt_logprob:CHUNK_SIZE",
+    "3cb16bb7b784951812938d1f860990cc1241dd19155ed7aed2bfb15bb38818e2",
+    "Logits of a chunk of 1,024 prompt tokens are more than the profiling run takes, so that memory runs out.",
+    "prompt-logprobs-memory.md",
+    device="cuda",
+)
+V2_GRAPHS = Patch(
+    "prefill-graphs",
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates",
+    "6d274dc3a02f37d943621da491f2a6bb7c08a8c54a4d651929f290a239c922d1",
+    "CUDA graphs for steps with a prompt beside those that only decode, without torch.compile.",
+    device="cuda",
+)
+V2_DISPATCH = Patch(
+    "images-without-graphs",
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager.dispatch",
+    "5641324adf7037f1312c61c0d2c403944d62aa23e100c5981f43efd62464abdb",
+    "A captured graph would leak one prompt's image features into the next.",
+    "image-features-in-graphs.md",
+    device="cuda",
+)
+PATCHES = [one for one in vars().values() if isinstance(one, Patch)]

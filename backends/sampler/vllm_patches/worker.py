@@ -1,0 +1,165 @@
+"""vLLM's worker with our changes, named in the engine argument `worker_cls`.
+
+Importing this file applies the changes that the engine's process needs before its scheduler and its model are made. The
+sampler process calls the worker's own methods by `collective_rpc`. Both model runners are covered: V1 (CPU) and V2
+(CUDA).
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+from backends.formats.stacked_adapters import open_adapter
+from backends.patches import for_device, require_as_written
+from backends.processes.heap import give_back_memory
+from backends.sampler.grammars import BoundedGrammar
+from backends.sampler.vllm_patches import prompt_scores, targets
+from backends.sampler.vllm_patches.float32_residual import mark, register_norms
+from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
+from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
+from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
+from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
+
+    from backends.sampler.vllm_patches.cpu import patch_cpu
+else:
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+
+def _count_batch(core: Any) -> tuple[int, int, float]:
+    """Return how many sequences run and wait, and the part of the KV cache that they hold."""
+    return *core.scheduler.get_request_counts(), core.scheduler.get_kv_cache_usage()
+
+
+def _patch_process() -> None:
+    is_cpu = current_platform.is_cpu()
+    require_as_written(for_device(targets.PATCHES, "cpu" if is_cpu else "cuda"))
+    # Read by scheduler and worker when they are made; both live in this process.
+    targets.KV_CACHE_ZEROING.replace(property(lambda self: True))
+    targets.PIN_FILES.replace(False)
+    targets.PIN_MERGED.replace(False)
+    targets.ADAPTER_FILES.replace(SimpleNamespace(safe_open=open_adapter))
+    targets.WORKER_ADAPTERS.replace(WorkerAdapters)
+    targets.GRAMMARS.replace(BoundedGrammar)
+    targets.COUNT_BATCH.replace(_count_batch)
+    register_norms()
+    if is_cpu:
+        patch_cpu()
+        allow_on_cpu()
+    else:
+        targets.PUNICA.replace(kernels_with_prompt_rows(PunicaWrapperGPU))
+        capture_both_kinds()
+
+
+_patch_process()
+
+
+class Worker(VllmWorker):  # type: ignore[misc]
+    """vLLM's worker, and methods for the sampler process."""
+
+    steps_done = 0
+    """Steps in which the model computed something."""
+    routing: RoutingOnCPU | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the model, and mark the norms that add in float32."""
+        super().load_model(**kwargs)
+        mark(self.model_runner.get_model())
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator, unused-ignore]
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Compute a step, and count it."""
+        IMAGES.note(scheduler_output)
+        if self.routing is not None:
+            self.routing.begin_step(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        self.steps_done += scheduler_output.total_num_scheduled_tokens > 0
+        return output
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator, unused-ignore]
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample the step's tokens."""
+        sample_tokens = super().sample_tokens
+        if self.routing is None:
+            return sample_tokens(grammar_output)
+        return self.routing.sample(sample_tokens, grammar_output)
+
+    def patch_runner(self, placeholder_ids: Sequence[int], takes_adapters: bool) -> None:
+        """Change the model runner. Once, before the first request. `placeholder_ids` are never sampled."""
+        runner = self.model_runner
+        if runner.parallel_config.world_size != 1:
+            raise RuntimeError("the scheduler is in another process, where blocks of the KV cache are not cleared")
+        prompt_rows = self._head_kernels().prompt_rows if takes_adapters else lambda _: nullcontext()
+        ids = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
+        if self.use_v2_model_runner:
+            patch_v2_draws(ids)
+            worker = runner.prompt_logprobs_worker
+            scoring = prompt_scores.ScoringWorker(worker.max_num_reqs, worker.device, worker.logprobs_mode)
+            scoring.prompt_rows = prompt_rows
+            runner.prompt_logprobs_worker = scoring
+            targets.V2_CHUNK.replace(prompt_scores.ROWS_AT_ONCE)
+            return
+        step = prompt_scores.scoring_step_v1(runner, runner._get_prompt_logprobs_dict, prompt_rows)
+        targets.V1_PROMPT_LOGPROBS.replace(step, on=runner)
+        if placeholder_ids:
+            hide_from_v1(runner.sampler, ids)
+        if runner.vllm_config.aux_output_config.enabled:
+            self.routing = RoutingOnCPU(runner)
+
+    def _head_kernels(self) -> Any:
+        """Return the LoRA kernels of the model's head."""
+        heads = [one for one in self.model_runner.get_model().modules() if isinstance(one, LogitsProcessorWithLoRA)]
+        if len(heads) != 1:
+            raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
+        return heads[0].punica_wrapper
+
+    @property
+    def _slots(self) -> Slots:
+        slots: Slots = self.model_runner.lora_manager._adapter_manager
+        return slots
+
+    def count_steps(self) -> int:
+        """Return the number of steps in which the model computed something."""
+        return self.steps_done
+
+    def give_back_memory(self) -> None:
+        """Give memory that the engine's process has freed back to the system."""
+        give_back_memory()
+
+    def take_model(self, path: str) -> list[str]:
+        """Load another full model over the present one.
+
+        Return the parameters that its files lack, which vLLM passes over with a line in its log (`targets.RELOADING`).
+        """
+        model = self.model_runner.get_model()
+        read, found = model.load_weights, set()
+
+        def noted(weights: Any) -> Any:
+            names = read(weights)
+            found.update(names)
+            return names
+
+        model.load_weights = noted
+        try:
+            self.model_runner.reload_weights(weights_path=path)
+        finally:
+            del model.load_weights
+        return sorted({name for name, _ in model.named_parameters()} - found)
+
+    def load_adapter(self, name: str, lora_id: int, path: str) -> list[str]:
+        """Load an adapter and return its modules that no layer of the engine takes, over which vLLM passes silently.
+
+        Raises RuntimeError where the engine's slot does not hold what the files say.
+        """
+        self.model_runner.add_lora(LoRARequest(name, lora_id, path))
+        self._slots.check.require_right(lora_id)
+        return sorted(set(self._slots.get_adapter(lora_id).loras) - set(self._slots.modules))
