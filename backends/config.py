@@ -1,4 +1,4 @@
-"""What a backend needs to know, read once by the server's settings."""
+"""The backend's settings, read once as part of the server's."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,20 +14,20 @@ class BackendConfig(BaseModel):
     models: dict[str, str] = {}
     """Served base models: public name to a local directory or a hub id. Two names may share a source."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes CUDA where torch sees it."""
+    """Device to compute on; auto takes CUDA if torch sees a GPU."""
     ranks: int = Field(default=1, ge=1)
-    """Trainer processes per base model; they shard the base (FSDP2) where half of a GPU could not hold it whole."""
+    """Trainer processes per base model; they shard the base (FSDP2) unless half of a GPU could hold it whole."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters, and what layers add to, are
+    """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters and the residual stream are
     float32."""
     max_context_length: int | None = Field(default=None, ge=16)
     """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
-    """Largest rank a client may ask for; the sampler has memory for it; absent: 128, or less where memory is small."""
+    """Largest rank a client may ask for; the sampler has memory for it; absent: 128, or less if memory is small."""
     train_vision: bool = False
-    """Whether models train the vision tower too, but for those whose user_metadata has train_vision false."""
+    """Train the vision tower too, except in models whose user_metadata has train_vision false."""
     replay_routing: bool = False
-    """Whether mixtures of experts train on what they sampled by the experts that the sampler sent its tokens to."""
+    """In mixtures of experts, send sampled tokens to the same experts in training as in the sampler."""
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None
     """Published loss that answers stable_reinforce, whose own formula is not published; absent: it is refused."""
     full: bool = False
@@ -35,18 +35,18 @@ class BackendConfig(BaseModel):
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 16384 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
-    """Sequences decoded at once; more wait their turn. Eight further places are kept for owners with none running."""
+    """Sequences decoded at once; more wait. Eight more are reserved for owners with none running."""
     adapter_slots: int = Field(default=8, ge=1, le=64)
     """Adapters the sampler decodes with at once, each with memory for the largest rank; more take turns."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """KV cache of a sampler; absent: two whole contexts, at least 512 MiB, on CPU, what is left of its part on CUDA."""
+    """KV cache of a sampler; absent: two whole contexts, at least 512 MiB, on CPU, the rest of its part on CUDA."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)
-    """Images kept per process, by content: pixels in the sampler, in the trainer what its vision tower made of them."""
+    """Images cached per process, by content: pixels in the sampler, the vision tower's output in the trainer."""
     max_image_pixels: int = Field(default=50_000_000, ge=1)
     """Larger images are refused before they are decoded."""
     max_images_per_prompt: int = Field(default=64, ge=1)
     """Images in one sampling prompt."""
     scratch_dir: Path = Path("scratch")
-    """Where the sampler keeps its own links to adapters in use; emptied at start."""
+    """Directory of the sampler's own links to adapters in use; emptied at start."""

@@ -1,8 +1,8 @@
 """The one seam between the server and what computes: a trainer and a sampler per base model.
 
-What may be called when: `Backend.start` first, then anything from any task, `Backend.stop` last. The
-server serialises a model's training operations by seq_id. Of several models they may be given at once: owners take
-turns on the trainer, and then their models.
+`Backend.start` is called first, then anything from any task, and `Backend.stop` last. The server serialises a model's
+training operations by seq_id. Operations of several models may be given at once: owners take turns on the trainer, and
+then their models. Directories are given by paths that are the same to server, trainer and sampler.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -45,107 +45,109 @@ class ProcessDied(BackendFailed):
 
 @dataclass(frozen=True)
 class BaseModelInfo:
-    """What the server says of a base model."""
+    """A base model, as far as the server knows it."""
 
     name: str
     source: str
     """Directory or hub id it was loaded from."""
     fingerprint: str
-    """64 hexadecimal digits: another where the same name stands for other weights."""
+    """64 hexadecimal digits, which differ if the same name stands for other weights."""
     arch: str
     """transformers' model_type."""
     vocab_size: int
     max_context_length: int
-    """Largest number of tokens of a prompt and its continuation, or of a datum; images counted expanded."""
+    """Largest number of tokens of a prompt and its continuation, or of a datum, with images expanded."""
     takes_images: bool
     max_lora_rank: int
     trains_vision: bool = False
-    """Whether models may train the vision tower."""
+    """True if models may train the vision tower."""
     full: bool = False
-    """Whether its models train all weights, one at a time, and are no adapters."""
+    """True if its models train all weights, one at a time, instead of adapters."""
     numerics: Mapping[str, str] = field(default_factory=dict)
-    """What the numbers of training depend on beside the request: settings, and versions of libraries."""
+    """Settings and versions of libraries on which the numbers of training depend."""
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A forward_backward's request as it came: it is decoded where it is computed."""
+    """A forward_backward's request as it was received; the ranks decode it."""
 
     body: bytes
     content_type: str
     """wire.PROTOBUF or wire.JSON; in JSON it may be the ForwardRequest of older SDKs."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, the body stays as it is, beside the message."""
+        """Pickle the body as a buffer beside the message, without a copy."""
         return EncodedBatch, (PickleBuffer(self.body), self.content_type)
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One child process, as far as the server knows it."""
+    """State of one process of trainer or sampler."""
 
     name: str
     pid: int
+    """Its number on the machine that it runs on."""
     is_alive: bool
     restarts: int
-    """How often it was started again since the server started."""
+    """Number of restarts since the server started."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What a process that gets ready does now."""
+    """Current activity of a process that gets ready."""
 
     doing: str
     done_bytes: int = 0
     total_bytes: int = 0
-    """0: it is no matter of bytes, or nobody knows of how many."""
+    """0 if there are no bytes to count, or their number is unknown."""
 
 
-LoadingHearer = Callable[[str, Loading | None], None]
-"""Hears on the event loop which process gets ready, by its name, and what it does; None: it is ready, or has failed."""
+OnLoading = Callable[[str, Loading | None], None]
+"""Called on the event loop with the name of a process that gets ready and its activity; None: it is ready, or has
+failed."""
 
 
-def unheard(process: str, loading: Loading | None) -> None:
-    """Nobody listens."""
+def ignore_loading(process: str, loading: Loading | None) -> None:
+    """Do nothing, as an OnLoading."""
 
 
 @dataclass(frozen=True)
 class EngineBatch:
-    """What the engine's own scheduler had in hand between two of its steps."""
+    """State of the engine's own scheduler between two of its steps."""
 
     running: int
     """Sequences in its batch."""
     waiting: int
-    """Those that it was given and does not compute: not yet begun, or put back for want of cache."""
+    """Sequences that it has but does not compute: not yet begun, or preempted for lack of cache."""
     cache_used: float
-    """Part of the KV cache that they hold, from 0 to 1. What is kept of ended ones is free to take."""
+    """Part of the KV cache that they hold, from 0 to 1. Cached blocks of ended sequences count as free."""
 
 
 @dataclass(frozen=True)
 class EngineUse:
-    """What a sampler's engine has to do now."""
+    """Load of a sampler's engine."""
 
-    rows_running: int
+    sequences_running: int
     """Sequences that are decoded."""
-    rows_waiting: int
-    max_rows: int
+    sequences_waiting: int
+    max_sequences: int
     adapters: int
-    """Those that have a slot."""
+    """Adapters that have a slot."""
     max_adapters: int
     batch: EngineBatch | None = None
-    """As of the engine's last answer; None before the first."""
+    """State at the engine's last answer; None before the first."""
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """One GPU of this machine, whoever fills it."""
+    """State of one GPU of this machine, counting all processes."""
 
     index: int
     name: str
     used_bytes: int
     total_bytes: int
     utilization: float
-    """Part of the last moments in which a kernel ran, from 0 to 1."""
+    """Part of the latest sampling interval in which a kernel ran, from 0 to 1."""
 
 
 class Trainer(Protocol):
@@ -153,98 +155,98 @@ class Trainer(Protocol):
     BackendFailed."""
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
-        """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. InvalidInput for a bad rank, and where
+        """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. Raises InvalidInput for a bad rank, and if
         another model is training all weights of the base."""
 
     async def delete_model(self, model_id: str) -> None:
-        """Drop adapter, gradient and optimizer. Nothing happens where the model is not held."""
+        """Delete adapter, gradient and optimizer, if the model is held."""
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
-        """Log probabilities of every target; with `backward` the loss's gradient is added to the model's.
+        """Compute the log probabilities of every target; with `backward`, add the loss's gradient to the model's.
 
-        It takes a turn for each of its rows, in which other models' datums may be computed too. A failure with
+        It waits for its turn before each microbatch, in which other models' datums may be computed too. A failure with
         `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
         """
 
     async def mark_incomplete(self, model_id: str) -> None:
-        """A forward_backward of this model will never run: its gradient is incomplete until the next optim_step."""
+        """Mark the gradient as incomplete until the next optim_step: a forward_backward will never run."""
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
-        """Apply the gradient, then clear it. InvalidInput where there is none, part of it is missing, or a weight
+        """Apply the gradient, then clear it. Raises InvalidInput if there is none, part of it is missing, or a weight
         would not be finite; weights and optimizer are then as they were."""
 
     async def save_state(self, model_id: str, directory: Path) -> None:
-        """Write adapter and optimizer into `directory`, which appears whole or not at all. InvalidInput for an
+        """Write adapter and optimizer into `directory`, which appears whole or not at all. Raises InvalidInput for an
         adapter that is not finite."""
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared. A model that it
-        fails for is as it was."""
+        """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared. If it fails, the
+        model is as it was."""
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
-        """Copy the whole model, its accumulated gradient too, and write the copy into `directory` while later
-        operations run. What is returned is done once the directory is there: whole, or not at all."""
+        """Copy the whole model with its accumulated gradient, and write the copy into `directory` while later
+        operations run. The result is done once the directory is there: whole, or not at all."""
 
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
-        """Make the model that a snapshot is of, as it was."""
+        """Make a model from its snapshot, as it was."""
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
         """While the block runs, only models that are being restored get turns: this one, and others in such a block."""
 
     def last_turn(self, model_id: str) -> int:
-        """A number that changes when the trainer begins to work for this model: before, nothing has changed."""
+        """Return a number that changes whenever the trainer begins to work for this model."""
 
     def holds(self, model_id: str) -> bool:
-        """Whether the model was made here, and has not ended with the process that held it."""
+        """Return whether the model was made here, and has not ended with the process that held it."""
 
     async def restarted(self, seen: int) -> int:
-        """How often the trainer has ended and is there again by itself, once that is more than `seen`. What it held
-        until then is lost."""
+        """Wait until the trainer has been restarted more than `seen` times, and return how many times. What it held
+        before is lost."""
 
     def worked_s(self, model_id: str) -> float:
-        """Seconds that the trainer has worked for this model since it was loaded: what is beyond, it has waited."""
+        """Return the seconds that the trainer has worked for this model since it was loaded; the rest it has waited."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter into `directory`, which appears whole or not at all, but is not durable yet: in PEFT's form
-        and in float32 where it is `for_elsewhere`, else for the sampler alone, in its precision, which is the base's,
-        and a layer's experts in stacks. Of a model that trains all weights write a complete Hugging Face model, always
-        in the base's precision. InvalidInput for weights that are not finite, or whose log probabilities are not."""
+        and in float32 if it is `for_elsewhere`; else for the sampler alone, in its precision, which is the base's, with
+        a layer's experts stacked. If the model trains all weights, write a complete Hugging Face model, always in the
+        base's precision. Raises InvalidInput if weights or their log probabilities are not finite."""
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What to say of a prompt's own tokens."""
+    """Scores of a prompt's own tokens that are asked for."""
 
     logprobs: bool = False
-    """Log probability of each prompt token."""
+    """Give the log probability of each prompt token."""
     last_n: int | None = None
-    """Only of that many tokens at the end; None: of all."""
+    """Only score that many tokens at the end; None: all."""
     topk: int = 0
-    """So many of the likeliest tokens at each position."""
+    """Number of the likeliest tokens to give at each position."""
     targets: TensorData | None = None
     """Chosen tokens, int64 [prompt length - 1, K]; -1, or left out of a sparse tensor: none."""
     num_draws: int = 0
-    """So many random draws at each position."""
+    """Number of random draws at each position."""
 
 
 @dataclass(frozen=True)
 class SamplingTask:
-    """What a sampler is asked for, once `BaseModel.check_sample` has passed it."""
+    """A request to a sampler that has passed `BaseModel.check_sample`."""
 
     prompt: ModelInput
     params: SamplingParams
     num_samples: int
     weights: Path | None
-    """Directory of what save_sampler_weights wrote, never changed after; None: the base model."""
+    """Directory that save_sampler_weights wrote, never changed after; None: the base model."""
     owner: str
-    """Whose work it is. Owners share the sampler evenly."""
+    """Owner of the work. Owners share the sampler evenly."""
     topk: int = 0
-    """So many of the likeliest tokens beside each sampled one."""
+    """Number of the likeliest tokens to give beside each sampled one."""
     scores: PromptScores = PromptScores()
 
     @classmethod
     def from_request(cls, request: SampleRequest, weights: Path | None, owner: str) -> "SamplingTask":
-        """The one place that turns a client's request into a task."""
+        """Turn a client's request into a task; done nowhere else."""
         return cls(
             prompt=request.prompt,
             params=request.sampling_params,
@@ -268,30 +270,30 @@ ChatEndpoint = Literal["chat_completions", "completions", "messages", "count_tok
 
 @dataclass(frozen=True)
 class ChatTask:
-    """A request of one of the chat endpoints, of which the server has taken what is its own to decide."""
+    """A request of one of the chat endpoints, without the fields that the server has handled itself."""
 
     endpoint: ChatEndpoint
     body: Mapping[str, Any]
-    """As its vendor defines it; every image is a data URI."""
+    """The body as its vendor defines it; every image is a data URI."""
     weights: Path | None
     """As in SamplingTask."""
     owner: str
-    """Likewise."""
+    """As in SamplingTask."""
     kept_bytes: int = 0
-    """Whether people want to read what was drawn, and so many bytes of each prompt and its continuations at most."""
+    """Largest size of a prompt with its continuations that is returned for people to read; 0: none is."""
 
 
 @dataclass(frozen=True)
 class ChatUsage:
-    """Tokens of one request."""
+    """Number of tokens of one request."""
 
     prompt: int = 0
-    """Of its prompts, images expanded."""
+    """Tokens of its prompts, with images expanded."""
     cached: int = 0
-    """Of these, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     sampled: int = 0
     drawn: tuple[tuple[SampleRequest, SampleResponse], ...] = ()
-    """Each prompt as if a sample had been asked for, where the task wants to keep it and it is not too large."""
+    """Each prompt as if a sample had been asked for, unless it is larger than the task's `kept_bytes`."""
 
 
 class Sampler(Protocol):
@@ -300,21 +302,21 @@ class Sampler(Protocol):
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Do the task. Cancelling the call stops the work.
 
-        Raises InvalidInput where the prompt's images do not decode or the weights are gone or diverged,
-        BackendFailed where the engine cannot do this task. An engine that dies is started again under it.
+        Raises InvalidInput if the prompt's images do not decode or the weights are gone or diverged, and BackendFailed
+        if the engine cannot do this task. If the engine dies, it is started again and the task runs again.
         """
 
-    async def chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
-        """Answer the task in its vendor's form: `tell` gets the whole as JSON, or of a stream each event as it comes.
-        Cancelling the call stops the work.
+    async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
+        """Answer the task in its vendor's form: `emit` gets the whole as JSON, or each event of a stream. Cancelling
+        the call stops the work.
 
-        Raises as `sample`, InvalidInput also for a body that is not what its vendor defines, and what it raises it has
-        not told. An engine that dies is started again, unless a part has been told: then BackendFailed is raised.
+        Raises as `sample`, and InvalidInput for a body that is not what its vendor defines; errors are raised, not
+        emitted. If the engine dies, the task runs again, unless a part was emitted: then BackendFailed is raised.
         """
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """Load what save_sampler_weights wrote, before its first sample: where the sampler does not score a test text
-        with it as the trainer did, BackendFailed is raised, and otherwise as by `sample`."""
+        """Load what save_sampler_weights wrote, before its first sample. Raises BackendFailed if the sampler does not
+        score a test text as the trainer did, and otherwise as `sample`."""
 
 
 class BaseModel(Protocol):
@@ -328,33 +330,33 @@ class BaseModel(Protocol):
     def sampler(self) -> Sampler: ...
 
     def check_sample(self, request: SampleRequest) -> int:
-        """The prompt's length in tokens, images expanded.
+        """Return the prompt's length in tokens, with images expanded.
 
-        Raises InvalidInput for what can be told without computing: ids, images, lengths, parameters.
+        Raises InvalidInput for errors that can be found without computing: ids, images, lengths, parameters.
         """
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text. A character of several tokens is told with its last one."""
+        """Return what each token adds to the text. A character of several tokens belongs to its last one."""
 
     def processes(self) -> list[ProcessState]:
-        """The trainer's ranks and the sampler."""
+        """Return the states of the trainer's ranks and the sampler."""
 
     async def engine_use(self) -> EngineUse | None:
-        """None where the sampler is being started, or does not answer at once."""
+        """Return the engine's load; None if the sampler is being started, or does not answer at once."""
 
 
 @dataclass(frozen=True)
 class ExaminedModel:
-    """What a model's files say of how it would be served here."""
+    """A model as it would be served here, according to its files."""
 
     name: str
     arch: str
     takes_images: bool
     dtype: str
     weight_bytes: int
-    """Of one copy: trainer and sampler have one each."""
+    """Bytes of one copy; trainer and sampler have one each."""
     kv_cache_bytes: int
-    """The least that its sampler can do with."""
+    """Least KV cache of its sampler."""
     context: int
     max_lora_rank: int
 
@@ -372,18 +374,18 @@ class ExaminedPatch:
 
 @dataclass(frozen=True)
 class Examination:
-    """What this machine has, and what the configured models want of it."""
+    """Resources of this machine, and what the configured models need."""
 
     versions: Mapping[str, str]
     device: str
     main_bytes: int
-    """Main memory that is free."""
+    """Free main memory."""
     gpus: Sequence[tuple[str, int]]
     """Name and memory of each."""
     models: Sequence[ExaminedModel]
     patches: Sequence[ExaminedPatch]
     problem: str | None
-    """Why they cannot be served."""
+    """Reason why they cannot be served."""
 
 
 class Backend(Protocol):
@@ -400,4 +402,4 @@ class Backend(Protocol):
         """End every child process."""
 
     def gpus(self) -> list[GpuState]:
-        """Those that are computed with; none on the CPU. It takes some milliseconds."""
+        """Return the GPUs that are used; none on the CPU. Takes some milliseconds."""

@@ -32,11 +32,12 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
-from backends.trainer.commands import TrainerConfig
+from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, photo
 from tests.models import make_tiny_vl, transpose_experts
+from tests.specs import tiny_spec
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
 
 HEADS, HEAD_SIZE, VOCAB, RANK = 32, 128, 151936, 32
@@ -154,20 +155,19 @@ def make_model(directory: Path, shape: Shape) -> Path:
     return directory
 
 
-def make_config(source: Path, gpu_memory_bytes: int) -> TrainerConfig:
-    """Make the configuration that the server would use on such a GPU."""
-    return TrainerConfig(
+def make_config(source: Path, gpu_memory_bytes: int, num_ranks: int = 1) -> ModelSpec:
+    """Make the spec that the server would use on such a GPU."""
+    return replace(
+        tiny_spec(source),
         name="bench",
-        source=str(source),
         device="cuda",
         dtype="bfloat16",
         max_context_length=CONTEXT,
-        max_lora_rank=64,
         max_tokens_per_microbatch=16384,
         image_cache_bytes=1 << 30,
-        max_image_pixels=10**7,
-        gpu_memory_bytes=gpu_memory_bytes,
-        shares_rows=True,
+        mesh=Mesh(replicate=num_ranks),
+        placement=Placement(trainer_bytes=gpu_memory_bytes),
+        shares_microbatches=True,
     )
 
 

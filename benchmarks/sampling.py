@@ -27,9 +27,10 @@ from api_schemas.inputs import EncodedTextChunk, ModelInput
 from api_schemas.sampling import SamplingParams
 from api_schemas.training import Trainable
 from backends.config import BackendConfig
-from backends.configure.describe import LocalModel, describe_models
+from backends.configure.create import LocalModel, make_models
+from backends.configure.describe import describe_models
+from backends.model_spec import ModelSpec
 from backends.protocol import SamplingTask
-from backends.sampler.commands import SamplerConfig
 from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.models import make_tiny_vl
 
@@ -72,7 +73,7 @@ class Round:
 class Bare:
     """vLLM's AsyncLLM in this process."""
 
-    def __init__(self, config: SamplerConfig, model: LocalModel) -> None:
+    def __init__(self, config: ModelSpec, model: LocalModel) -> None:
         from vllm.lora.request import LoRARequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -161,7 +162,7 @@ async def compare(bare: Bare, ours: Ours, work: Round, rounds: int) -> None:
     print(f"ours over bare, median of {rounds} rounds: {statistics.median(ratios):.3f}")
 
 
-async def profiled(config: SamplerConfig, work: Round, rounds: int, file: Path) -> None:
+async def profiled(config: ModelSpec, work: Round, rounds: int, file: Path) -> None:
     """Run our process's part in this process, where it can be profiled."""
     from backends.sampler.process import SamplerProcess
 
@@ -182,16 +183,15 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
         gpu_memory_fraction=0.35,
         scratch_dir=scratch / "scratch",
     )
-    model = describe_models(config)[NAME]
+    model = make_models(describe_models(config))[NAME]
     adapters = [make_adapter(scratch / f"adapter-{i}", model, i) for i in range(given.adapters)]
     work = Round(given.groups, given.size, given.tokens, adapters)
-    sampler_config = model.sampler._config
     if given.profile is not None:
-        await profiled(sampler_config, work, given.rounds, given.profile)
+        await profiled(model.info, work, given.rounds, given.profile)
         return
     ours = Ours(model)
     await model.sampler.start()
-    bare = Bare(sampler_config, model)
+    bare = Bare(model.info, model)
     await bare.start()
     await compare(bare, ours, work, given.rounds)
     await ours.stop()

@@ -26,7 +26,7 @@ GIB = 2**30
 async def seconds(source: Path, num_ranks: int) -> dict[str, float]:
     """Return the best of two runs, after a warm-up."""
     random = np.random.default_rng(0)
-    client = TrainerClient(make_config(source, 120 * GIB), num_ranks=num_ranks)
+    client = TrainerClient(make_config(source, 120 * GIB, num_ranks))
     began = time.perf_counter()
     await client.start()
     print(f"{num_ranks} ranks started in {time.perf_counter() - began:.0f} s", flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from api_schemas.sampling import SampledSequence, SampleResponse
-from backends.processes.rpc import Hearer, serve_async
+from backends.processes.rpc import OnPart, serve_async
 from backends.protocol import ChatUsage, SamplingTask
 from backends.sampler.commands import Chat, CountProgress, Sample, Start
 
@@ -34,11 +34,11 @@ async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
 async def main() -> None:
     broken, done = Path(), 0
 
-    async def handle(command: Start | Sample | Chat | CountProgress, tell: Hearer) -> object:
+    async def handle(command: Start | Sample | Chat | CountProgress, tell: OnPart) -> object:
         nonlocal broken, done
         match command:
-            case Start(config):
-                broken = config.scratch_dir / "broken"
+            case Start(spec):
+                broken = spec.scratch_dir / "broken"
                 return None
             case Sample(task):
                 response = await sample(task, broken)

@@ -22,7 +22,7 @@ from api_schemas.training import (
 )
 from backends.files import written_aside
 from backends.processes.fair_queue import FairTurns
-from backends.processes.spans import ANSWERED, ProcessSpan, tell
+from backends.processes.spans import ANSWERED, ProcessSpan, emit
 from backends.protocol import (
     BackendFailed,
     BaseModelInfo,
@@ -80,7 +80,7 @@ class FakeTrainer:
         self.steps.pop(model_id, None)
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
-        with _told("trainer tiny rank 0", "ComputeRows"):
+        with _told("trainer tiny rank 0", "ComputeMicrobatch"):
             return await self._forward_backward(model_id, batch, backward)
 
     async def _forward_backward(self, model_id: str, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput:
@@ -301,7 +301,7 @@ def _told(process: str, command: str) -> Iterator[None]:
         yield
         outcome = ANSWERED
     finally:
-        tell(ProcessSpan(process, command, began_ns, time.time_ns(), outcome))
+        emit(ProcessSpan(process, command, began_ns, time.time_ns(), outcome))
 
 
 def _first_token(datum: Datum) -> int:

@@ -21,7 +21,8 @@ ADAM = AdamParams(learning_rate=1e-2, beta2=0.99, eps=1e-3, weight_decay=0.1, gr
 
 def full_trainer(source: Path, world: World | None = None, max_tokens: int = 64) -> TrainerRank:
     """Rows of few tokens, so that a batch is several of them."""
-    return TrainerRank(replace(config(source, max_tokens), full=True), world or World(0, 1, torch.device("cpu")))
+    world = world or World(0, 1, torch.device("cpu"))
+    return TrainerRank(replace(config(source, max_tokens, num_ranks=world.size), full=True), world)
 
 
 def mixed_data(renderer: Renderer, seed: int = 0) -> list[Datum]:

@@ -1,6 +1,7 @@
 """What the tests of the sampler share: requests, and plain transformers and PEFT to compare with."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +16,21 @@ from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse,
 from api_schemas.training import Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec, Placement
 from backends.protocol import SamplingTask
 from backends.sampler.client import SamplerClient
-from backends.sampler.commands import SamplerConfig
 from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import image, prompt, words
+from tests.specs import tiny_spec
 
 ATOL = 1e-4
 ADJACENT = prompt(words(3, 1), image(64, 96, 1), image(96, 64, 2), words(4, 2))
 TARGETS = r".*\.layers\..*\.(q|k|v|o|gate|up|down)_proj|.*lm_head"
 
 
-def sampler_config(source: Path, scratch_dir: Path) -> SamplerConfig:
-    return SamplerConfig(
-        name="tiny",
-        source=str(source),
-        device="cpu",
-        dtype="float32",
-        max_context_length=4096,
-        max_lora_rank=64,
-        max_concurrent_samples=256,
-        adapter_slots=4,
-        max_images_per_prompt=8,
-        gpu_memory_fraction=0.4,
-        kv_cache_bytes=64 << 20,
-        image_cache_bytes=1 << 26,
-        max_image_pixels=10**7,
-        scratch_dir=scratch_dir,
-        silence_s=600,
-    )
+def sampler_config(source: Path, scratch_dir: Path) -> ModelSpec:
+    placement = Placement(sampler_fraction=0.4)
+    return replace(tiny_spec(source), max_context_length=4096, scratch_dir=scratch_dir, placement=placement)
 
 
 RANKS = {"small": 4, "large": 24, "third": 8, "fourth": 1, "fifth": 64}

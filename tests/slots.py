@@ -21,7 +21,7 @@ from tests.trainers import config, lora_model
 @asynccontextmanager
 async def running_engine(source: Path, renderer: Renderer, scratch: Path) -> AsyncIterator[AsyncLLM]:
     """With two slots, of a decoder, its head and a vision tower."""
-    wanted = replace(sampler_config(source, scratch), dtype="bfloat16", adapter_slots=1, train_vision=True)
+    wanted = replace(sampler_config(source, scratch), dtype="bfloat16", adapter_slots=1, trains_vision=True)
     arguments = engine_args(wanted, renderer.family.vision)
     arguments.worker_cls = "tests.loading_wrongly.LoadsWrongly"
     with pytest.MonkeyPatch.context() as patch:  # as the launcher starts a sampler
@@ -36,7 +36,7 @@ async def running_engine(source: Path, renderer: Renderer, scratch: Path) -> Asy
 
 def seeing_trainer(source: Path, *change_sizes: float) -> TrainerRank:
     """In bfloat16, of models `m0`, `m1` and so on that train the tower, each tensor off its start by so much."""
-    settings = replace(config(source), dtype="bfloat16", train_vision=True)
+    settings = replace(config(source), dtype="bfloat16", trains_vision=True)
     rank = TrainerRank(settings, World(0, 1, torch.device("cpu")))
     for number, size in enumerate(change_sizes):
         rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ import torch
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
 from backends.inputs.rendering import Renderer
+from backends.model_spec import Mesh, ModelSpec
 from backends.protocol import EncodedBatch
 from backends.trainer import commands
-from backends.trainer.commands import TrainerConfig
 from backends.trainer.distributed import World
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy
+from tests.specs import tiny_spec
 
 LORA = Trainable(rank=8, seed=1)
 # Adam's first step is nearly the sign of the gradient, which blows rounding up; a large eps makes it
@@ -24,17 +26,13 @@ LORA = Trainable(rank=8, seed=1)
 SMOOTH = AdamParams(learning_rate=0.1, eps=1.0)
 
 
-def config(source: Path, max_tokens: int = 1024, max_context_length: int = 1024) -> TrainerConfig:
-    return TrainerConfig(
-        name="tiny",
-        source=str(source),
-        device="cpu",
-        dtype="float32",
-        max_context_length=max_context_length,
-        max_lora_rank=64,
+def config(source: Path, max_tokens: int = 1024, max_context_length: int = 1024, num_ranks: int = 1) -> ModelSpec:
+    """Several ranks share the base."""
+    return replace(
+        tiny_spec(source),
         max_tokens_per_microbatch=max_tokens,
-        image_cache_bytes=1 << 26,
-        max_image_pixels=10**7,
+        max_context_length=max_context_length,
+        mesh=Mesh(shard=num_ranks),
     )
 
 
@@ -60,10 +58,10 @@ def together(
     rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]], backward: bool = True
 ) -> list[ForwardBackwardOutput | Exception | None]:
     """Run requests of several models in common microbatches, as they come."""
-    new = [commands.NewPass(next(_numbers), model_id, OWNER, batch, backward) for model_id, batch in batches]
+    new = [commands.NewRequest(next(_numbers), model_id, OWNER, batch, backward) for model_id, batch in batches]
     left = [one.number for one in new]
     finished: dict[int, ForwardBackwardOutput | Exception] = {}
-    arriving: list[commands.NewPass] = new
+    arriving: list[commands.NewRequest] = new
     while left:
         finished |= dict(rank.compute_microbatch(arriving, left).finished)
         arriving = []

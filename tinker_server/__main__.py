@@ -130,8 +130,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     log.info("loading %s", ", ".join(f"{n} from {s}" for n, s in settings.backend.models.items()))
-    with progress.shown() as hear:
-        app = create_app(settings, hear=hear)
+    with progress.shown() as on_loading:
+        app = create_app(settings, on_loading=on_loading)
         async with app.router.lifespan_context(app):
             server = Server(app, app.state.services.drain, lambda: print(url, flush=True))
             on_signal(lambda: server.handle_exit(signal.SIGINT, None))

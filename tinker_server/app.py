@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import APIRouter, Depends, FastAPI
 
-from backends.protocol import Backend, LoadingHearer, unheard
+from backends.protocol import Backend, OnLoading, ignore_loading
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
@@ -81,15 +81,15 @@ def create_app(
     settings: Settings,
     backend: Backend | None = None,
     clock: Callable[[], float] | None = None,
-    hear: LoadingHearer = unheard,
+    on_loading: OnLoading = ignore_loading,
 ) -> FastAPI:
-    """Create the server. Without a `backend`, the one in the settings is built and loaded, and `hear` gets its
+    """Create the server. Without a `backend`, the one in the settings is built and loaded, and `on_loading` gets its
     progress. `clock` returns Unix seconds; without one, the machine's clock is used, unless it is set ahead.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with serving(settings, backend, clock, hear) as app.state.services:
+        async with serving(settings, backend, clock, on_loading) as app.state.services:
             yield
 
     app = FastAPI(title="tinker-server", lifespan=lifespan, dependencies=[Depends(storable_parameters)])
@@ -115,7 +115,7 @@ async def serving(
     settings: Settings,
     backend: Backend | None,
     clock: Callable[[], float] | None = None,
-    hear: LoadingHearer = unheard,
+    on_loading: OnLoading = ignore_loading,
 ) -> AsyncIterator[Services]:
     """Run all services, from an open database and loaded models to the end of the last child process.
 
@@ -128,7 +128,7 @@ async def serving(
         stack.push_async_callback(db.close)
         await stack.enter_async_context(db.sole_use())
         await db.migrate()
-        backend = backend or _described_backend(settings, hear)
+        backend = backend or _described_backend(settings, on_loading)
         stack.push_async_callback(backend.stop)
         await backend.start()
         services = build_services(settings, db, backend, tracing, clock or SteadyClock())
@@ -138,10 +138,10 @@ async def serving(
         yield services
 
 
-def _described_backend(settings: Settings, hear: LoadingHearer) -> Backend:
+def _described_backend(settings: Settings, on_loading: OnLoading) -> Backend:
     from backends.configure.create import create_backend  # slow to import: brings torch and vLLM
 
-    return create_backend(settings.resolved_backend(), hear)
+    return create_backend(settings.resolved_backend(), on_loading)
 
 
 def build_services(

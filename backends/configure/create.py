@@ -1,37 +1,86 @@
-"""Builds the backend from its configuration: per base model a trainer and a sampler."""
+"""Build the backend from its configuration: a trainer and a sampler for each base model."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
-from backends.configure.describe import LocalModel, describe_models
+from backends.configure.describe import FoundModel, describe_models
 from backends.configure.examine import examine as examine
 from backends.configure.gpus import read_gpus
-from backends.protocol import Backend, GpuState, LoadingHearer, unheard
+from backends.inputs.detokenize import TokenTexts
+from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec
+from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, ignore_loading
+from backends.sampler.checks import check_sample
+from backends.sampler.client import SamplerClient
+from backends.trainer.client import TrainerClient
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class LocalModel:
+    """`protocol.BaseModel`; names that share a directory share trainer and sampler."""
+
+    info: ModelSpec
+    trainer: TrainerClient
+    sampler: SamplerClient
+    renderer: Renderer
+    texts: TokenTexts
+
+    def check_sample(self, request: SampleRequest) -> int:
+        """Implement the protocol."""
+        if self.info.stable_reinforce is not None:  # its loss needs no records: the answer's own logprobs are enough
+            request = request.model_copy(update={"record_stability_info": False})
+        return check_sample(self.renderer, request, self.info.max_context_length, self.info.max_images_per_prompt)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Implement the protocol."""
+        return self.texts.of(token_ids)
+
+    def processes(self) -> list[ProcessState]:
+        """Implement the protocol."""
+        return [*self.trainer.processes(), *self.sampler.processes()]
+
+    async def engine_use(self) -> EngineUse | None:
+        """Implement the protocol."""
+        return await self.sampler.engine_use()
+
+
+def make_models(found: Mapping[str, FoundModel]) -> dict[str, LocalModel]:
+    """Make the models, none of which has started, by public name."""
+    made: dict[str, LocalModel] = {}
+    for one in found.values():
+        if one.spec.directory not in made:
+            texts = TokenTexts(Path(one.spec.directory))
+            model = LocalModel(one.spec, TrainerClient(one.spec), SamplerClient(one.spec), one.renderer, texts)
+            made[one.spec.directory] = model
+    return {name: replace(made[one.spec.directory], info=one.spec) for name, one in found.items()}
 
 
 class LocalBackend:
     """`protocol.Backend` on this machine."""
 
-    def __init__(self, config: BackendConfig, hear: LoadingHearer = unheard) -> None:
+    def __init__(self, config: BackendConfig, on_loading: OnLoading = ignore_loading) -> None:
         self._config = config
-        self._hear = hear
+        self._on_loading = on_loading
         self._models: dict[str, LocalModel] = {}
 
     @property
     def models(self) -> Mapping[str, LocalModel]:
-        """By public name."""
+        """Return the models by public name."""
         return self._models
 
     async def start(self) -> None:
-        """Load all models, side by side where they do not count each other's memory."""
-        self._models = await asyncio.to_thread(describe_models, self._config)
+        """Load all models, side by side unless they would count each other's memory."""
+        self._models = await asyncio.to_thread(lambda: make_models(describe_models(self._config)))
         try:
-            await start_models(self._loaded(), self._hear)
+            await start_models(self._loaded(), self._on_loading)
         except BaseException:
             await self.stop()
             raise
@@ -41,51 +90,52 @@ class LocalBackend:
         await asyncio.gather(*(part.stop() for model in self._loaded() for part in (model.trainer, model.sampler)))
 
     def gpus(self) -> list[GpuState]:
-        """As the protocol says."""
-        return read_gpus({gpu for model in self._loaded() for gpu in model.placement.gpus})
+        """Implement the protocol."""
+        return read_gpus({gpu for model in self._loaded() for gpu in model.info.placement.gpus})
 
     def _loaded(self) -> list[LocalModel]:
-        """Each loaded model once, under the first of its names."""
+        """Return each loaded model once, under the first of its names."""
         return list({id(model.trainer): model for model in reversed(self._models.values())}.values())[::-1]
 
 
-def create_backend(config: BackendConfig, hear: LoadingHearer = unheard) -> Backend:
-    """A backend that has not started. `hear` is told what its processes do whenever they get ready."""
-    return LocalBackend(config, hear)
+def create_backend(config: BackendConfig, on_loading: OnLoading = ignore_loading) -> Backend:
+    """Make a backend, not yet started. `on_loading` is called whenever its processes get ready."""
+    return LocalBackend(config, on_loading)
 
 
 def _plan(model: LocalModel) -> str:
-    """What it takes, and what it is then good for."""
+    """Describe what a model takes and what it can do, for the log."""
     parts = [
-        f"{model.weight_bytes / 2**30:.2f} GiB of weights each",
+        f"{model.info.weight_bytes / 2**30:.2f} GiB of weights each",
         f"contexts of {model.info.max_context_length} tokens",
         "training all weights" if model.info.full else f"ranks up to {model.info.max_lora_rank}",
     ]
-    place = model.placement
-    if place.gpus:
-        parts.append(f"GPUs {', '.join(map(str, place.gpus))} with {place.trainer_bytes / 2**30:.1f} GiB for each rank")
-        parts.append(f"the sampler with {place.sampler_fraction:.2f} of GPU {place.gpus[0]}")
+    placement = model.info.placement
+    if placement.gpus:
+        gpus = ", ".join(map(str, placement.gpus))
+        parts.append(f"GPUs {gpus} with {placement.trainer_bytes / 2**30:.1f} GiB for each rank")
+        parts.append(f"the sampler with {placement.sampler_fraction:.2f} of GPU {placement.gpus[0]}")
     return ", ".join(parts)
 
 
-async def start_models(models: list[LocalModel], hear: LoadingHearer) -> None:
+async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
     """Load trainers and samplers. Raises the first failure.
 
-    A sampler on CUDA starts when all trainers have loaded and no other sampler loads on its GPU: vLLM takes for
-    its own whatever memory is filled while it measures.
+    A sampler on CUDA starts when all trainers have loaded and no other sampler loads on its GPU: vLLM counts as its
+    own all memory that is filled while it measures.
     """
-    turns = {model.placement.gpus[0]: asyncio.Lock() for model in models if model.placement.gpus}
-    trainers = {id(model): asyncio.create_task(model.trainer.start(hear)) for model in models}
+    locks = {model.info.placement.gpus[0]: asyncio.Lock() for model in models if model.info.placement.gpus}
+    trainers = {id(model): asyncio.create_task(model.trainer.start(on_loading)) for model in models}
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
         log.info("%s: loading trainer and sampler, %s", model.info.name, _plan(model))
-        if model.placement.gpus:
+        if model.info.placement.gpus:
             await asyncio.gather(*trainers.values())
-            async with turns[model.placement.gpus[0]]:
-                await model.sampler.start(hear)
+            async with locks[model.info.placement.gpus[0]]:
+                await model.sampler.start(on_loading)
         else:
-            await asyncio.gather(trainers[id(model)], model.sampler.start(hear))
+            await asyncio.gather(trainers[id(model)], model.sampler.start(on_loading))
         log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 
     loading = [*trainers.values(), *(asyncio.create_task(start(model)) for model in models)]

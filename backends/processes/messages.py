@@ -1,6 +1,6 @@
 """Messages between the server and its children, over a socket: any Python object, pickled.
 
-A message is sent as the number of its parts and their lengths, the pickled object, then its large buffers.
+A message is sent as the number of its parts, their lengths, the pickled object and its large buffers.
 """
 
 import asyncio
@@ -14,17 +14,18 @@ from backends.protocol import InvalidInput
 
 _LENGTH = struct.Struct("<Q")
 _LARGE_BYTES = 64 << 10
-"""A buffer (`pickle.PickleBuffer`, a numpy array) of this size is sent beside the pickled message, not in it."""
+"""Buffers (`pickle.PickleBuffer`, numpy arrays) of at least this size are sent beside the pickled message, not in
+it."""
 _PIECE_BYTES = 1 << 20
-"""What is handed to a socket at once, so that the event loop stays free."""
+"""Bytes that are handed to a socket at once, so that the event loop stays free."""
 STREAM_LIMIT = 1 << 20
-"""Of the StreamReader that `read_message` reads from."""
+"""Limit of the StreamReader that `read_message` reads from."""
 
 
 def parts(message: Any, max_bytes: int | None = None) -> list[bytes | memoryview]:
-    """A message as it is sent: lengths of all parts, the pickled message, its large buffers.
+    """Return a message in the form in which it is sent: lengths of all parts, the pickled message, its large buffers.
 
-    Raises InvalidInput for one of more than `max_bytes`.
+    Raises InvalidInput for a message of more than `max_bytes`.
     """
     buffers: list[memoryview] = []
 
@@ -45,7 +46,7 @@ def parts(message: Any, max_bytes: int | None = None) -> list[bytes | memoryview
 
 
 class Outbox:
-    """One end's writing half: messages go out whole and in order, whatever becomes of who sent them."""
+    """Writing half of a connection: messages go out whole and in order, even if their sender is cancelled."""
 
     def __init__(self, writer: asyncio.StreamWriter, name: str) -> None:
         self._writer = writer
@@ -53,11 +54,11 @@ class Outbox:
         self._writing = asyncio.create_task(self._write(), name=f"messages to {name}")
 
     def send(self, message: Any, max_bytes: int | None = None) -> None:
-        """Raises as `parts`, and what pickling raises; a closed connection is for the reading half to notice."""
+        """Queue a message. Raises as `parts` and pickling do; a closed connection is noticed by the reading half."""
         self._queue.put_nowait(parts(message, max_bytes))
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending and close the connection."""
         self._writing.cancel()
         self._writer.close()
 
@@ -71,8 +72,8 @@ class Outbox:
 
 
 async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = None) -> Any:
-    """Raises IncompleteReadError or ConnectionError where the other end has closed, ValueError for a message that
-    says to have more than `max_bytes`, before it is read."""
+    """Read the next message. Raises IncompleteReadError or ConnectionError if the other end has closed, and ValueError
+    for a message of more than `max_bytes`, before it is read."""
     (count,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     lengths = [_LENGTH.unpack(await reader.readexactly(_LENGTH.size))[0] for _ in range(count)]
     if max_bytes is not None and sum(lengths) > max_bytes:
@@ -82,7 +83,7 @@ async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = Non
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message; None where the server has closed its end."""
+    """Return the next message; None if the server has closed its end."""
     try:
         (count,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
         lengths = [_LENGTH.unpack(_read_exactly(connection, _LENGTH.size))[0] for _ in range(count)]
@@ -93,7 +94,7 @@ def receive(connection: socket.socket) -> Any:
 
 
 def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Raises EOFError where the server has closed its end."""
+    """Raises EOFError if the server has closed its end."""
     buffer = bytearray(size)
     view, at = memoryview(buffer), 0
     while at < size:

@@ -1,4 +1,4 @@
-"""What a process says of itself while it gets ready."""
+"""Report how far a process has loaded."""
 
 import time
 from collections.abc import Callable
@@ -6,28 +6,28 @@ from collections.abc import Callable
 from backends.protocol import Loading
 
 _PAUSE_S = 0.1
-"""Between two counts of bytes that are told."""
+"""Time between two reports of bytes."""
 
 
 class Progress:
-    """One process's; used by one thread at a time."""
+    """Progress of one process; used by one thread at a time."""
 
-    def __init__(self, tell: Callable[[Loading], None] = lambda loading: None) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[Loading], None] = lambda loading: None) -> None:
+        self._emit = emit
         self._doing, self._done_bytes, self._total_bytes = "", 0, 0
-        self._told_at = 0.0
+        self._emitted_at = 0.0
 
     def does(self, doing: str, total_bytes: int = 0) -> None:
-        """Something else begins; `total_bytes` of `loaded` will be the end of it, where that is known."""
+        """Begin another phase, which ends when `total_bytes` are loaded, if that is known."""
         self._doing, self._done_bytes, self._total_bytes = doing, 0, total_bytes
-        self._say()
+        self._report()
 
     def loaded(self, num_bytes: int) -> None:
-        """So many more are there."""
+        """Count bytes that have been loaded."""
         self._done_bytes += num_bytes
-        if self._done_bytes == self._total_bytes or time.monotonic() - self._told_at > _PAUSE_S:
-            self._say()
+        if self._done_bytes == self._total_bytes or time.monotonic() - self._emitted_at > _PAUSE_S:
+            self._report()
 
-    def _say(self) -> None:
-        self._told_at = time.monotonic()
-        self._tell(Loading(self._doing, self._done_bytes, self._total_bytes))
+    def _report(self) -> None:
+        self._emitted_at = time.monotonic()
+        self._emit(Loading(self._doing, self._done_bytes, self._total_bytes))

@@ -1,9 +1,8 @@
 """Typed calls from the server to a child process, and the child's side of them.
 
-A call is a message over a socket: (id, command) there, (id, outcome, value, when it worked) back, after parts of its
-answer where it tells some. A command is an object
-whose type says what to do and what the answer is; the child matches it by that type. A child ends itself when
-the server's end closes. How a child is started and ended, `launcher` knows.
+A call is a message over a socket: (id, command) there, and back (id, outcome, value, times of work), after parts of the
+answer if there are any. A command is an object whose type says what to do and what the answer is; the child matches it
+by that type. A child ends itself when the server's end closes. `launcher` starts and ends children.
 """
 
 import asyncio
@@ -22,17 +21,17 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from backends.processes.messages import STREAM_LIMIT, Outbox, parts, read_message, receive
-from backends.processes.spans import ANSWERED, UNANSWERED, ProcessSpan, tell
+from backends.processes.spans import ANSWERED, UNANSWERED, ProcessSpan, emit
 from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
-Hearer = Callable[[Any], None]
-"""Takes one part of an answer."""
+OnPart = Callable[[Any], None]
+"""Takes one part of an answer, ahead of the answer itself."""
 MAX_ANSWER_BYTES = 512 << 20
-"""A tenant decides how long the answer is; a longer one fails its call alone. Messages to a child are the server's."""
+"""A user decides how long an answer is; a longer one fails its call alone. Messages to a child are the server's."""
 STOP_S = 1.0
-"""For a child to end by itself when the server stops. What it computes is lost by then, and what it holds is kept."""
+"""Time for a child to end by itself when the server stops. Its computation is lost, and what it holds is kept."""
 
 
 class ChildDied(ProcessDied):
@@ -40,15 +39,15 @@ class ChildDied(ProcessDied):
 
 
 class ChildHangs(ChildDied):
-    """The process lives, and does not answer within its time."""
+    """The process lives, but has not answered in time."""
 
 
 class ChildBroke(BackendFailed):
-    """An error in the process that nobody foresaw: what it holds may be in any state."""
+    """An unforeseen error in the process: what it holds may be in any state."""
 
 
 class Command(Generic[R]):
-    """What a child is asked to do; R is its answer. Subclasses are frozen dataclasses."""
+    """A request to a child; R is its answer. Subclasses are frozen dataclasses."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -57,27 +56,28 @@ _ERRORS: dict[str, type[Exception]] = {
     "broke": ChildBroke,
     "failed": BackendFailed,
 }
-"""How a child names what it raised; the first that fits."""
+"""Kinds of errors by the names that a child sends; the first that fits counts."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A started process, as far as its connection needs to know it."""
+    """A started process, as far as its connection knows it."""
 
     pid: int
+    """Its number on the machine that it runs on: for the operator to see."""
     end: Callable[[float], Awaitable[None]]
-    """Waits so many seconds for the process to end by itself, then ends it and everything that it started."""
+    """Waits up to so many seconds for the process to end by itself, then ends it and everything that it started."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """One that has no answer yet, or just got it."""
+    """A call that has no answer yet, or just got it."""
 
-    hear: Hearer | None
+    on_part: OnPart | None
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     outcome: str = UNANSWERED
     worked_ns: tuple[int, int] | None = None
-    """When the child began and ended it, in Unix nanoseconds."""
+    """Times at which the child began and ended it, in Unix nanoseconds."""
 
 
 class Child:
@@ -92,22 +92,21 @@ class Child:
         self.died = asyncio.Event()
         """Set once the process no longer answers."""
         self._patient_until_s = 0.0
-        """By the event loop's clock: what the child asked for."""
+        """By the event loop's clock: the time that the child asked for."""
         self._reading = asyncio.create_task(self._read(reader), name=f"replies of {name}")
 
-    async def call(self, command: Command[R], patience_s: float | None = None, hear: Hearer | None = None) -> R:
-        """The command's answer. Raises InvalidInput, ModelLost and BackendFailed as the child did, ChildBroke for
-        any other error there, ChildDied where no answer will come. Cancelling tells the child, which may then
-        stop the work.
+    async def call(self, command: Command[R], patience_s: float | None = None, on_part: OnPart | None = None) -> R:
+        """Return the command's answer. Raises InvalidInput, ModelLost and BackendFailed as the child did, ChildBroke
+        for any other error there, ChildDied if no answer will come. Cancelling notifies the child, which may then stop
+        the work.
 
-        With `patience_s`, ChildHangs is raised where the child has neither answered nor asked for more time
-        (`KeepWaiting`) for so long, and for the time that it asked for. `hear` gets whatever the child tells before
-        it answers, in order.
+        With `patience_s`, ChildHangs is raised if the child has neither answered nor asked for more time
+        (`KeepWaiting`) for so long, plus the time that it asked for. `on_part` gets the parts of the answer, in order.
         """
         if self.died.is_set():
             raise ChildDied(f"the {self.name} process has ended")
         call_id, asked_ns = next(self._ids), time.time_ns()
-        call = self._calls[call_id] = _Call(hear)
+        call = self._calls[call_id] = _Call(on_part)
         answer: asyncio.Future[R] = call.answer
         try:
             self._outbox.send((call_id, command))
@@ -120,7 +119,7 @@ class Child:
         finally:
             self._calls.pop(call_id, None)
             began_ns, ended_ns = call.worked_ns or (asked_ns, time.time_ns())
-            tell(ProcessSpan(self.name, type(command).__name__, began_ns, ended_ns, call.outcome))
+            emit(ProcessSpan(self.name, type(command).__name__, began_ns, ended_ns, call.outcome))
 
     async def _wait(self, answer: asyncio.Future[R], patience_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -138,7 +137,7 @@ class Child:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception:
-            log.exception("an answer of the %s process cannot be read: it is taken for dead", self.name)
+            log.exception("an answer of the %s process cannot be read; the process counts as dead", self.name)
         finally:
             self.died.set()
             self._outbox.close()
@@ -154,8 +153,8 @@ class Child:
         if call is None or call.answer.done():
             return
         if outcome == "part":
-            assert call.hear is not None, "only a call that has a hearer is told parts"
-            call.hear(value)
+            assert call.on_part is not None, "only a call that takes parts gets some"
+            call.on_part(value)
             return
         call.outcome, call.worked_ns = outcome, worked_ns
         if outcome == ANSWERED:
@@ -164,25 +163,24 @@ class Child:
             call.answer.set_exception(_ERRORS[outcome](value))
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Close our end, which the child takes as its signal to end, and see that it has ended."""
+        """Close our end, which is the child's signal to end, and wait until it has ended."""
         self._outbox.close()
         await self.process.end(grace_s)
         await asyncio.gather(self._reading, return_exceptions=True)
 
 
 KeepWaiting = Callable[[float], None]
-"""What a child calls before it works for longer: the number of seconds that the server should wait from now."""
+"""Called in a child before long work, with the number of seconds that the server should wait from now."""
 
 
-def serve(make: Callable[[KeepWaiting], Callable[[Any, Hearer], Any]]) -> None:
-    """A child's whole life, one command at a time: what `make` returns takes it and returns its answer, or a Future
-    of it, which is answered when it is done, while the next command runs. What it calls with a part of its answer
-    tells the server that part."""
-    connection, turn = _connection(), threading.Lock()
+def serve(make: Callable[[KeepWaiting], Callable[[Any, OnPart], Any]]) -> None:
+    """Run a child's whole life, one command at a time. The function that `make` returns takes a command, and a callback
+    for parts of the answer. It returns the answer, or a Future of it: the next command then runs meanwhile."""
+    connection, lock = _connection(), threading.Lock()
 
     def send(*message: Any) -> None:
         data = b"".join(parts(message, MAX_ANSWER_BYTES))
-        with turn, contextlib.suppress(ConnectionError):  # the server has closed its end: `receive` will say so
+        with lock, contextlib.suppress(ConnectionError):  # the server has closed its end: `receive` will notice
             connection.sendall(data)
 
     def answer(call_id: int, result: Callable[[], Any], began_ns: int) -> None:
@@ -192,7 +190,7 @@ def serve(make: Callable[[KeepWaiting], Callable[[Any, Hearer], Any]]) -> None:
                 value.add_done_callback(lambda done: answer(call_id, done.result, began_ns))
                 return
             send(call_id, ANSWERED, value, (began_ns, time.time_ns()))
-        except Exception as error:  # noqa: BLE001 - what goes wrong in a child is told to the server
+        except Exception as error:  # noqa: BLE001 - errors of a child are sent to the server
             send(call_id, *_failure(error), (began_ns, time.time_ns()))
 
     handle = make(lambda seconds: send(None, "wait", seconds))
@@ -202,10 +200,9 @@ def serve(make: Callable[[KeepWaiting], Callable[[Any, Hearer], Any]]) -> None:
             answer(call_id, partial(handle, command, partial(send, call_id, "part")), time.time_ns())
 
 
-async def serve_async(handle: Callable[[Any, Hearer], Awaitable[Any]]) -> None:
-    """A child's whole life, commands at once: as `serve`, but `handle` is a coroutine function, whose calls run
-    side by side; what it calls with a part of its answer tells the server that part. Where the caller of one stops
-    waiting, its coroutine is cancelled."""
+async def serve_async(handle: Callable[[Any, OnPart], Awaitable[Any]]) -> None:
+    """Run a child's whole life, commands side by side: as `serve`, but `handle` is a coroutine function. When the
+    caller of a command stops waiting, its coroutine is cancelled."""
     reader, writer = await asyncio.open_connection(sock=_connection(), limit=STREAM_LIMIT)
     outbox = Outbox(writer, "the server")
     running: dict[int, asyncio.Task[None]] = {}
@@ -215,7 +212,7 @@ async def serve_async(handle: Callable[[Any, Hearer], Awaitable[Any]]) -> None:
         try:
             answer = await handle(command, lambda part: outbox.send((call_id, "part", part), MAX_ANSWER_BYTES))
             outbox.send((call_id, ANSWERED, answer, (began_ns, time.time_ns())), MAX_ANSWER_BYTES)
-        except Exception as error:  # noqa: BLE001 - what goes wrong in a child is told to the server
+        except Exception as error:  # noqa: BLE001 - errors of a child are sent to the server
             outbox.send((call_id, *_failure(error), (began_ns, time.time_ns())))
         finally:
             running.pop(call_id, None)

@@ -1,6 +1,6 @@
-"""What a child process did for a call, and when: told to whoever listens where the call was made.
+"""Spans of the commands that child processes ran, passed to the callback that is set where the call was made.
 
-Knows nothing of tracing. Where nobody listens, nothing is kept.
+Knows nothing of tracing. Without a callback, nothing is kept.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 ANSWERED, UNANSWERED = "value", "unanswered"
-"""What became of a call; any other word is how the process names what it raised."""
+"""Outcomes of a call; any other one is the kind of the error that the process raised."""
 
 
 @dataclass(frozen=True)
@@ -21,32 +21,32 @@ class ProcessSpan:
     command: str
     """`OptimStep`, `Sample`."""
     began_ns: int
-    """In Unix nanoseconds, by the process's clock; of what was not answered, when it was asked."""
+    """Unix nanoseconds, by the process's clock; if there was no answer, the time of the call."""
     ended_ns: int
     outcome: str
     """`value`, `invalid`, `lost`, `failed`, `broke`, or `unanswered`: cancelled, or the process ended under it."""
 
 
-Listener = Callable[[ProcessSpan], None]
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+OnSpan = Callable[[ProcessSpan], None]
+_on_span: ContextVar[OnSpan | None] = ContextVar("on_span", default=None)
 
 
-def current_listener() -> Listener | None:
-    """Who listens here."""
-    return _listener.get()
+def current_on_span() -> OnSpan | None:
+    """Return the callback that is set here."""
+    return _on_span.get()
 
 
-def tell(span: ProcessSpan) -> None:
-    """A call has ended."""
-    if (listener := _listener.get()) is not None:
-        listener(span)
+def emit(span: ProcessSpan) -> None:
+    """Pass the span of a call that has ended to the callback."""
+    if (on_span := _on_span.get()) is not None:
+        on_span(span)
 
 
 @contextlib.contextmanager
-def heard_by(listener: Listener | None) -> Iterator[None]:
-    """Calls that are made in the block, and by tasks that it starts, are told to this one, which must not raise."""
-    token = _listener.set(listener)
+def spans_to(on_span: OnSpan | None) -> Iterator[None]:
+    """Pass the spans of calls in the block, and in tasks that it starts, to this callback, which must not raise."""
+    token = _on_span.set(on_span)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _on_span.reset(token)

@@ -12,10 +12,10 @@ from backends.families.family import Vision
 from backends.families.lora_names import ENGINE_MODULES
 from backends.formats.model_files import kv_bytes_per_token
 from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec
 from backends.patches import for_device, require_as_written
 from backends.protocol import BackendFailed
 from backends.sampler.checks import MAX_TOPK
-from backends.sampler.commands import SamplerConfig
 from backends.sampler.fair_admission import RESERVE
 from backends.sampler.vllm_patches.targets import PATCHES
 
@@ -34,7 +34,7 @@ def check_version(found: str = vllm.__version__, device: str = "cpu") -> None:
     require_as_written(for_device(PATCHES, device))
 
 
-def check_kv_cache(renderer: Renderer, config: SamplerConfig) -> None:
+def check_kv_cache(renderer: Renderer, config: ModelSpec) -> None:
     """Raise BackendFailed for a cache that cannot hold one whole context.
 
     The engine would refuse it too, but only deep in another process.
@@ -51,10 +51,10 @@ def check_kv_cache(renderer: Renderer, config: SamplerConfig) -> None:
         )
 
 
-def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs:
+def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
     """Return the arguments of vLLM's engine for this model on this device."""
     return AsyncEngineArgs(
-        model=config.source,
+        model=config.directory,
         dtype=config.dtype,
         # Samples without a seed of their own should not repeat when the engine starts again.
         seed=secrets.randbelow(2**31),
@@ -77,8 +77,9 @@ def engine_args(config: SamplerConfig, vision: Vision | None) -> AsyncEngineArgs
     )
 
 
-def _adapter_args(config: SamplerConfig, vision: Vision | None) -> dict[str, Any]:
-    tower = vision.lora.engine_modules if config.train_vision and vision is not None and vision.lora is not None else ()
+def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:
+    lora = vision.lora if config.trains_vision and vision is not None else None
+    tower = () if lora is None else lora.engine_modules
     return {
         "enable_lora": True,
         "max_lora_rank": config.max_lora_rank,
@@ -92,18 +93,18 @@ def _adapter_args(config: SamplerConfig, vision: Vision | None) -> dict[str, Any
     }
 
 
-def _vision_args(config: SamplerConfig, vision: Vision) -> dict[str, Any]:
+def _vision_args(config: ModelSpec, vision: Vision) -> dict[str, Any]:
     """Have the engine cache pixels that it was sent: `requests.send_once` relies on it."""
     kept_gib = config.image_cache_bytes / 2**30
     return {"mm_processor_cache_gb": kept_gib, **vision.engine_options(config.max_images_per_prompt)}
 
 
-def max_sequences(config: SamplerConfig) -> int:
+def max_sequences(config: ModelSpec) -> int:
     """Return the most sequences that the engine decodes at once; one of them for weights that are being published."""
     return config.max_concurrent_samples + RESERVE + 1
 
 
-def _device_args(config: SamplerConfig) -> dict[str, Any]:
+def _device_args(config: ModelSpec) -> dict[str, Any]:
     if config.device == "cpu":
         return {
             "enforce_eager": True,
@@ -116,7 +117,7 @@ def _device_args(config: SamplerConfig) -> dict[str, Any]:
         "hf_overrides": {"head_dtype": "float32"},
         # FlashInfer's kernel for linear attention would be built at its first use, by a compiler for CUDA.
         "gdn_prefill_backend": "triton",
-        "gpu_memory_utilization": config.gpu_memory_fraction,
+        "gpu_memory_utilization": config.placement.sampler_fraction,
         "max_num_batched_tokens": max(8192, max_sequences(config)),
     }
 

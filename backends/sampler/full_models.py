@@ -15,8 +15,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.formats.load_check import LoadCheck
 from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec
 from backends.protocol import ADAPTER_FILE, LOAD_CHECK_FILE, BackendFailed, InvalidInput
-from backends.sampler.commands import SamplerConfig
 from backends.sampler.sequences import check_scores, end_process
 from backends.sampler.versions import Version, link_each
 
@@ -29,12 +29,12 @@ class FullModelLoader:
 
     max_versions = 0
 
-    def __init__(self, engine: AsyncLLM, renderer: Renderer, config: SamplerConfig, base: LoadCheck) -> None:
+    def __init__(self, engine: AsyncLLM, renderer: Renderer, config: ModelSpec, base: LoadCheck) -> None:
         """`base` has the engine's scores with the weights it has now."""
         self._engine = engine
         self._renderer = renderer
         self._dtype = config.dtype
-        source = Path(config.source)
+        source = Path(config.directory)
         linked: asyncio.Future[LoadCheck | None] = asyncio.get_running_loop().create_future()
         linked.set_result(base)
         self.base = Version(source, source, 0, linked)

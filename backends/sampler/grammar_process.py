@@ -13,7 +13,7 @@ from typing import Any
 
 import xgrammar
 
-from backends.processes.rpc import Hearer, serve
+from backends.processes.rpc import OnPart, serve
 from backends.protocol import InvalidInput
 from backends.sampler.commands import GrammarKind, StartGrammars, TryGrammar
 
@@ -32,7 +32,7 @@ class Grammars:
         self._vocabulary = 0
         self._compiler: xgrammar.GrammarCompiler | None = None
 
-    def handle(self, command: StartGrammars | TryGrammar, _: Hearer) -> None:
+    def handle(self, command: StartGrammars | TryGrammar, _: OnPart) -> None:
         """Run one command. Raises InvalidInput for what is no grammar, or one that accepts nothing."""
         match command:
             case StartGrammars(tokenizer, limit_s):

@@ -1,7 +1,7 @@
-"""The process that holds a base model's vLLM engine: `python -m backends.sampler.process FD`.
+"""Run the process that holds a base model's vLLM engine: `python -m backends.sampler.process FD`.
 
-Each sequence of a task becomes an engine request when it is admitted. The process ends when the engine dies, so that
-the server sees it.
+Each sequence of a task becomes an engine request of its own when its turn comes. The process ends when the engine
+dies, so that the server notices.
 """
 
 import asyncio
@@ -20,15 +20,16 @@ from api_schemas.sampling import SampleResponse
 from backends.formats.expert_routing import RoutingFiles
 from backends.formats.load_check import LoadCheck, load_check_tokens
 from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec
 from backends.processes.heap import give_back_memory
 from backends.processes.progress import Progress
-from backends.processes.rpc import Hearer, serve_async
+from backends.processes.rpc import OnPart, serve_async
 from backends.protocol import ChatTask, ChatUsage, EngineBatch, EngineUse, SamplingTask
 from backends.sampler.adapters import AdapterLoader
 from backends.sampler.answers import answer
 from backends.sampler.chat.engine_client import Shared
 from backends.sampler.chat.handlers import Chats
-from backends.sampler.commands import Chat, CountProgress, CountRows, Publish, Sample, SamplerConfig, Start
+from backends.sampler.commands import Chat, CountProgress, CountSequences, Publish, Sample, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.fair_admission import FairAdmission
 from backends.sampler.full_models import FullModelLoader
@@ -42,27 +43,27 @@ T = TypeVar("T")
 
 _WATCH_S = 0.2
 _GIVE_BACK_S = 60.0
-"""While there is work, memory that was freed is given back so often. It takes 0.1 to 0.2 ms for each MiB."""
-_TOLD_S = 0.01
+"""Interval at which freed memory is given back while there is work. It takes 0.1 to 0.2 ms for each MiB."""
+_EMIT_S = 0.01
 _BATCH_S = 0.2
-"""For an engine whose step is short; less than the server waits (`client.py`)."""
+"""Longest wait for the engine's batch, which comes between steps; less than the server waits (`client.py`)."""
 
 
 class SamplerProcess:
-    """One engine and what feeds it. `sample` may run many times at once."""
+    """Feeds one engine. Any number of `sample` calls may run at once."""
 
-    def __init__(self, config: SamplerConfig, engine: AsyncLLM, renderer: Renderer, weights: VersionCache) -> None:
+    def __init__(self, spec: ModelSpec, engine: AsyncLLM, renderer: Renderer, weights: VersionCache) -> None:
         self._engine = engine
         self._renderer = renderer
         self._sequences = Sequences(engine)
         self._weights = weights
         self._publishing = asyncio.Lock()
-        self._takes_turns = config.full
+        self._takes_turns = spec.full
         self._placeholders = sorted(renderer.family.placeholders)
-        self._end_tokens = end_tokens(renderer, config.source)
-        self._routing = None if config.routing_dir is None else RoutingFiles(config.routing_dir)
-        self._admission = FairAdmission(config.max_concurrent_samples, 1 if config.full else config.adapter_slots)
-        grammars = Grammars(config.name, engine.renderer.tokenizer, engine.model_config.get_vocab_size())
+        self._end_tokens = end_tokens(renderer, spec.directory)
+        self._routing = None if spec.routing_dir is None else RoutingFiles(spec.routing_dir)
+        self._admission = FairAdmission(spec.max_concurrent_samples, 1 if spec.full else spec.adapter_slots)
+        grammars = Grammars(spec.name, engine.renderer.tokenizer, engine.model_config.get_vocab_size())
         admission, ends = self._admission, self._end_tokens
         shared = Shared(self._sequences, admission, weights, renderer, ends, self._placeholders, grammars)
         self._chats = Chats(engine, shared)
@@ -73,25 +74,25 @@ class SamplerProcess:
         self._giving_back = asyncio.create_task(self._give_back())
 
     @classmethod
-    async def start(cls, config: SamplerConfig, progress: Progress | None = None) -> "SamplerProcess":
+    async def start(cls, spec: ModelSpec, progress: Progress | None = None) -> "SamplerProcess":
         """Load the model; `progress` is told how far that is. Raises BackendFailed for a KV cache that is too small,
         or another version of vLLM."""
-        check_version(device=config.device)
+        check_version(device=spec.device)
         renderer = Renderer(
-            config.source,
-            image_cache_bytes=config.image_cache_bytes,
-            max_image_pixels=config.max_image_pixels,
-            pixel_dtype=getattr(torch, config.dtype),
+            spec.directory,
+            image_cache_bytes=spec.image_cache_bytes,
+            max_image_pixels=spec.max_image_pixels,
+            pixel_dtype=getattr(torch, spec.dtype),
         )
-        check_kv_cache(renderer, config)
+        check_kv_cache(renderer, spec)
         (progress or Progress()).does("reads weights and prepares kernels")
-        await asyncio.sleep(_TOLD_S)  # what was said is on its way before the engine takes the event loop
-        if config.routing_dir is not None and config.device == "cpu":
+        await asyncio.sleep(_EMIT_S)  # the report is sent before the engine blocks the event loop
+        if spec.routing_dir is not None and spec.device == "cpu":
             allow_on_cpu()
-        engine = AsyncLLM.from_engine_args(engine_args(config, renderer.family.vision))
+        engine = AsyncLLM.from_engine_args(engine_args(spec, renderer.family.vision))
         placeholders = sorted(renderer.family.placeholders)
-        await engine.collective_rpc("patch_runner", args=(placeholders, not config.full))
-        return cls(config, engine, renderer, await _weights(config, engine, renderer))
+        await engine.collective_rpc("patch_runner", args=(placeholders, not spec.full))
+        return cls(spec, engine, renderer, await _weights(spec, engine, renderer))
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """`protocol.Sampler.sample`."""
@@ -113,16 +114,15 @@ class SamplerProcess:
         self._tasks_done += 1
         return answer(task, rendered, outputs)
 
-    async def chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
+    async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
         """`protocol.Sampler.chat`."""
-        usage = await self._chats.answer(task, tell)
+        usage = await self._chats.answer(task, emit)
         self._tasks_done += 1
         return usage
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """`protocol.Sampler.publish`: of adapters one at a time, in the place that the engine has for it beside its
-        rows and slots, so that it neither waits for the samples of others nor holds them up. A whole model takes a
-        turn."""
+        """`protocol.Sampler.publish`. Adapters are published one at a time, in a sequence and a slot that the engine
+        reserves for it: publishing neither waits for samples nor delays them. A whole model waits for its turn."""
         async with self._weights.hold(weights) as held:
             slot = self._weights.slot(weights)
             async with self._admission.admission(owner, slot) if self._takes_turns else self._publishing:
@@ -130,12 +130,12 @@ class SamplerProcess:
         self._tasks_done += 1
 
     async def count_progress(self) -> int:
-        """Steps of the engine and tasks done."""
+        """Return the number of the engine's steps and of tasks done."""
         (steps,) = await self._engine.collective_rpc("count_steps")
         return int(steps) + self._tasks_done
 
-    async def count_rows(self) -> EngineUse:
-        """What the engine has to do now. Its own batch is as it was last known where a step takes long: it answers
+    async def count_sequences(self) -> EngineUse:
+        """Return the engine's load. While a long step runs, the engine's own batch is as of its last answer: it answers
         between steps."""
         if self._counting is None or self._counting.done():
             self._counting = asyncio.create_task(self._count_batch())
@@ -147,7 +147,7 @@ class SamplerProcess:
             self._batch = EngineBatch(*await self._engine.engine_core.call_utility_async("count_batch"))
 
     async def _watch(self) -> None:
-        while not self._engine.errored:  # noqa: ASYNC110 - vLLM keeps a flag and tells nobody
+        while not self._engine.errored:  # noqa: ASYNC110 - vLLM has a flag but no event
             await asyncio.sleep(_WATCH_S)
         end_process()
 
@@ -162,7 +162,7 @@ class SamplerProcess:
                     await self._engine.collective_rpc("give_back_memory")
 
     def ending_with_engine(self) -> AbstractContextManager[None]:
-        """Around a command: the process ends where it fails because the engine is dead."""
+        """End the process if the block fails because the engine is dead."""
         return ending_with(self._engine)
 
     def shutdown(self) -> None:
@@ -174,17 +174,17 @@ class SamplerProcess:
         self._engine.shutdown()
 
 
-async def _weights(config: SamplerConfig, engine: AsyncLLM, renderer: Renderer) -> VersionCache:
+async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> VersionCache:
     """Return the weights that the engine samples from."""
-    if not config.full:
-        return VersionCache(config.scratch_dir, AdapterLoader(engine, renderer, config.dtype))
+    if not spec.full:
+        return VersionCache(spec.scratch_dir, AdapterLoader(engine, renderer, spec.dtype))
     token_ids = load_check_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
     base = LoadCheck(token_ids, (await score(engine, token_ids, None)).tolist())
-    return VersionCache(config.scratch_dir, FullModelLoader(engine, renderer, config, base))
+    return VersionCache(spec.scratch_dir, FullModelLoader(engine, renderer, spec, base))
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results in order; the first failure, or a cancellation, stops them all."""
+    """Return their results in order; the first failure, or a cancellation, stops them all."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -199,24 +199,24 @@ async def main() -> None:
     started: list[SamplerProcess] = []
 
     async def handle(
-        command: Start | Sample | Chat | Publish | CountProgress | CountRows, tell: Hearer
+        command: Start | Sample | Chat | Publish | CountProgress | CountSequences, emit: OnPart
     ) -> SampleResponse | ChatUsage | EngineUse | int | None:
         if isinstance(command, Start):
-            started.append(await SamplerProcess.start(command.config, Progress(tell)))
+            started.append(await SamplerProcess.start(command.spec, Progress(emit)))
             return None
         with started[0].ending_with_engine():
             match command:
                 case Sample(task):
                     return await started[0].sample(task)
                 case Chat(chat):
-                    return await started[0].chat(chat, tell)
+                    return await started[0].chat(chat, emit)
                 case Publish(weights, owner):
                     await started[0].publish(weights, owner)
                     return None
                 case CountProgress():
                     return await started[0].count_progress()
-                case CountRows():
-                    return await started[0].count_rows()
+                case CountSequences():
+                    return await started[0].count_sequences()
 
     await serve_async(handle)
     for process in started:

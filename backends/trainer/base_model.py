@@ -14,14 +14,13 @@ from transformers import PreTrainedModel
 from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
 from backends.formats.load_check import LoadCheck, image_and_text, load_check_image, load_check_tokens
-from backends.formats.model_files import BYTES_PER_NUMBER, count_parameters
 from backends.inputs.rendering import Rendered, Renderer
 from backends.kernels.varlen_attention import OPERATORS
+from backends.model_spec import ModelSpec
 from backends.patches import for_device, require_as_written
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.checkpoint_files import SnapshotWriter
-from backends.trainer.commands import TrainerConfig
 from backends.trainer.distributed import World
 from backends.trainer.full.files import FullFiles
 from backends.trainer.full.weights import FullWeights
@@ -53,13 +52,13 @@ class BaseModel:
     files: ModelFiles[Any]
     """LoRA's or full fine-tuning's, as `weights` are: their models are the same."""
 
-    def __init__(self, config: TrainerConfig, world: World, progress: Progress) -> None:
+    def __init__(self, config: ModelSpec, world: World, progress: Progress) -> None:
         """Raises BackendFailed for a model that cannot be trained here."""
         require_as_written(for_device([*targets.PATCHES, *OPERATORS], world.device.type))
         # Pixels are cached if towers are trained; else the vision tower's features are.
         self.renderer = Renderer(
-            config.source,
-            image_cache_bytes=config.image_cache_bytes if config.train_vision else 0,
+            config.directory,
+            image_cache_bytes=config.image_cache_bytes if config.trains_vision else 0,
             max_image_pixels=config.max_image_pixels,
             pixel_dtype=torch.uint8,
             pins_pixels=world.device.type == "cuda",
@@ -67,20 +66,20 @@ class BaseModel:
         family = self.renderer.family
         self._device = world.device
         self._max_context_length = config.max_context_length
-        self.is_sharded = world.size > 1 and (config.full or not _fits_whole(config))
+        self.is_sharded = config.mesh.shard > 1
         """True if ranks wait for each other within a microbatch. If each has the whole base, none does."""
-        with reporting_progress(Path(config.source), progress):
+        with reporting_progress(Path(config.directory), progress):
             root = load(config, family, world, is_sharded=self.is_sharded)
         progress.does("tests the model")
         model = root.model
         self.num_parameters = model.num_parameters()
-        modules = trained_modules(family, model, train_vision=config.train_vision)
+        modules = trained_modules(family, model, train_vision=config.trains_vision)
         full = FullWeights(root, modules, world) if config.full else None
         self.snapshots = SnapshotWriter()
         own = own_logprobs(root, self.renderer, world.device)
         keep_in_float32(model)
         if full is not None:
-            self.weights, self.files = full, FullFiles(config.source, full, world, self.snapshots)
+            self.weights, self.files = full, FullFiles(config.directory, full, world, self.snapshots)
         else:
             self.weights = Adapters(model, modules, config.max_lora_rank)
             self.files = LoraFiles(config.name, getattr(torch, config.dtype), world, self.snapshots)
@@ -108,8 +107,8 @@ class BaseModel:
                 progress.does("compiles")
                 compile_layers(model.get_decoder().layers)
                 warm_up(self.scorer, self.renderer, world)
-            if config.gpu_memory_bytes is not None:
-                self.memory = self._measured(model, world, config.gpu_memory_bytes)
+            if config.placement.trainer_bytes:
+                self.memory = self._measured(model, world, config.placement.trainer_bytes)
             if self.packs and not self.is_sharded and self.weights.base_is_frozen:  # a graph would hold collectives
                 self._graphs = self._tested_graphs(config, world)
 
@@ -159,7 +158,7 @@ class BaseModel:
         logprobs: list[float] = logprobs_T1[:num_tokens, 0].tolist()
         return logprobs
 
-    def _tested_graphs(self, config: TrainerConfig, world: World) -> Graphs | None:
+    def _tested_graphs(self, config: ModelSpec, world: World) -> Graphs | None:
         if self.memory is None:
             graphs = Graphs(self.scorer, world.device)
         else:
@@ -180,9 +179,3 @@ class BaseModel:
         memory = Memory(model.get_decoder().layers, run, world.device, limit_bytes)
         log.info("%s: %s", model.config.model_type, memory.describe())
         return memory
-
-
-def _fits_whole(config: TrainerConfig) -> bool:
-    """Return whether each rank may hold the whole base, with as much memory left for microbatches."""
-    weights = count_parameters(Path(config.source)) * BYTES_PER_NUMBER[config.dtype]
-    return config.gpu_memory_bytes is not None and 2 * weights <= config.gpu_memory_bytes

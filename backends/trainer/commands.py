@@ -1,8 +1,7 @@
-"""What the server asks of a trainer's ranks: every rank gets the same command, matched there by type."""
+"""Commands to a trainer's ranks: every rank gets the same command and matches it by type."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from api_schemas.training import (
     AdamParams,
@@ -10,45 +9,16 @@ from api_schemas.training import (
     OptimStepResponse,
     Trainable,
 )
+from backends.model_spec import ModelSpec
 from backends.processes.rpc import Command
 from backends.protocol import EncodedBatch
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
-    """What every rank is started with; the fields mean what BackendConfig says of them."""
-
-    name: str
-    source: str
-    """A local directory."""
-    device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16"]
-    max_context_length: int
-    max_lora_rank: int
-    max_tokens_per_microbatch: int
-    image_cache_bytes: int
-    max_image_pixels: int
-    gpus: tuple[int, ...] = ()
-    """The GPUs it may use, by the server's numbers; none named: all that the server sees."""
-    gpu_memory_fraction: float = 1.0
-    """Part of its GPU's memory that each rank may take."""
-    gpu_memory_bytes: int | None = None
-    """The same in bytes, into which rows are made to fit; absent: they are not."""
-    shares_rows: bool = False
-    """Whether datums of several models are computed in one row, where a row of one model's leaves room."""
-    stable_reinforce: str | None = None
-    train_vision: bool = False
-    full: bool = False
-    """Whether the model on it trains all weights, and is the only one."""
-    routing_dir: Path | None = None
-    """Where the sampler keeps which experts it sent tokens to; None: routers choose."""
-
-
-@dataclass(frozen=True)
 class Start(Command[None]):
-    """Load the base; the first command of a process."""
+    """Load the base. Always the first command."""
 
-    config: TrainerConfig
+    spec: ModelSpec
 
 
 @dataclass(frozen=True)
@@ -67,43 +37,43 @@ class DeleteModel(Command[None]):
 
 
 @dataclass(frozen=True)
-class NewPass:
+class NewRequest:
     """`protocol.Trainer.forward_backward`."""
 
     number: int
-    """Names it until it is finished."""
+    """Identifies the request until it is finished."""
     model_id: str
     owner: str
     batch: EncodedBatch
     backward: bool
 
 
-FinishedPass = tuple[int, ForwardBackwardOutput | Exception]
-"""The number of a forward_backward, and its output or why it failed."""
+FinishedRequest = tuple[int, ForwardBackwardOutput | Exception]
+"""The number of a forward_backward, and its output or error."""
 
 
 @dataclass(frozen=True)
-class ComputedRows:
-    """What came of it."""
+class ComputedMicrobatch:
+    """Outcome of one microbatch."""
 
-    finished: list[FinishedPass]
-    """On rank 0 those that are now done, and on all ranks those that failed."""
-    in_rows: tuple[int, ...]
-    """Numbers of those that had datums in it."""
+    finished: list[FinishedRequest]
+    """Requests that are now done, on rank 0 alone, and those that failed, on all ranks."""
+    members: tuple[int, ...]
+    """Numbers of the requests that had datums in it."""
 
 
 @dataclass(frozen=True)
-class ComputeRows(Command[ComputedRows]):
-    """Take up forward_backwards, and compute the next row; only rank 0 answers with outputs."""
+class ComputeMicrobatch(Command[ComputedMicrobatch]):
+    """Admit forward_backwards, then compute the next microbatch; only rank 0 answers with outputs."""
 
-    new: tuple[NewPass, ...]
+    new: tuple[NewRequest, ...]
     order: tuple[int, ...]
-    """Numbers of those that may be in the row, the first of which must be."""
+    """Numbers of the requests that may be in the microbatch; the first one must be."""
 
 
 @dataclass(frozen=True)
-class DropPasses(Command[None]):
-    """Nobody waits for these forward_backwards any more."""
+class CancelRequests(Command[None]):
+    """Cancel forward_backwards that nobody waits for any more."""
 
     numbers: tuple[int, ...]
 
@@ -151,15 +121,15 @@ class SaveSamplerWeights(Command[None]):
 
 @dataclass(frozen=True)
 class Snapshot(Command[None]):
-    """`protocol.Trainer.snapshot`, up to where the copy is made."""
+    """`protocol.Trainer.snapshot`, up to the copy."""
 
     model_id: str
     directory: Path
 
 
 @dataclass(frozen=True)
-class SnapshotWritten(Command[None]):
-    """Answered when the directory of a snapshot is there; of rank 0 alone."""
+class AwaitSnapshot(Command[None]):
+    """Wait until the directory of a snapshot is there; sent to rank 0 alone."""
 
     directory: Path
 
@@ -176,14 +146,14 @@ class Resume(Command[None]):
 ModelCommand = (
     CreateModel
     | DeleteModel
-    | ComputeRows
-    | DropPasses
+    | ComputeMicrobatch
+    | CancelRequests
     | MarkIncomplete
     | OptimStep
     | SaveState
     | LoadState
     | SaveSamplerWeights
     | Snapshot
-    | SnapshotWritten
+    | AwaitSnapshot
     | Resume
 )

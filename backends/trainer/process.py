@@ -1,11 +1,11 @@
-"""One trainer rank as a child process: `python -m backends.trainer.process FD`."""
+"""Run one trainer rank as a child process: `python -m backends.trainer.process FD`."""
 
 import logging
 from pathlib import Path
 from typing import assert_never
 
 from backends.processes.progress import Progress
-from backends.processes.rpc import Hearer, KeepWaiting, serve
+from backends.processes.rpc import KeepWaiting, OnPart, serve
 from backends.trainer import commands
 from backends.trainer.distributed import files_s, join_world
 from backends.trainer.rank import TrainerRank
@@ -18,28 +18,28 @@ class Process:
         self._keep_waiting = keep_waiting
         self._rank: TrainerRank | None = None
 
-    def handle(self, command: commands.Start | commands.ModelCommand, tell: Hearer) -> object:
-        """Run one command; its answer is of the type that the command names."""
+    def handle(self, command: commands.Start | commands.ModelCommand, emit: OnPart) -> object:
+        """Run one command, and return an answer of the type that it names."""
         if isinstance(command, commands.Start):
-            config = command.config
-            self._keep_waiting(files_s(sum(file.stat().st_size for file in Path(config.source).iterdir())))
-            world = join_world(config.device, config.gpu_memory_fraction)
-            self._rank = TrainerRank(config, world, self._keep_waiting, Progress(tell))
+            spec = command.spec
+            self._keep_waiting(files_s(sum(file.stat().st_size for file in Path(spec.directory).iterdir())))
+            world = join_world(spec.device, spec.placement.trainer_fraction)
+            self._rank = TrainerRank(spec, world, self._keep_waiting, Progress(emit))
             return None
         assert self._rank is not None, "the first command is Start"
         return run(self._rank, command)
 
 
 def run(rank: TrainerRank, command: commands.ModelCommand) -> object:  # noqa: C901 - one case for each command
-    """What each command does on a rank."""
+    """Run a command on a rank."""
     match command:
         case commands.CreateModel(model_id, lora):
             rank.create_model(model_id, lora)
         case commands.DeleteModel(model_id):
             rank.delete_model(model_id)
-        case commands.ComputeRows(new, order):
+        case commands.ComputeMicrobatch(new, order):
             return rank.compute_microbatch(new, order)
-        case commands.DropPasses(numbers):
+        case commands.CancelRequests(numbers):
             rank.cancel_requests(numbers)
         case commands.MarkIncomplete(model_id):
             rank.mark_incomplete(model_id)
@@ -53,7 +53,7 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:  # noqa: C
             rank.save_sampler_weights(model_id, directory, for_elsewhere)
         case commands.Snapshot(model_id, directory):
             rank.snapshot(model_id, directory)
-        case commands.SnapshotWritten(directory):
+        case commands.AwaitSnapshot(directory):
             return rank.snapshot_written(directory)
         case commands.Resume(model_id, lora, directory):
             rank.resume(model_id, lora, directory)

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from api_schemas.training import AdamParams, ForwardBackwardInput, OptimStepResponse, Trainable
+from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base_model import BaseModel
-from backends.trainer.commands import ComputedRows, FinishedPass, NewPass, TrainerConfig
+from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
 from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects
 from backends.trainer.step.batch_request import BatchRequest, choose_microbatches, plan_batch
 from backends.trainer.step.packed_microbatch import MicrobatchRunner
@@ -32,7 +33,7 @@ class TrainerRank:
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: ModelSpec,
         world: World,
         keep_waiting: Callable[[float], None] = lambda seconds: None,
         progress: Progress | None = None,
@@ -74,7 +75,7 @@ class TrainerRank:
 
     # ---- training
 
-    def compute_microbatch(self, new: Sequence[NewPass], order: Sequence[int]) -> ComputedRows:
+    def compute_microbatch(self, new: Sequence[NewRequest], order: Sequence[int]) -> ComputedMicrobatch:
         """Admit `new` forward_backwards, then compute one microbatch: of the first in `order`, filled up with the
         others as far as there is room. The gradient of those that fail is then incomplete.
         """
@@ -89,7 +90,7 @@ class TrainerRank:
             computed = tuple({one.number for members in chosen for one in members})
             failures |= {one.number: error for one, error in self._runner.compute(chosen).items()}
         self.cancel_requests(list(failures))
-        finished: list[FinishedPass] = list(failures.items())
+        finished: list[FinishedRequest] = list(failures.items())
         done = [one for one in requests if one.is_done and one.number not in failures]
         everyones = gather_objects([one.share for one in done], self._world) if done else []
         for one, *shares in zip(done, *everyones, strict=True):
@@ -100,9 +101,9 @@ class TrainerRank:
                 finished.append((one.number, one.output(shares)))
         if not self._requests:
             self._runner.cancel_prefetch()
-        return ComputedRows(finished, computed)
+        return ComputedMicrobatch(finished, computed)
 
-    def _admit(self, new: Sequence[NewPass]) -> dict[int, Exception]:
+    def _admit(self, new: Sequence[NewRequest]) -> dict[int, Exception]:
         """Decode and check new requests; return those that fail."""
         failures: dict[int, Exception] = {
             one.number: ModelLost(f"{one.model_id} is not loaded") for one in new if one.model_id not in self.models

@@ -182,7 +182,7 @@ class TextBackend(FakeBackend):
 
     def __init__(self, source: Path) -> None:
         super().__init__()
-        self.trainer = TrainerClient(config(source, max_context_length=64), num_ranks=1)
+        self.trainer = TrainerClient(config(source, max_context_length=64))
         self.tiny.trainer = self.trainer  # type: ignore[assignment]
 
     async def start(self) -> None:

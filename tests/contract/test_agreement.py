@@ -41,7 +41,7 @@ def out_of_memory(*args: object, **kwargs: object) -> None:
 
 def troubles(world: World, source: Path, directory: Path) -> Outcome:
     """Rank 1, or where files are written rank 0, runs into one thing after another."""
-    rank = TrainerRank(config(source), world)
+    rank = TrainerRank(config(source, num_ranks=world.size), world)
     renderer: Renderer = make_renderer(source)
     batch = cross_entropy([datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)])
     found: Outcome = {}

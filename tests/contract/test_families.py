@@ -172,7 +172,7 @@ def on_ranks(world: World, source: Path) -> Stepped:
     renderer = make_renderer(source)
     inputs = MIXED if renderer.takes_images else TEXTS
     batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())])
-    rank = TrainerRank(config(source, 60), world)
+    rank = TrainerRank(config(source, 60, num_ranks=world.size), world)
     rank.create_model("m", LORA)
     return two_steps(rank, "m", batch)
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed
-from backends.trainer.commands import TrainerConfig
 from backends.trainer.distributed import World
 from backends.trainer.model.loading import load
 from tests.factories import make_renderer
@@ -75,21 +75,21 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
-def on_rank(world: World, configs: list[TrainerConfig]) -> list[Loaded]:
+def on_rank(world: World, configs: list[ModelSpec]) -> list[Loaded]:
     return [loaded(world, one) for one in configs]
 
 
-def loaded(world: World, config: TrainerConfig) -> Loaded:
-    family = make_renderer(Path(config.source)).family
+def loaded(world: World, config: ModelSpec) -> Loaded:
+    family = make_renderer(Path(config.directory)).family
     counts: list[int] = []
     with counted(counts):
         model = load(config, family, world, is_sharded=world.size > 1).model
-    reference = family.model_class.from_pretrained(config.source, dtype=getattr(torch, config.dtype))
+    reference = family.model_class.from_pretrained(config.directory, dtype=getattr(torch, config.dtype))
     parameters = [tensor for _, tensor in reference.named_parameters()]
     buffers = [tensor for _, tensor in reference.named_buffers()]
     wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     got = {name: whole(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    files = [load_file(path).items() for path in Path(config.source).glob("*.safetensors")]
+    files = [load_file(path).items() for path in Path(config.directory).glob("*.safetensors")]
     of_files = {_without_prefixes(name): tensor for file in files for name, tensor in file}
     found = {name: of_files.get(_without_prefixes(name)) for name in got}
     # Of another shape are those that transformers turns when it loads.

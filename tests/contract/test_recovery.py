@@ -20,9 +20,9 @@ import pytest
 from api_schemas.old_clients import results
 from api_schemas.sessions import CreateSessionRequest
 from api_schemas.training import ForwardBackwardRequest, LoraConfig, Trainable
+from backends.processes import supervisor
 from backends.processes.launcher import launch_trainer
 from backends.protocol import BackendFailed
-from backends.trainer import client as trainer_client
 from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, datum, make_renderer
 from tests.fakes import FakeBackend
@@ -41,7 +41,7 @@ class RealTrainer(FakeBackend):
 
     def __init__(self, source: Path, num_ranks: int = 1) -> None:
         super().__init__()
-        self.trainer = TrainerClient(config(source), num_ranks=num_ranks, patience_s=60)
+        self.trainer = TrainerClient(config(source, num_ranks=num_ranks), patience_s=60)
         self.tiny.trainer = self.trainer  # type: ignore[assignment]
 
     async def start(self) -> None:
@@ -53,7 +53,7 @@ class RealTrainer(FakeBackend):
         await super().stop()
 
     def signal(self, number: signal.Signals, rank: int = 0) -> None:
-        os.kill(self.trainer._ranks[rank].process.pid, number)
+        os.kill(self.trainer._supervisor.children[rank].process.pid, number)
 
     def kill(self, rank: int = 0) -> None:
         self.signal(signal.SIGKILL, rank)
@@ -69,7 +69,7 @@ async def server(data_dir: Path, backend: RealTrainer, session_id: str | None = 
 
 async def forward_backward(client: Client, seq_id: int, model_id: str | None = None) -> str:
     lane, items = model_id or client.model_id, list(MIXED.values())
-    renderer = make_renderer(Path(client.trainer._config.source))  # type: ignore[attr-defined]
+    renderer = make_renderer(Path(client.trainer._spec.directory))  # type: ignore[attr-defined]
     data = [datum(items[(seq_id + n) % len(items)], renderer, seq_id) for n in range(2)]
     loss_input = {"data": data, "loss_fn": "cross_entropy"}
     request = ForwardBackwardRequest(model_id=lane, seq_id=seq_id, forward_backward_input=loss_input)
@@ -238,21 +238,21 @@ async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_
 
 
 async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_vl, monkeypatch):
-    failures = 2
+    failures = 0
 
-    async def fail_at_first(*arguments, **options):
+    async def fail_at_times(spec):
         nonlocal failures
         if failures:
             failures -= 1
             raise BackendFailed("there is no memory left")
-        return await launch_trainer(*arguments, **options)
+        return await launch_trainer(spec)
 
-    monkeypatch.setattr(trainer_client, "_FIRST_PAUSE_S", 0.05)
-    trainer = TrainerClient(config(tiny_vl), num_ranks=1)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
+    trainer = TrainerClient(config(tiny_vl), fail_at_times)
     await trainer.start()
     try:
-        monkeypatch.setattr(trainer_client, "launch_trainer", fail_at_first)
-        await trainer._ranks[0].stop(0)
+        failures = 2
+        await trainer._supervisor.children[0].stop(0)
         async with asyncio.timeout(120):
             await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")
         assert failures == 0 and trainer.holds("m") and await trainer.restarted(0) == 1

@@ -46,7 +46,7 @@ def make(directory: Path, rope_type: str) -> Path:
 def describe(source: Path, context: int | None = None) -> None:
     """As the server does before it loads the model. Raises BackendFailed."""
     config = BackendConfig(models={"m": str(source)}, device="cpu", max_context_length=context)
-    find("m", source, "cpu", config, Machine(64 << 30))
+    find("m", source, config, Machine(64 << 30))
 
 
 @pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])

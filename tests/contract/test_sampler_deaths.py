@@ -13,9 +13,12 @@ import pytest
 import pytest_asyncio
 
 from api_schemas.sampling import SamplingParams
+from backends.model_spec import ModelSpec
+from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child
-from backends.protocol import BackendFailed, ChatTask, SamplingTask
+from backends.processes.supervisor import Silence, Supervisor
+from backends.protocol import BackendFailed, ChatTask, SamplingTask, ignore_loading
 from backends.sampler.client import SamplerClient
 from tests.factories import prompt, words
 from tests.sampling import sampler_config
@@ -23,9 +26,9 @@ from tests.sampling import sampler_config
 STARTS: list[float] = []
 
 
-async def launch_light(name: str, **_: Any) -> Child:
+async def launch_light(spec: ModelSpec) -> list[Child]:
     STARTS.append(asyncio.get_running_loop().time())
-    return await launch(name, "tests.fake_sampler_process", {})
+    return [await launch(spec.name, "tests.fake_sampler_process", {})]
 
 
 @pytest_asyncio.fixture
@@ -102,8 +105,7 @@ async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(
 
 
 async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more(sampler: SamplerClient) -> None:
-    child = sampler._child
-    assert child is not None
+    [child] = sampler._supervisor.children
     await ask(sampler, 0)
     psutil.Process(child.process.pid).suspend()
     assert await asyncio.wait_for(ask(sampler, 1), 30) == 1
@@ -120,10 +122,16 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(tmp_path: Path, turns: 
         return await answer
 
     child = Mock(died=asyncio.Event(), call=ask_progress, stop=AsyncMock())
-    running = SamplerClient(replace(sampler_config(tmp_path, tmp_path), silence_s=0.4))
-    running._watching[child] = asyncio.create_task(running._watch(child))
-    working: asyncio.Task[None] = asyncio.create_task(running._trials.run("owner", lambda _: asyncio.sleep(60)))
-    running._child = child
+    isolation = CrashIsolation(is_exclusive=True)
+    silence = Silence(0.4, lambda: isolation.is_busy, lambda child: child.call(None))
+    running = Supervisor("light", AsyncMock(return_value=[child]), AsyncMock(), silence=silence)
+    await running.start(ignore_loading)
+
+    async def work() -> None:
+        async with isolation.admitted(Suspect(), running.running):
+            await asyncio.sleep(60)
+
+    working = asyncio.create_task(work())
     await asked.wait()
     working.cancel()
     answer.set_result(1)

@@ -72,10 +72,10 @@ def test_models_that_do_not_fit_together_are_refused_with_figures(
 def test_the_size_of_a_kv_cache_holds_on_cuda_too_within_the_samplers_part(tiny_vl: Path, tmp_path: Path) -> None:
     machine = Machine(0, [80 << 30])
     cuda = config(tmp_path, seeing=tiny_vl).model_copy(update={"device": "cuda", "gpu_memory_fraction": 0.25})
-    described = describe_models(cuda, machine)["seeing"].sampler._config
-    assert (described.kv_cache_bytes, described.gpu_memory_fraction) == (KV_CACHE, 0.25)
+    described = describe_models(cuda, machine)["seeing"].spec
+    assert (described.kv_cache_bytes, described.placement.sampler_fraction) == (KV_CACHE, 0.25)
     unset = describe_models(cuda.model_copy(update={"kv_cache_bytes": None}), machine)["seeing"]
-    assert unset.sampler._config.kv_cache_bytes is None
+    assert unset.spec.kv_cache_bytes is None
     with pytest.raises(BackendFailed, match=r"the samplers on GPU 0 have 20\.0 GiB and need 20\.0 GiB: seeing "):
         describe_models(cuda.model_copy(update={"kv_cache_bytes": 20 << 30}), machine)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from api_schemas.inputs import Datum, ImageChunk, ModelInput
 from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.inputs.rendering import Renderer
-from backends.processes.spans import ProcessSpan, heard_by
+from backends.processes.spans import ProcessSpan, spans_to
 from backends.protocol import EncodedBatch, InvalidInput
 from backends.trainer.client import TrainerClient
 from backends.trainer.distributed import World
@@ -258,7 +258,7 @@ def test_a_row_that_runs_out_of_memory_is_computed_model_by_model(
 
 def shared_on_a_rank(world: World, source: Path, seed: int) -> list[tuple[dict[str, torch.Tensor], list[np.ndarray]]]:
     """Three models, one of which diverges, trained together for a step; the weights and log probabilities."""
-    rank = TrainerRank(config(source, max_tokens=64), world)
+    rank = TrainerRank(config(source, max_tokens=64, num_ranks=world.size), world)
     renderer = Renderer(str(source), image_cache_bytes=1 << 20, max_image_pixels=10**7)
     batches = []
     for place in range(3):
@@ -299,7 +299,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_text: Path, renderer: Renderer) -> None:
     large = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(64)])
     small = cross_entropy([datum(prompt(words(8)), renderer)])
-    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_rows=True), num_ranks=1)
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
     await client.start()
     try:
         await client.create_model("flood", LORA, "a")
@@ -330,11 +330,11 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_
 async def test_each_is_told_of_the_rows_that_held_its_datums(tiny_text: Path, renderer: Renderer) -> None:
     long = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(4)])
     short = cross_entropy([datum(prompt(words(24)), renderer)])
-    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_rows=True), num_ranks=1)
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
     told: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
 
     async def compute(name: str, batch: EncodedBatch) -> None:
-        with heard_by(told[name].append):
+        with spans_to(told[name].append):
             await client.forward_backward(name, batch, backward=True)
 
     await client.start()
@@ -353,13 +353,13 @@ async def test_each_is_told_of_the_rows_that_held_its_datums(tiny_text: Path, re
     rows = sorted((one.began_ns, one.ended_ns) for one in [shared, *told["long"]])
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
     assert {(one.process, one.command, one.outcome) for one in [shared, *told["long"]]} == {
-        ("trainer tiny rank 0", "ComputeRows", "value")
+        ("trainer tiny rank 0", "ComputeMicrobatch", "value")
     }
 
 
 async def test_a_caller_who_leaves_harms_nobody_in_the_row(tiny_text: Path, renderer: Renderer) -> None:
     data = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(16)])
-    client = TrainerClient(dataclasses.replace(config(tiny_text, 256), shares_rows=True), num_ranks=1)
+    client = TrainerClient(dataclasses.replace(config(tiny_text, 256), shares_microbatches=True))
     await client.start()
     try:
         for name in ("leaves", "stays"):
@@ -367,7 +367,7 @@ async def test_a_caller_who_leaves_harms_nobody_in_the_row(tiny_text: Path, rend
         leaving, staying = (
             asyncio.create_task(client.forward_backward(name, data, backward=True)) for name in ("leaves", "stays")
         )
-        await until(lambda: any(one.taken_up for one in client._passes.values()))
+        await until(lambda: any(one.admitted for one in client._requests.values()))
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
@@ -375,6 +375,6 @@ async def test_a_caller_who_leaves_harms_nobody_in_the_row(tiny_text: Path, rend
         await client.optim_step("stays", SMOOTH)
         with pytest.raises(InvalidInput, match="incomplete"):
             await client.optim_step("leaves", SMOOTH)
-        assert not client._passes
+        assert not client._requests
     finally:
         await client.stop()

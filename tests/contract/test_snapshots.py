@@ -21,7 +21,7 @@ ADAM = AdamParams(learning_rate=0.01)
 
 @pytest.fixture
 async def trainer(tiny_vl):
-    ranked = TrainerClient(config(tiny_vl), num_ranks=1)
+    ranked = TrainerClient(config(tiny_vl))
     await ranked.start()
     yield ranked
     await ranked.stop()

@@ -20,7 +20,7 @@ ADAM = AdamParams(learning_rate=0.01)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl, renderer, tmp_path, num_ranks):
     batches = [[datum(item, renderer, seed)] for seed, item in enumerate(MIXED.values())][:3]
-    ranked = TrainerClient(config(tiny_vl), num_ranks=num_ranks)
+    ranked = TrainerClient(config(tiny_vl, num_ranks=num_ranks))
     await ranked.start()
     try:
         for name, suspends in (("stayed", False), ("moved", True)):
@@ -48,7 +48,7 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
 
 async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl, renderer, tmp_path):
     good = datum(MIXED["text"], renderer)
-    ranked = TrainerClient(config(tiny_vl), num_ranks=1)
+    ranked = TrainerClient(config(tiny_vl))
     await ranked.start()
     try:
         await ranked.create_model("m", LORA, "owner")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from backends.processes.spans import ANSWERED, ProcessSpan, tell
+from backends.processes.spans import ANSWERED, ProcessSpan, emit
 from tests.collector import Collector, Span
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
@@ -275,7 +275,7 @@ def test_a_trace_holds_so_many_spans_of_processes_and_counts_the_others(collecto
 
     async def often(task: Any) -> Any:
         for number in range(MAX_PROCESS_SPANS + 9):
-            tell(ProcessSpan("sampler tiny", "Sample", number, number + 1, ANSWERED))
+            emit(ProcessSpan("sampler tiny", "Sample", number, number + 1, ANSWERED))
         return await once(task)
 
     sampler.sample = often  # type: ignore[method-assign]

@@ -50,7 +50,7 @@ KINDS = {
 
 
 def trainer(source: Path, *, max_tokens: int = 1024, train_vision: bool = True) -> TrainerRank:
-    settings = replace(config(source, max_tokens), train_vision=train_vision)
+    settings = replace(config(source, max_tokens), trains_vision=train_vision)
     return TrainerRank(settings, World(0, 1, torch.device("cpu")))
 
 
@@ -204,7 +204,7 @@ def on_ranks(world: World, source: Path) -> Stepped:
     """What two steps on mixed samples give, and the adapter after them; rank 0's."""
     renderer = make_renderer(source)
     batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())])
-    rank = with_model(TrainerRank(replace(config(source, 60), train_vision=True), world))
+    rank = with_model(TrainerRank(replace(config(source, 60, num_ranks=world.size), trains_vision=True), world))
     return two_steps(rank, "m", batch)
 
 
@@ -245,7 +245,7 @@ async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, rend
     for one, other in itertools.combinations(expected.values(), 2):
         assert max(np.abs(a - b).max() for a, b in zip(one, other, strict=True)) > 0.1
     works = list(itertools.product(range(len(data)), weights))
-    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), train_vision=True))
+    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), trains_vision=True))
     await running.start()
     try:
         scores = [sample(running, scoring(data[index].model_input), weights[one]) for index, one in works]

@@ -433,7 +433,7 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
     ]
     weights = []
     for num_ranks in (1, 2):
-        ranked = TrainerClient(config(tiny_vl, max_tokens=60), num_ranks=num_ranks)
+        ranked = TrainerClient(config(tiny_vl, max_tokens=60, num_ranks=num_ranks))
         await ranked.start()
         try:
             await ranked.create_model("m", LORA, "owner")
@@ -460,7 +460,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
         model_input=prompt(words(3), cut), loss_fn_inputs=datum(prompt(words(3), whole), renderer).loss_fn_inputs
     )
     good = datum(MIXED["text"], renderer)
-    ranked = TrainerClient(config(tiny_vl), num_ranks=2)
+    ranked = TrainerClient(config(tiny_vl, num_ranks=2))
     await ranked.start()
     try:
         await ranked.create_model("m", LORA, "owner")
@@ -475,7 +475,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
 
 
 async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
-    ranked = TrainerClient(config(tiny_vl, max_context_length=64), num_ranks=1)
+    ranked = TrainerClient(config(tiny_vl, max_context_length=64))
     good = datum(MIXED["text"], renderer)
     inputs = good.loss_fn_inputs
 
@@ -509,10 +509,10 @@ async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
 
 
 async def test_threads_of_a_rank_on_the_cpu_sleep_while_they_wait(tiny_text):
-    ranked = TrainerClient(config(tiny_text, max_context_length=64), num_ranks=1)
+    ranked = TrainerClient(config(tiny_text, max_context_length=64))
     await ranked.start()
     try:
-        environment = psutil.Process(ranked._ranks[0].process.pid).environ()
+        environment = psutil.Process(ranked._supervisor.children[0].process.pid).environ()
     finally:
         await ranked.stop()
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -173,14 +173,14 @@ def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, m
 
 @pytest.fixture
 async def two_ranks(tiny_vl, renderer) -> AsyncIterator[TrainerClient]:
-    ranked = TrainerClient(config(tiny_vl, max_tokens=60), num_ranks=2)
+    ranked = TrainerClient(config(tiny_vl, max_tokens=60, num_ranks=2))
     await ranked.start()
     yield ranked
     await ranked.stop()
 
 
 async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, tiny_vl, renderer, tmp_path, data):
-    one = TrainerClient(config(tiny_vl, max_tokens=60), num_ranks=1)
+    one = TrainerClient(config(tiny_vl, max_tokens=60))
     await one.start()
     try:
         for ranked, name in ((two_ranks, "two"), (one, "one")):

@@ -22,11 +22,11 @@ from tests.trainers import LORA, SMOOTH, config
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_ranks_that_die_or_hang_are_started_again_by_the_next_model(tiny_text: Path, num_ranks: int) -> None:
     batch = cross_entropy([datum(prompt(words(9)), make_renderer(tiny_text))])
-    client = TrainerClient(config(tiny_text), num_ranks=num_ranks, patience_s=20)
+    client = TrainerClient(config(tiny_text, num_ranks=num_ranks), patience_s=20)
     await client.start()
     try:
         await client.create_model("first", LORA, "owner")
-        idle = client._ranks[-1]
+        idle = client._supervisor.children[-1]
         os.kill(idle.process.pid, signal.SIGKILL)
         await asyncio.wait_for(idle.died.wait(), 10)
         await client.create_model("second", LORA, "owner")  # and not only the one after it
@@ -35,7 +35,7 @@ async def test_ranks_that_die_or_hang_are_started_again_by_the_next_model(tiny_t
         await client.forward_backward("second", batch, backward=True)
 
         client._patience_s = 2
-        os.kill(client._ranks[-1].process.pid, signal.SIGSTOP)
+        os.kill(client._supervisor.children[-1].process.pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(ChildHangs, match="has not answered in time"):
             await client.optim_step("second", SMOOTH)

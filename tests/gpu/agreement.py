@@ -5,12 +5,18 @@ The bounds are twice what vLLM and transformers differ by on one H200 with rando
 
 import numpy as np
 
+from backends.model_spec import Placement
 from tests.factories import datum
 from tests.servers import sdk_input
 from tests.training import logprobs_of
 
 MEAN, LARGEST = 0.03, 0.2
-ON_CUDA = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_fraction": 0.2, "kv_cache_bytes": 1 << 30}
+ON_CUDA = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "placement": Placement(sampler_fraction=0.2),
+    "kv_cache_bytes": 1 << 30,
+}
 """Of a sampler's config, beside a trainer in the test's own process."""
 
 

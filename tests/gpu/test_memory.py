@@ -38,20 +38,23 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
     await backend.start()
     try:
         loaded = [backend.models[name] for name in models]
-        assert sum(model.placement.sampler_fraction for model in loaded) == pytest.approx(0.4)
+        assert sum(model.info.placement.sampler_fraction for model in loaded) == pytest.approx(0.4)
         before = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
         for model in loaded:
             await model.trainer.create_model("m", LORA, "owner")
         free, total = torch.cuda.mem_get_info()
         print(f"{free / 2**30:.1f} GiB of {total / 2**30:.1f} are free beside two models")
         # As the trainers may; this process stands in for them.
-        share = sum(model.placement.trainer_fraction for model in loaded)
+        share = sum(model.info.placement.trainer_fraction for model in loaded)
         filled = torch.empty(int(share * total), dtype=torch.uint8, device="cuda")
-        host = loaded[0].sampler._child.process.pid
-        assert psutil.Process(loaded[0].trainer._ranks[0].process.pid).environ()["CUDA_VISIBLE_DEVICES"] == "0"
+        host = loaded[0].sampler._supervisor.children[0].process.pid
+        assert (
+            psutil.Process(loaded[0].trainer._supervisor.children[0].process.pid).environ()["CUDA_VISIBLE_DEVICES"]
+            == "0"
+        )
         os.kill(host, signal.SIGKILL)
         after = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
-        assert loaded[0].sampler._child.process.pid != host
+        assert loaded[0].sampler._supervisor.children[0].process.pid != host
         assert after == before
         del filled
         for model in loaded:

@@ -45,9 +45,9 @@ SEEING = Trainable(rank=8, seed=1, train_vision=True)
 SMOOTH = AdamParams(learning_rate=0.05, eps=1.0)
 MODES = {
     "all weights": Mode({"full": True}, FULL, AdamParams(learning_rate=1e-2, eps=1e-2)),
-    "tower": Mode({"train_vision": True}, SEEING, SMOOTH),
-    "tower of Qwen3-VL MoE": Mode({"train_vision": True}, SEEING, SMOOTH, "Qwen3-VL MoE"),
-    "tower of Qwen2.5-VL": Mode({"train_vision": True}, SEEING, SMOOTH, "Qwen2.5-VL"),
+    "tower": Mode({"trains_vision": True}, SEEING, SMOOTH),
+    "tower of Qwen3-VL MoE": Mode({"trains_vision": True}, SEEING, SMOOTH, "Qwen3-VL MoE"),
+    "tower of Qwen2.5-VL": Mode({"trains_vision": True}, SEEING, SMOOTH, "Qwen2.5-VL"),
 }
 
 

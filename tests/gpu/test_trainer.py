@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from api_schemas.training import Trainable
+from backends.model_spec import Mesh, Placement
 from backends.trainer.client import TrainerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
@@ -81,9 +82,14 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, c
     weights = []
     for num_ranks in (1, 2):
         settings = dataclasses.replace(
-            config(tiny_vl, max_tokens=60), dtype=dtype, shares_rows=True, gpu_memory_bytes=memory, **CUDA
+            config(tiny_vl, max_tokens=60),
+            dtype=dtype,
+            shares_microbatches=True,
+            mesh=Mesh(shard=num_ranks) if memory is None else Mesh(replicate=num_ranks),
+            placement=Placement(trainer_bytes=memory or 0),
+            **CUDA,
         )
-        ranked = TrainerClient(settings, num_ranks=num_ranks)
+        ranked = TrainerClient(settings)
         await ranked.start()
         try:
             for name in ("m", "other"):

@@ -22,6 +22,7 @@ from transformers import AutoModelForImageTextToText
 from api_schemas.inputs import Datum
 from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.inputs.rendering import Renderer
+from backends.model_spec import Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import Shape, make_model
@@ -114,7 +115,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rank(source: Path) -> TrainerRank:
     settings = dataclasses.replace(
-        config(source, MAX_TOKENS, 8192), device="cuda", dtype="bfloat16", shares_rows=True, gpu_memory_bytes=30 << 30
+        config(source, MAX_TOKENS, 8192),
+        device="cuda",
+        dtype="bfloat16",
+        shares_microbatches=True,
+        placement=Placement(trainer_bytes=30 << 30),
     )
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
 

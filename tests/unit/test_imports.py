@@ -19,6 +19,7 @@ SEEN_OF_BACKENDS = (
     "backends.files",
     "backends.lru",
     "backends.processes.spans",
+    "backends.processes.crash_isolation",
     "backends.processes.fair_queue",
 )
 

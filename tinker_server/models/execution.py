@@ -9,7 +9,7 @@ from typing import Protocol
 
 from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
 from tinker_server.errors import DatabaseUnavailable, GradientIncomplete, Superseded
-from tinker_server.models.crash_isolation import Suspects
+from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.models.model import Model
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.tracing.hooks import Tracing
@@ -41,11 +41,11 @@ class Execution:
         self._runner = runner
         self._metrics = metrics
         self._tracing = tracing
-        self._suspects = Suspects(futures)
+        self._left = LeftOperations(futures)
 
     def take_up(self, unfinished: list[Operation]) -> None:
         """Accept again what an earlier server left."""
-        self._suspects.take_up(unfinished)
+        self._left.isolate(unfinished)
         for operation in unfinished:
             self._tracing.accepted(operation, operation.request_id)
 
@@ -66,7 +66,7 @@ class Execution:
         """Run an operation, again where something died under it. `missing` says what its model's gradient lacks."""
         with self._tracing.running(operation):
             try:
-                async with self._suspects.trial(operation):
+                async with self._left.attempt(operation):
                     return await self._retried(operation, model, missing)
             except (BackendFailed, Superseded) as error:  # of the trial
                 return _failed(operation, error)
@@ -102,7 +102,7 @@ class Execution:
 
     def fail(self, operation: Operation, error: Exception) -> None:
         """End an operation that is not run."""
-        self._suspects.forget(operation.request_id)
+        self._left.release(operation.request_id)
         self.complete(operation, _failed(operation, error))
 
     def complete(self, operation: Operation, result: Result, *, logged: bool = False) -> Result:

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from backends.protocol import Loading, LoadingHearer
+from backends.protocol import Loading, OnLoading
 
 log = logging.getLogger(__name__)
 LINES_S = 10.0
@@ -29,14 +29,14 @@ _LAST_LINES_S = 2.0
 
 
 @contextlib.contextmanager
-def shown() -> Iterator[LoadingHearer]:
+def shown() -> Iterator[OnLoading]:
     """Show reported progress on standard error within the block."""
     terminal = sys.stderr
     if terminal.isatty() and not Console(file=terminal).is_dumb_terminal:
         with Bars(terminal) as bars:
-            yield bars.hear
+            yield bars.on_loading
     else:
-        yield Lines().hear
+        yield Lines().on_loading
 
 
 class Processes:
@@ -49,7 +49,7 @@ class Processes:
         return bool(self._now)
 
     def note(self, process: str, loading: Loading | None) -> None:
-        """As a LoadingHearer."""
+        """As an OnLoading."""
         if loading is None:
             self._now.pop(process, None)
         else:
@@ -69,8 +69,8 @@ class Lines:
         self._processes = Processes()
         self._next: asyncio.TimerHandle | None = None
 
-    def hear(self, process: str, loading: Loading | None) -> None:
-        """A LoadingHearer."""
+    def on_loading(self, process: str, loading: Loading | None) -> None:
+        """An OnLoading."""
         self._processes.note(process, loading)
         if self._next is not None and not self._processes:
             self._next.cancel()
@@ -111,8 +111,8 @@ class Bars:
         if self._copying is not None:
             self._copying.join(_LAST_LINES_S)
 
-    def hear(self, process: str, loading: Loading | None) -> None:
-        """A LoadingHearer."""
+    def on_loading(self, process: str, loading: Loading | None) -> None:
+        """An OnLoading."""
         if self._copying is None:
             self._share()
         self._processes.note(process, loading)

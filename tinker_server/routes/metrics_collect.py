@@ -85,9 +85,9 @@ def _engines(uses: dict[str, EngineUse]) -> Iterator[Metric]:
     adapters: dict[tuple[str, ...], float] = {}
     for name, use in uses.items():
         sequences |= {
-            (name, "running"): use.rows_running,
-            (name, "waiting"): use.rows_waiting,
-            (name, "most"): use.max_rows,
+            (name, "running"): use.sequences_running,
+            (name, "waiting"): use.sequences_waiting,
+            (name, "most"): use.max_sequences,
         }
         adapters |= {(name, "running"): use.adapters, (name, "most"): use.max_adapters}
     yield _gauge("tinker_engine_sequences", "Sequences in the sampler.", ("base_model", "state"), sequences)

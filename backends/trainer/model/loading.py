@@ -20,9 +20,9 @@ from transformers.utils.logging import set_tqdm_hook
 
 from backends.families.family import Family
 from backends.formats.model_files import tensor_bytes
+from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
-from backends.trainer.commands import TrainerConfig
 from backends.trainer.distributed import Root, World, shard
 from backends.trainer.model import attention
 
@@ -32,7 +32,7 @@ _LOADING = "Loading weights"
 """Label of transformers' progress bar, which goes over the model's parameters by name, each with its tensors."""
 
 
-def load(config: TrainerConfig, family: Family, world: World, *, is_sharded: bool) -> Root:
+def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -> Root:
     """Load the frozen base to this rank's device: its shard of each parameter if `is_sharded`, else the whole.
 
     Raises BackendFailed with the names of tensors that the files lack, that have another shape than the model's, or
@@ -44,7 +44,7 @@ def load(config: TrainerConfig, family: Family, world: World, *, is_sharded: boo
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
         model, found = family.model_class.from_pretrained(
-            config.source,
+            config.directory,
             dtype=dtype,
             attn_implementation=attention_name,
             output_loading_info=True,
@@ -52,8 +52,8 @@ def load(config: TrainerConfig, family: Family, world: World, *, is_sharded: boo
         )
     finally:
         hook.remove()
-    _check(found, config.source)
-    own = shards.of(model, config.source)
+    _check(found, config.directory)
+    own = shards.of(model, config.directory)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)

@@ -11,7 +11,7 @@ import numpy as np
 from api_schemas.inputs import Datum, ImageChunk
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput
 from backends.protocol import InvalidInput
-from backends.trainer.commands import NewPass
+from backends.trainer.commands import NewRequest
 from backends.trainer.model.packing import plan_steps
 from backends.trainer.step.losses import LOSSES, metrics
 from backends.trainer.step.validation import loss_config
@@ -38,7 +38,7 @@ class BatchRequest:
 
     def __init__(
         self,
-        new: NewPass,
+        new: NewRequest,
         model: TrainedModel,
         loss_input: ForwardBackwardInput,
         plan: Sequence[Sequence[Sequence[int]]],

@@ -87,7 +87,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path: Path) -> None
 SERVER_OF_FAKES = """
 import sys, tinker_server.__main__ as main, tinker_server.app as app
 from tests.fakes import FakeBackend
-main.create_app = lambda settings, hear: app.create_app(settings, FakeBackend())
+main.create_app = lambda settings, on_loading: app.create_app(settings, FakeBackend())
 sys.exit(main.main())
 """
 

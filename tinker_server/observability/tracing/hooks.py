@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from backends.processes.spans import ProcessSpan, heard_by
+from backends.processes.spans import ProcessSpan, spans_to
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.store.futures.records import Operation
@@ -61,7 +61,7 @@ class Tracing:
             trace.begin("run")
         token = _current.set(trace)
         try:
-            with heard_by(on_span):
+            with spans_to(on_span):
                 yield
         finally:
             _current.reset(token)

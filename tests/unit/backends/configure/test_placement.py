@@ -107,7 +107,7 @@ def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are
 ) -> None:
     config = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", full=True)
     machine = Machine(64 * GIB)
-    size = find("a", tiny_vl, "cpu", config, machine).size
+    size = find("a", tiny_vl, config, machine).size
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tiny_vl))
     trained = sum(one.numel() for name, one in model.named_parameters() if ".visual." not in name)
@@ -116,4 +116,4 @@ def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are
         describe_models(config.model_copy(update={"train_vision": True}), machine)
     experts = make_tiny_vl(tmp_path / "moe", moe=True)
     with pytest.raises(BackendFailed, match=r"backend\.full.* experts .*mlp\.experts\.gate_up_proj"):
-        find("a", experts, "cpu", config, machine)
+        find("a", experts, config, machine)

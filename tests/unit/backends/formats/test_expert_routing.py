@@ -201,7 +201,7 @@ def test_models_in_one_microbatch_have_each_its_own_routing(tmp_path: Path) -> N
     renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
     data = data_of(renderer)
     keep(files, renderer, data[1], 1)
-    rank = replaying(source, tmp_path / "routing", shares_rows=True)
+    rank = replaying(source, tmp_path / "routing", shares_microbatches=True)
     rank.create_model("n", LORA)
     batch = cross_entropy(data)
     alone = [forward_backward(rank, name, batch, False) for name in ("m", "n")]
@@ -238,7 +238,7 @@ def test_a_sample_does_not_fail_if_its_routing_cannot_be_written(tmp_path: Path,
 
 
 def replaying_rank(world: World, source: Path, directory: Path) -> Stepped:
-    rank = TrainerRank(replace(config(source, 30), routing_dir=directory), world)
+    rank = TrainerRank(replace(config(source, 30, num_ranks=world.size), routing_dir=directory), world)
     rank.create_model("m", LORA)
     return two_steps(rank, "m", cross_entropy(data_of(make_renderer(source))))
 
@@ -281,6 +281,5 @@ def test_replay_is_refused_if_no_model_has_experts_and_skipped_for_those_without
         describe_models(given, Machine(8 << 30))
     both = given.model_copy(update={"models": {"dense": str(dense), "mixture": str(mixture)}})
     described = describe_models(both, Machine(8 << 30))
-    assert described["dense"].trainer._config.routing_dir is described["dense"].sampler._config.routing_dir is None
-    assert described["mixture"].trainer._config.routing_dir == described["mixture"].sampler._config.routing_dir
-    assert described["mixture"].trainer._config.routing_dir is not None
+    assert described["dense"].spec.routing_dir is None
+    assert described["mixture"].spec.routing_dir is not None

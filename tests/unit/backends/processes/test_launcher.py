@@ -7,20 +7,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import uvloop
 
+from backends.model_spec import Mesh, Placement
 from backends.processes.launcher import launch, launch_trainer
 from backends.processes.rpc import ChildDied
 from backends.protocol import InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
+from tests.specs import tiny_spec
 
 SERVER = """
 import asyncio
-from backends.processes.launcher import launch, launch_trainer
+from backends.processes.launcher import launch
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap
 
 async def main():
@@ -143,7 +146,8 @@ async def environment(pid: int) -> dict[str, str]:
 
 async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7")
-    ranks = await launch_trainer("tiny", num_ranks=2, device="cuda", gpus=(1, 2))
+    spec = replace(tiny_spec(Path()), device="cuda", mesh=Mesh(shard=2), placement=Placement((1, 2)))
+    ranks = await launch_trainer(spec)
     try:
         found = [await environment(rank.process.pid) for rank in ranks]
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from backends.processes.launcher import launch
 from backends.processes.rpc import ChildDied
-from backends.processes.spans import ProcessSpan, heard_by
+from backends.processes.spans import ProcessSpan, spans_to
 from backends.protocol import InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Nap, Zeros
 
@@ -21,7 +21,7 @@ async def test_calls_are_told_with_the_times_of_their_process_and_what_became_of
     try:
         async with asyncio.timeout(60):
             await child.call(Zeros(1))  # to nobody
-            with heard_by(heard.append):
+            with spans_to(heard.append):
                 await asyncio.create_task(child.call(Nap(1)))
                 with pytest.raises(InvalidInput, match="ask for less at once"):
                     await child.call(Zeros(2 * LONGEST_ANSWER))

@@ -11,7 +11,7 @@ from backends.protocol import EncodedBatch, SamplingTask
 from tests.fakes import FakeSampler, FakeTrainer
 from tests.submitting import Client, server
 from tinker_server.errors import Superseded
-from tinker_server.models.crash_isolation import Suspects
+from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.store.database import Database
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.futures.store import FutureStore
@@ -124,9 +124,9 @@ async def test_a_server_whose_database_was_taken_begins_nothing_that_was_left() 
         async def note_try(self, request_id: str, number: int) -> None:
             raise Superseded("another server has taken the database")
 
-    suspects = Suspects(Taken(Database("sqlite+aiosqlite://"), 0))
+    operations = LeftOperations(Taken(Database("sqlite+aiosqlite://"), 0))
     left = Operation("forward_backward", "model", 1, b"", "", "alice", "", 0, "a", accepted_at=0.0, tries=0)
-    suspects.take_up([left])
+    operations.isolate([left])
     with pytest.raises(Superseded):
-        async with suspects.trial(left):
+        async with operations.attempt(left):
             pytest.fail("it was begun")

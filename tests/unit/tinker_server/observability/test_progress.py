@@ -40,15 +40,15 @@ def test_a_rank_counts_every_byte_of_its_files_and_says_what_comes_next(tiny_vl:
 async def test_the_log_has_a_line_for_each_process_until_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tinker_server.observability.progress")
     lines = Lines(every_s=0.01)
-    lines.hear("trainer qwen rank 0", Loading("reads weights", 1 << 30, 9 << 30))
-    lines.hear("sampler qwen", Loading("starts"))
-    lines.hear("sampler ready", Loading("starts"))
-    lines.hear("sampler ready", None)
+    lines.on_loading("trainer qwen rank 0", Loading("reads weights", 1 << 30, 9 << 30))
+    lines.on_loading("sampler qwen", Loading("starts"))
+    lines.on_loading("sampler ready", Loading("starts"))
+    lines.on_loading("sampler ready", None)
     async with asyncio.timeout(20):
         while len(caplog.messages) < 2:  # noqa: ASYNC110 - the log tells nobody
             await asyncio.sleep(0.01)
-    lines.hear("trainer qwen rank 0", None)
-    lines.hear("sampler qwen", None)
+    lines.on_loading("trainer qwen rank 0", None)
+    lines.on_loading("sampler qwen", None)
     first, second = caplog.messages[:2]
     assert re.fullmatch(r"loading: trainer qwen rank 0 reads weights, 1\.0 of 9\.0 GiB, \d+ s", first)
     assert re.fullmatch(r"loading: sampler qwen starts, \d+ s", second)
@@ -65,22 +65,22 @@ def test_on_a_terminal_each_process_has_a_line_and_no_other_line_is_lost() -> No
         log.addHandler(handler)
         try:
             with Bars(end) as bars:
-                bars.hear("trainer qwen rank 0", Loading("reads weights", 1 << 30, 9 << 30))
-                bars.hear("sampler qwen", Loading("starts"))
+                bars.on_loading("trainer qwen rank 0", Loading("reads weights", 1 << 30, 9 << 30))
+                bars.on_loading("sampler qwen", Loading("starts"))
                 seen.wait(lambda lines: len(lines) == 2)
                 for number in range(3):
                     subprocess.run(["sh", "-c", f"echo child {number} >&2"], stderr=sys.stderr, check=True, timeout=60)
                     log.warning("server %d", number)
-                bars.hear("trainer qwen rank 0", Loading("reads weights", 9 << 30, 9 << 30))
+                bars.on_loading("trainer qwen rank 0", Loading("reads weights", 9 << 30, 9 << 30))
                 lines = seen.wait(lambda lines: len(lines) == 8 and "9.0 of 9.0" in lines[6])
                 said = [f"{who} {number}" for number in range(3) for who in ("child", "server")]
                 assert sorted(lines[:6]) == sorted(said)
                 assert lines[6].startswith("trainer qwen rank 0 ") and lines[6].endswith("reads weights 9.0 of 9.0 GiB")
                 assert re.fullmatch(r"sampler qwen .* \d+ s starts", lines[7])
-                bars.hear("sampler qwen", None)
-                bars.hear("trainer qwen rank 0", None)
+                bars.on_loading("sampler qwen", None)
+                bars.on_loading("trainer qwen rank 0", None)
                 log.warning("ready")
-                bars.hear("sampler qwen", Loading("starts"))  # it died
+                bars.on_loading("sampler qwen", Loading("starts"))  # it died
                 seen.wait(lambda lines: len(lines) == 8 and lines[6] == "ready")
             log.warning("ended")
         finally:

@@ -49,6 +49,6 @@ def test_the_planned_size_of_an_adapter_is_its_size(kind, train_vision, tmp_path
     if train_vision and (family.vision is None or family.vision.lora is None):
         pytest.skip("has no tower that can be trained")
     planned = check_coverage(family, model_config, str(source), train_vision=train_vision).adapter
-    rank = TrainerRank(replace(config(source), train_vision=train_vision), World(0, 1, torch.device("cpu")))
+    rank = TrainerRank(replace(config(source), trains_vision=train_vision), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA.model_copy(update={"train_vision": train_vision}))
     assert sum(one.numel() for one in rank.models["m"].parameters) == LORA.rank * planned

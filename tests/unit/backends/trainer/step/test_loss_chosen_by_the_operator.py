@@ -10,6 +10,7 @@ import torch
 from api_schemas.inputs import Datum
 from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
+from backends.configure.create import make_models
 from backends.configure.describe import default_lora_rank, describe_models
 from backends.configure.placement import Machine
 from backends.inputs.rendering import Renderer
@@ -82,7 +83,7 @@ def test_samples_for_it_are_taken_where_it_is_answered(tiny_vl: Path, chosen: st
         }
     )
     backend = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", stable_reinforce=chosen)
-    model = describe_models(backend, Machine(64 * GIB))["a"]
+    model = make_models(describe_models(backend, Machine(64 * GIB)))["a"]
     if chosen:
         assert model.check_sample(request) == 3
         return
@@ -93,7 +94,7 @@ def test_samples_for_it_are_taken_where_it_is_answered(tiny_vl: Path, chosen: st
 def test_the_largest_rank_is_128_and_less_where_memory_is_small(tiny_vl: Path) -> None:
     def largest(main_bytes: int, **settings: int) -> int:
         backend = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", **settings)
-        return describe_models(backend, Machine(main_bytes))["a"].info.max_lora_rank
+        return describe_models(backend, Machine(main_bytes))["a"].spec.max_lora_rank
 
     assert largest(64 * GIB) == 128
     assert largest(64 * GIB, max_lora_rank=16) == 16

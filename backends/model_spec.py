@@ -1,0 +1,72 @@
+"""The description of one served base model, passed whole from configuration to clients, trainer ranks and sampler."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from backends.protocol import BaseModelInfo
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes along which a trainer's ranks divide the work."""
+
+    replicate: int = 1
+    """Ranks with the whole base each, which compute different samples."""
+    shard: int = 1
+    """Ranks that have the base's weights between them (FSDP2), and compute different samples too."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.replicate * self.shard
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of one base model, and its parts of their memory."""
+
+    gpus: tuple[int, ...] = ()
+    """One for each trainer rank, by the server's numbers, and the first for the sampler too; none on the CPU."""
+    trainer_fraction: float = 1.0
+    """Part of each of its GPUs that torch may fill in the trainer."""
+    sampler_fraction: float = 1.0
+    """Part of its first GPU that the sampler fills."""
+    trainer_bytes: int = 0
+    """`trainer_fraction` of the smallest of its GPUs, into which microbatches are made to fit; 0: they are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(BaseModelInfo):
+    """One served base model, as the server knows it, and with the settings by which trainer and sampler run it.
+    BackendConfig explains the settings."""
+
+    directory: str
+    """The local directory of its files."""
+    device: Device
+    dtype: Dtype
+    weight_bytes: int = 0
+    """Bytes of one copy."""
+    mesh: Mesh = Mesh()
+    placement: Placement = Placement()
+    max_tokens_per_microbatch: int
+    shares_microbatches: bool = False
+    """True if datums of several models may be computed in one microbatch."""
+    stable_reinforce: str | None = None
+    max_concurrent_samples: int
+    adapter_slots: int
+    max_images_per_prompt: int
+    image_cache_bytes: int
+    max_image_pixels: int
+    kv_cache_bytes: int | None
+    """None, on CUDA alone: what weights and activations leave of `placement.sampler_fraction`."""
+    silence_s: float
+    """A sampler that has work and takes no step for so long is ended."""
+    scratch_dir: Path
+    """The sampler's own links to adapters in use, on its machine."""
+    routing_dir: Path | None = None
+    """Directory in which the sampler records the experts of tokens, for a trainer on the same machine; None: routers
+    choose."""

@@ -1,0 +1,191 @@
+"""Keep a group of child processes running: start, watch, end and restart it. Knows nothing of what they compute."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+
+from backends.processes.rpc import STOP_S, Child
+from backends.protocol import BackendFailed, Loading, OnLoading, ProcessState, ignore_loading
+
+log = logging.getLogger(__name__)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pause before processes that did not start, or ended soon, are started again; it doubles each time."""
+GRACE_S = 1
+"""Time for processes to end by themselves when one of their group has failed."""
+_PROGRESS_S = 15
+"""Time between two checks of progress."""
+
+
+@dataclass(frozen=True)
+class Silence:
+    """The limit after which a process that has work and makes no progress is ended."""
+
+    limit_s: float
+    is_busy: Callable[[], bool]
+    progress: Callable[[Child], Awaitable[int]]
+    """Asks a process for a number that changes with its progress."""
+
+
+class Supervisor:
+    """One group of processes, which start and end together: when one dies, the others are ended."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Awaitable[list[Child]]],
+        prepare: Callable[[list[Child]], Awaitable[None]],
+        *,
+        restart: Callable[[], Awaitable[object]] | None = None,
+        silence: Silence | None = None,
+    ) -> None:
+        """`name` is the group's in the log. `prepare` makes processes that have just been started ready for work.
+        `restart` is awaited after a death and calls `running`; without it, the group is started again when somebody
+        else calls that."""
+        self.children: list[Child] = []
+        """The processes that are ready; empty while there are none."""
+        self.on_loading: OnLoading = ignore_loading
+        self._name, self._start_processes, self._prepare = name, start, prepare
+        self._restart, self._silence = restart, silence
+        self._latest: list[Child] = []
+        self._starting: asyncio.Task[list[Child]] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._pause_s = 0.0
+        """Pause before the next restart after a death."""
+        self._num_restarts = 0
+        self._restarted = asyncio.Condition()
+
+    async def start(self, on_loading: OnLoading) -> None:
+        """Start the group. `on_loading` is called during this start and later ones. Raises BackendFailed."""
+        self.on_loading = on_loading
+        await self._start()
+
+    async def stop(self) -> None:
+        """End the group for good."""
+        tasks = [task for task in (self._starting, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.end(STOP_S)
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the group is ready and no process of it has died."""
+        return bool(self.children) and not any(child.died.is_set() for child in self.children)
+
+    def processes(self) -> list[ProcessState]:
+        """Return the states of the processes that were started last."""
+        return [
+            ProcessState(one.name, one.process.pid, not one.died.is_set(), self._num_restarts) for one in self._latest
+        ]
+
+    async def running(self) -> list[Child]:
+        """Return the living group. The first caller after a death starts another one, and all wait for it, however
+        many attempts that takes."""
+        if self.is_alive:
+            return self.children
+        if self._starting is None or self._starting.done():
+            name = f"start of {self._name}"
+            self._starting = asyncio.create_task(self._start_again(), name=name, context=Context())
+        return await asyncio.shield(self._starting)
+
+    async def restarted(self, seen: int) -> int:
+        """Wait until the group has been restarted more than `seen` times; return how many times it has been."""
+        async with self._restarted:
+            await self._restarted.wait_for(lambda: self._num_restarts > seen)
+            return self._num_restarts
+
+    async def end(self, grace_s: float = GRACE_S) -> None:
+        """End the group, and wait until all processes that are being ended are gone."""
+        children, self.children = self.children, []
+        await self._end(children, grace_s)
+
+    async def _end(self, children: Sequence[Child], grace_s: float) -> None:
+        """Continues in tasks of its own if the caller is cancelled: no process is left behind."""
+        for child in children:
+            task = asyncio.create_task(child.stop(grace_s), name=f"end of {child.name}", context=Context())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _start_again(self) -> list[Child]:
+        await self.end()
+        pause_s = FIRST_PAUSE_S
+        while True:
+            log.warning("%s is started again", self._name)
+            try:
+                await self._start()
+            except (BackendFailed, OSError) as error:
+                log.error("%s does not start: %s; its work waits for %s s", self._name, error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            async with self._restarted:
+                self._num_restarts += 1
+                self._restarted.notify_all()
+            return self.children
+
+    async def _start(self) -> None:
+        began, children = time.monotonic(), list[Child]()
+        try:
+            self._latest = children = await self._start_processes()
+            for child in children:
+                self.on_loading(child.name, Loading("starts"))
+            await self._prepare(children)
+        except BaseException:
+            await self._end(children, GRACE_S)
+            raise
+        finally:
+            for child in children:
+                self.on_loading(child.name, None)
+        log.info("%s is ready after %.0f s", self._name, time.monotonic() - began)
+        self.children = children
+        if self._watching is not None:
+            self._watching.cancel()
+        watching = self._watch(children)
+        self._watching = asyncio.create_task(watching, name=f"watch over {self._name}", context=Context())
+
+    async def _watch(self, children: Sequence[Child]) -> None:
+        """End the group once one of it has died or is silent, then have it started again."""
+        began = time.monotonic()
+        await self._wait_for_failure(children)
+        await self.end()
+        if self._restart is None:
+            return
+        lived_long = time.monotonic() - began > LONGEST_PAUSE_S
+        self._pause_s = 0 if lived_long else min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
+        await asyncio.sleep(self._pause_s)
+        await self._restart()
+
+    async def _wait_for_failure(self, children: Sequence[Child]) -> None:
+        deaths = [asyncio.create_task(child.died.wait()) for child in children]
+        silences = [] if self._silence is None else [_wait_for_silence(one, self._silence) for one in children]
+        waiting = [*deaths, *map(asyncio.create_task, silences)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+
+async def _wait_for_silence(child: Child, silence: Silence) -> None:
+    seen, since = -1, time.monotonic()
+    while True:
+        await asyncio.sleep(min(_PROGRESS_S, silence.limit_s / 4))
+        now = time.monotonic()
+        if not silence.is_busy():
+            since = now
+        elif now - since > silence.limit_s:
+            log.error("the %s has made no progress for %.0f s and is ended", child.name, now - since)
+            return
+        else:
+            with contextlib.suppress(TimeoutError, BackendFailed):
+                async with asyncio.timeout(silence.limit_s - (now - since)):
+                    progress = await silence.progress(child)
+                if progress != seen:
+                    seen, since = progress, time.monotonic()

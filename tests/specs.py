@@ -1,0 +1,30 @@
+"""How a tiny model is served in tests."""
+
+from pathlib import Path
+
+from backends.model_spec import ModelSpec
+
+
+def tiny_spec(source: Path) -> ModelSpec:
+    return ModelSpec(
+        name="tiny",
+        source=str(source),
+        directory=str(source),
+        fingerprint="",
+        arch="",
+        vocab_size=0,
+        takes_images=True,
+        device="cpu",
+        dtype="float32",
+        max_context_length=1024,
+        max_lora_rank=64,
+        max_tokens_per_microbatch=1024,
+        max_concurrent_samples=256,
+        adapter_slots=4,
+        max_images_per_prompt=8,
+        image_cache_bytes=1 << 26,
+        max_image_pixels=10**7,
+        kv_cache_bytes=64 << 20,
+        silence_s=600,
+        scratch_dir=Path("scratch"),
+    )

@@ -1,0 +1,100 @@
+"""A group of processes starts and ends together, and is started again. Real processes that do nothing."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from backends.processes import supervisor
+from backends.processes.launcher import launch
+from backends.processes.rpc import Child
+from backends.processes.supervisor import Silence, Supervisor
+from backends.protocol import BackendFailed, Loading, ignore_loading
+from tests.busy_child import Nap
+
+
+class Group:
+    """Two processes, the starts of which can be made to fail."""
+
+    def __init__(self) -> None:
+        self.started: list[Child] = []
+        self.failures = 0
+
+    async def start(self) -> list[Child]:
+        children = [await launch(f"busy {number}", "tests.busy_child", {}) for number in range(2)]
+        self.started += children
+        return children
+
+    async def prepare(self, children: list[Child]) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise BackendFailed("there is no memory left")
+        await asyncio.gather(*(child.call(Nap(0)) for child in children))
+
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self.started if psutil.pid_exists(child.process.pid)]
+
+
+@pytest_asyncio.fixture
+async def group() -> AsyncIterator[Group]:
+    group = Group()
+    yield group
+    assert group.pids() == []
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
+
+
+async def test_when_one_dies_the_others_end_and_the_next_caller_starts_all_again(group: Group) -> None:
+    heard: list[tuple[str, Loading | None]] = []
+    supervised = Supervisor("two", group.start, group.prepare)
+    await supervised.start(lambda name, loading: heard.append((name, loading)))
+    assert [name for name, loading in heard if loading is None] == ["busy 0", "busy 1"]
+    first = supervised.children
+    os.kill(first[0].process.pid, signal.SIGKILL)
+    await asyncio.wait_for(first[1].died.wait(), 20)
+    assert not supervised.is_alive
+    group.failures = 2
+    again = await asyncio.wait_for(asyncio.gather(*(supervised.running() for _ in range(3))), 60)
+    assert group.failures == 0 and again[0] is again[1] is again[2] is supervised.children
+    assert await supervised.restarted(0) == 1
+    assert len(group.started) == 8 and len(group.pids()) == 2
+    assert [(one.is_alive, one.restarts) for one in supervised.processes()] == [(True, 1)] * 2
+    await supervised.stop()
+
+
+async def test_a_group_that_restarts_by_itself_does_not_do_so_after_it_was_stopped(group: Group) -> None:
+    async def restart() -> None:
+        await supervised.running()
+
+    supervised = Supervisor("two", group.start, group.prepare, restart=restart)
+    await supervised.start(ignore_loading)
+    os.kill(supervised.children[0].process.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(supervised.restarted(0), 60) == 1
+    os.kill(supervised.children[1].process.pid, signal.SIGKILL)
+    while supervised.is_alive:  # noqa: ASYNC110 - nobody is told of it
+        await asyncio.sleep(0.01)
+    await supervised.stop()
+    started = len(group.started)
+    await asyncio.sleep(0.5)
+    assert len(group.started) == started
+
+
+async def test_a_stop_that_meets_the_end_of_a_silent_process_leaves_none_behind(group: Group) -> None:
+    async def no_progress(child: Child) -> int:
+        return 0
+
+    supervised = Supervisor("two", group.start, group.prepare, silence=Silence(0.4, lambda: True, no_progress))
+    await supervised.start(ignore_loading)
+    for child in supervised.children:
+        psutil.Process(child.process.pid).suspend()
+    while supervised.children:  # noqa: ASYNC110 - nobody is told of it
+        await asyncio.sleep(0.01)
+    await supervised.stop()
+    assert group.pids() == []
