@@ -192,45 +192,58 @@ def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, 
     source = make_tiny_vl(tmp_path / "model", tie=tie)
     rank = trainer(source)
     rank.create_model("m", LORA)
-    model = get_peft_model(
-        AutoModelForImageTextToText.from_pretrained(source),
-        PeftLoraConfig(
-            r=8,
-            lora_alpha=32,
-            target_modules=r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)",
-        ),
-    )
-    # In float64: PEFT's own rounding in float32, blown up by Adam, is as large as the tolerance.
-    model = model.eval().double()
-    own = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if "lora_" in name}
-    theirs = lora_model(rank, "m").tensors
-    assert own.keys() == theirs.keys()
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(theirs[name])
-    optimizer = torch.optim.AdamW(
-        own.values(),
-        lr=adam.learning_rate,
-        betas=(adam.beta1, adam.beta2),
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
+    # The reference is in float64. In float32 PEFT's own rounding, blown up by Adam, is about as large as the tolerance,
+    # by how much depends on the processor's kernels: it is measured, and no nearer is asked for.
+    exact, rounded = (
+        PeftSteps(source, lora_model(rank, "m").tensors, adam, dtype) for dtype in (torch.float64, torch.float32)
     )
     for step in range(5):
         data = [datum(model_input, renderer, 10 * step + i) for i, model_input in enumerate(MIXED.values())]
         forward_backward(rank, "m", cross_entropy(data), True)
         metrics = rank.optim_step("m", adam).metrics
-        for item in data:
-            weights = torch.from_numpy(item.loss_fn_inputs["weights"])[:, None]
-            (-(weights * reference_logprobs(renderer, item, model)).sum()).backward()
-        norm = torch.nn.utils.clip_grad_norm_(own.values(), adam.grad_clip_norm or float("inf"))
-        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-        optimizer.step()
-        optimizer.zero_grad()
+        norm, _ = (reference.step(renderer, data) for reference in (exact, rounded))
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    theirs, own = lora_model(rank, "m").tensors, exact.tensors
+    assert own.keys() == theirs.keys()
     # Adam divides by the gradient's own size, so that rounding (packed here, one by one there) in a
     # coordinate of hardly any gradient is blown up: tensors are compared as a whole.
-    assert relative_distance(theirs.values(), own.values()) <= 1e-5
+    rounding = relative_distance(rounded.tensors.values(), own.values())
+    assert relative_distance(theirs.values(), own.values()) <= max(1e-5, 3 * rounding)
     for name, tensor in own.items():
-        assert relative_distance([theirs[name]], [tensor]) <= 5e-5, name
+        of_tensor = relative_distance([rounded.tensors[name]], [tensor])
+        assert relative_distance([theirs[name]], [tensor]) <= max(5e-5, 3 * of_tensor), name
+
+
+class PeftSteps:
+    """The same adapter in transformers + PEFT + torch.optim, one sample after the other."""
+
+    def __init__(self, source: Path, weights: dict[str, torch.Tensor], adam: AdamParams, dtype: torch.dtype) -> None:
+        targets = r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)"
+        base = AutoModelForImageTextToText.from_pretrained(source)
+        model = get_peft_model(base, PeftLoraConfig(r=8, lora_alpha=32, target_modules=targets))
+        self.model = model.eval().to(dtype)
+        self.adam = adam
+        self.tensors = {name.replace(".default", ""): one for name, one in model.named_parameters() if "lora_" in name}
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(weights[name])
+        self.optimizer = torch.optim.AdamW(
+            self.tensors.values(),
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
+
+    def step(self, renderer: Renderer, data: list[Datum]) -> float:
+        """Return the gradient's norm."""
+        for item in data:
+            weights = torch.from_numpy(item.loss_fn_inputs["weights"])[:, None]
+            (-(weights * reference_logprobs(renderer, item, self.model)).sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.tensors.values(), self.adam.grad_clip_norm or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm.item()
 
 
 def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, renderer):
