@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, and durable once they are there, where that is wanted."""
+"""Write files and directories so that they are there whole or not at all, and durable if that is wanted."""
 
 import os
 import shutil
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Where to write a file or a directory that gets its name `path` once the block has ended.
+    """Yield a path at which to write a file or a directory; it is renamed to `path` once the block has ended.
 
-    A name that begins with a dot, in the same directory. It is removed where the block raises. What is not `durable`
+    It is in the same directory and begins with a dot. It is removed if the block raises. A file that is not `durable`
     is in the memory of this machine at first, and may be lost or half there after a power failure.
     """
     make_directory(path.parent)
@@ -33,7 +33,7 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory with all above it, durably: what is synced in it later is not found if its own name is lost."""
+    """Make a directory with all above it, durably: files synced in it later are lost if its own name is."""
     new = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(mode, parents=True, exist_ok=True)
     for one in new:
@@ -41,7 +41,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make a file durable, or a directory with all that is in it; its name too."""
+    """Make a file durable, or a directory with all that is in it; their names too."""
     for part in (*path.rglob("*"), path, path.parent) if path.is_dir() else (path, path.parent):
         _flush_one(part)
 

@@ -1,4 +1,4 @@
-"""The least recently used goes first: what every bounded cache here is made of."""
+"""A cache of bounded size that evicts the least recently used."""
 
 import threading
 from collections import OrderedDict
@@ -12,14 +12,14 @@ V = TypeVar("V")
 class LRU(Generic[K, V]):
     """Values by key, up to a total size. Safe to use from several threads."""
 
-    def __init__(self, max_size: int, size_of: Callable[[V], int] = lambda _: 1, *, trims_itself: bool = True) -> None:
+    def __init__(self, max_size: int, size_of: Callable[[V], int] = lambda _: 1, *, evicts: bool = True) -> None:
         """`size_of` a value is in the unit of `max_size`: bytes, or one each by default.
 
-        Without `trims_itself` nothing goes until `trim` is called, so that what is in use can be held for a while.
+        Without `evicts` nothing is evicted until `trim` is called, so that values in use can be held for a while.
         """
         self._max_size = max_size
         self._size_of = size_of
-        self._trims_itself = trims_itself
+        self._evicts = evicts
         self._values: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.RLock()
         self.size = 0
@@ -28,34 +28,34 @@ class LRU(Generic[K, V]):
         return len(self._values)
 
     def get(self, key: K) -> V | None:
-        """The value, which becomes the most recently used."""
+        """Return the value, which becomes the most recently used."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Keep a value in place of the key's old one. One that is larger than the whole cache is not kept."""
+        """Cache a value in place of the key's old one. A value larger than the whole cache is not cached."""
         with self._lock:
             self.pop(key)
             size = self._size_of(value)
-            if self._trims_itself and size > self._max_size:
+            if self._evicts and size > self._max_size:
                 return
             self._values[key] = value
             self.size += size
-            if self._trims_itself:
+            if self._evicts:
                 self.trim()
 
     def setdefault(self, key: K, value: V) -> V:
-        """The value that the key has; where it has none, `value`, which is kept."""
+        """Return the key's value; if it has none, cache and return `value`."""
         with self._lock:
-            if (kept := self.get(key)) is not None:
-                return kept
+            if (cached := self.get(key)) is not None:
+                return cached
             self.put(key, value)
             return value
 
     def pop(self, key: K) -> V | None:
-        """Forget a value and give it back."""
+        """Remove a value and return it."""
         with self._lock:
             value = self._values.pop(key, None)
             if value is not None:
@@ -63,19 +63,19 @@ class LRU(Generic[K, V]):
             return value
 
     def keep(self, wanted: Callable[[V], bool]) -> None:
-        """Forget the values that are not wanted."""
+        """Remove the values that are not wanted."""
         with self._lock:
             for key in [key for key, value in self._values.items() if not wanted(value)]:
                 self.pop(key)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         with self._lock:
             self._values.clear()
             self.size = 0
 
     def trim(self) -> None:
-        """Let the least recently used go until the rest is within the total size."""
+        """Evict the least recently used until the rest is within the total size."""
         with self._lock:
             while self.size > self._max_size:
                 self.size -= self._size_of(self._values.popitem(last=False)[1])

@@ -23,7 +23,7 @@ from api_schemas.training import (
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """The two files of a saved adapter, as PEFT and vLLM name them."""
-CANARY_FILE = "canary.json"
+LOAD_CHECK_FILE = "canary.json"
 """Beside a whole model: how its trainer scores a short text."""
 
 

@@ -292,12 +292,12 @@ def many_models(rank: TrainerRank, report: Report) -> None:
     )
     report.line("trainer, 8 models of 4 x 128, together", lengths, lambda: together(rank, batches))
     for name, _ in batches:
-        rank.tenants[name].clear_gradient()
+        rank.models[name].clear_gradient()
     shared = together(rank, batches)
     gaps, errors = [], []
     for (name, batch), output in zip(batches, shared, strict=True):
         got = gradients(rank, name)
-        rank.tenants[name].clear_gradient()
+        rank.models[name].clear_gradient()
         alone = forward_backward(rank, name, batch)
         assert isinstance(output, ForwardBackwardOutput) and alone is not None
         for one, other in zip(output.loss_fn_outputs, alone.loss_fn_outputs, strict=True):

@@ -2,7 +2,7 @@
 
 import gc
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the seconds of each folder of tests, set-up and tear-down included, over all workers."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             folder = Path(report.nodeid.partition("::")[0]).parent
             seconds["/".join(folder.parts[:2])] += report.duration
     terminalreporter.section("seconds of each folder")
-    for name, spent_s in seconds.most_common():
+    for name, spent_s in sorted(seconds.items(), key=lambda one: -one[1]):
         terminalreporter.line(f"{spent_s:8.1f}  {name}")
 
 

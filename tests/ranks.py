@@ -1,4 +1,4 @@
-"""Ranks of one trainer in processes of the test's own, where each can be given what the others are not."""
+"""Ranks of one trainer in processes of the test's own, each of which can get its own input."""
 
 import os
 import socket
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from backends.protocol import EncodedBatch
 from backends.trainer.distributed import World, join_world
 from backends.trainer.rank import TrainerRank
-from tests.trainers import SMOOTH, assert_same, forward_backward
+from tests.trainers import SMOOTH, assert_same, forward_backward, lora_model
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def on_two_ranks(function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-    """What a module's function returns on rank 0 and on rank 1 of a world of two, run side by side."""
+    """Run a module's function on both ranks of a world of two, side by side; return their values."""
     with (
         socket.create_server(("127.0.0.1", 0)) as meeting,
         ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes,
@@ -34,18 +34,18 @@ Stepped = tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]
 
 
 def two_steps(rank: TrainerRank, model_id: str, batch: EncodedBatch) -> Stepped:
-    """The log probabilities of each, on rank 0, and the adapter after them."""
+    """Return the log probabilities of each step, on rank 0, and the adapter after both."""
     found = []
     for _ in range(2):
         output = forward_backward(rank, model_id, batch, True)
         rank.optim_step(model_id, SMOOTH)
         if output is not None:
             found.append([one["logprobs"] for one in output.loss_fn_outputs])
-    return found, {name: tensor.detach().clone() for name, tensor in rank.tenants[model_id].adapter.tensors.items()}
+    return found, {name: tensor.detach().clone() for name, tensor in lora_model(rank, model_id).tensors.items()}
 
 
 def check_two_are_as_one(steps: Callable[Concatenate[World, P], Stepped], *args: P.args, **kwargs: P.kwargs) -> None:
-    """What a module's function that ends with `two_steps` gives in a world of two, and alone."""
+    """A module's function that ends with `two_steps` gives the same in a world of two and alone."""
     one, one_weights = steps(World(0, 1, torch.device("cpu")), *args, **kwargs)
     (two, two_weights), _ = on_two_ranks(steps, *args, **kwargs)
     for single, double in zip(one, two, strict=True):

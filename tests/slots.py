@@ -15,7 +15,7 @@ from backends.sampler.engine import engine_args
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.sampling import sampler_config
-from tests.trainers import config
+from tests.trainers import config, lora_model
 
 
 @asynccontextmanager
@@ -42,6 +42,6 @@ def seeing_trainer(source: Path, *change_sizes: float) -> TrainerRank:
         rank.create_model(f"m{number}", Trainable(rank=8, seed=number, train_vision=True))
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
-            for half in rank.tenants[f"m{number}"].adapter.tensors.values():
+            for half in lora_model(rank, f"m{number}").tensors.values():
                 half.add_(torch.empty(half.shape).normal_(0, size, generator=generator))
     return rank

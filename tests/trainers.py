@@ -1,4 +1,4 @@
-"""A trainer's rank in the test's own process, and what transformers computes in its place."""
+"""A trainer's rank in the test's own process, and transformers as its reference."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -15,6 +15,7 @@ from backends.model_spec import Mesh, ModelSpec
 from backends.protocol import EncodedBatch
 from backends.trainer import commands
 from backends.trainer.distributed import World
+from backends.trainer.lora.model import LoraModel
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy
 from tests.specs import tiny_spec
@@ -46,7 +47,7 @@ OWNER = "somebody"
 def forward_backward(
     rank: TrainerRank, model_id: str, batch: EncodedBatch, backward: bool = True
 ) -> ForwardBackwardOutput | None:
-    """The output, on rank 0; None on the others."""
+    """Return the output on rank 0, None on the others."""
     (outcome,) = together(rank, [(model_id, batch)], backward)
     if isinstance(outcome, Exception):
         raise outcome
@@ -56,15 +57,15 @@ def forward_backward(
 def together(
     rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]], backward: bool = True
 ) -> list[ForwardBackwardOutput | Exception | None]:
-    """Of several models in common rows, as they come."""
+    """Run requests of several models in common microbatches, as they come."""
     new = [commands.NewRequest(next(_numbers), model_id, OWNER, batch, backward) for model_id, batch in batches]
     left = [one.number for one in new]
     finished: dict[int, ForwardBackwardOutput | Exception] = {}
     arriving: list[commands.NewRequest] = new
     while left:
-        finished |= dict(rank.compute_rows(arriving, left).finished)
+        finished |= dict(rank.compute_microbatch(arriving, left).finished)
         arriving = []
-        left = [number for number in left if number in rank._passes]
+        left = [number for number in left if number in rank._requests]
     return [finished.get(one.number) for one in new]
 
 
@@ -74,7 +75,7 @@ def logprobs(rank: TrainerRank, data: list[Datum], model_id: str = "m") -> list[
 
 
 def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.Tensor]:
-    """One unpacked sample the way the processor would give it; transformers finds the positions itself."""
+    """One unpacked sample as the processor would give it; transformers finds the positions itself."""
     rendered = renderer.render(model_input, "datum")
     ids = torch.from_numpy(rendered.token_ids_T)[None]
     if not rendered.images:
@@ -101,17 +102,23 @@ def reference_logprobs(renderer: Renderer, item: Datum, model) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, targets)
 
 
+def lora_model(rank: TrainerRank, model_id: str) -> LoraModel:
+    model = rank.models[model_id]
+    assert isinstance(model, LoraModel)
+    return model
+
+
 def perturb(rank: TrainerRank, model_id: str) -> None:
     """Give B random values: a fresh adapter adds nothing and would prove nothing."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for name, tensor in rank.tenants[model_id].adapter.tensors.items():
+        for name, tensor in lora_model(rank, model_id).tensors.items():
             if ".lora_B." in name:
                 tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.05, generator=generator))
 
 
 def gradients(rank: TrainerRank, model_id: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in rank.tenants[model_id].adapter.gradients.items()}
+    return {name: tensor.clone() for name, tensor in lora_model(rank, model_id).gradients.items()}
 
 
 def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rtol: float = 1e-4) -> None:

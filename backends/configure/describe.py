@@ -110,7 +110,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         name,
         count_parameters(directory) * number_bytes,
         config.kv_cache_bytes or least_kv_cache,
-        gathered_bytes=numbers.gathered * number_bytes,
+        gathered_bytes=numbers.all_gathered * number_bytes,
         training_bytes=_training_bytes(numbers, number_bytes, device, source) if config.full else 0,
     )
     rank_bytes = config.adapter_slots * numbers.adapter * number_bytes

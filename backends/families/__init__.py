@@ -1,1 +1,1 @@
-"""Kinds of models: one file each knows a kind by name, and no other room does."""
+"""Kinds of models: each is known by name in one file here, and nowhere else."""

@@ -1,4 +1,4 @@
-"""Whether LoRA reaches every weight it could: a model of which it would train a part in silence is refused."""
+"""Check that LoRA reaches every weight it could: a model of which it would silently train a part is refused."""
 
 import math
 import re
@@ -10,30 +10,29 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from backends.families.family import Family
-from backends.families.full_weights import trained_parameters
-from backends.families.lora_names import trained_modules
+from backends.families.lora_names import trained_modules, trained_parameters
 from backends.protocol import BackendFailed
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """How many numbers a model's tensors hold."""
+    """Counts of the numbers in a model's tensors."""
 
     adapter: int
-    """Of an adapter that trains all, for each of its ranks."""
-    gathered: int
-    """Of what several trainer ranks gather of a sharded base at once: all but the layers, and two of them."""
+    """Numbers of an adapter that trains all modules, per LoRA rank."""
+    all_gathered: int
+    """Numbers of a sharded base that ranks all-gather at once: all but the layers, and two layers."""
     trained: int
-    """Of what trains where all weights do."""
+    """Numbers that full fine-tuning trains."""
     stacks: tuple[str, ...]
-    """Of that, tensors of more than two dimensions: experts, and convolutions of linear attention."""
+    """Names of those with more than two dimensions: experts, and convolutions of linear attention."""
 
 
 def check_coverage(family: Family, config: PretrainedConfig, source: str, *, train_vision: bool = False) -> Numbers:
     """Refuse a model unless every weight matrix is trained by exactly one flag, or frozen by its family.
 
     `train_vision`: the server's setting. Builds the model of `config` without memory for its weights. Raises
-    BackendFailed naming the weights.
+    BackendFailed with the weights' names.
     """
     model = _without_memory(family, config, source)
     groups = trained_modules(family, model, train_vision=train_vision)
@@ -49,13 +48,13 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     layers = [_count(layer) for layer in model.get_decoder().layers]
     trained = trained_parameters(model)
     stacks = tuple(dict.fromkeys(_without_numbers(name for name, one in trained.items() if one.dim() > 2)))
-    gathered = _count(model) - sum(layers) + 2 * max(layers)
-    return Numbers(adapter, gathered, sum(one.numel() for one in trained.values()), stacks)
+    all_gathered = _count(model) - sum(layers) + 2 * max(layers)
+    return Numbers(adapter, all_gathered, sum(one.numel() for one in trained.values()), stacks)
 
 
 def _adapter_numbers(parameters: Mapping[str, nn.Parameter]) -> int:
-    """Of a module's adapters, for each rank: inputs and outputs of each of its matrices."""
-    if "gate_up_proj" in parameters:  # two matrices of each expert in one
+    """Count the numbers of a module's adapters per rank: inputs and outputs of each matrix."""
+    if "gate_up_proj" in parameters:  # two matrices of each expert in one tensor
         num_experts, outputs, inputs = parameters["down_proj"].shape
         return 3 * num_experts * (outputs + inputs)
     shapes = [parameter.shape for parameter in parameters.values()]
@@ -88,11 +87,11 @@ def _without_memory(family: Family, config: PretrainedConfig, source: str) -> Pr
 
 
 def untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[str]) -> Iterator[str]:
-    """Names of weights that multiply activations, but belong neither to `modules` nor to anything in `frozen`, as
-    `Family.frozen` names it.
+    """Yield names of weights that multiply activations but belong neither to `modules` nor to `frozen`, which is named
+    as in `Family.frozen`.
 
-    Linear layers, experts (3-D), and whatever else has as many dimensions; not the tables of embeddings, and not
-    convolutions over time, which LoRA does not apply to.
+    These are linear layers, experts (3-D), and all else of two or more dimensions; not embedding tables, and not
+    convolutions over time, to which LoRA does not apply.
     """
     trained = set(modules)
     patterns = [re.compile(rf"{re.escape(name)}(\..+)?".replace(r"\*", r"\d+")) for name in frozen]
@@ -107,5 +106,5 @@ def untrained(model: PreTrainedModel, modules: Iterable[str], frozen: Iterable[s
 
 
 def _without_numbers(names: Iterable[str]) -> Iterator[str]:
-    """The same name for the same weight of every layer."""
+    """Give the same weight of every layer the same name."""
     return (re.sub(r"\.\d+\.", ".*.", name) for name in names)

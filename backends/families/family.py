@@ -1,6 +1,6 @@
-"""What every room may ask of a kind of model, and the values that pass between them.
+"""The `Family` protocol, by which all other code sees a kind of model, and the values that it exchanges.
 
-T tokens of an input, R rows of position ids, N tokens of an image, H hidden width of the language model
+T tokens of an input, R kinds of position ids, N tokens of an image, H hidden width of the language model
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,19 +16,19 @@ from transformers import PreTrainedModel
 LoraFlag = Literal["train_attn", "train_mlp", "train_unembed", "train_vision"]
 """A field of a request's lora_config; the last one is the server's to set."""
 ImageFeatures = tuple[Tensor, ...]
-"""What a vision tower makes of one image: its tokens [N, H] first, then whatever else the decoder takes of it."""
+"""A vision tower's output for one image: its tokens [N, H] first, then whatever else the decoder takes."""
 
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """Where an image stands in the expanded sequence."""
+    """An image's tokens in the expanded sequence."""
 
     offset: int
     num_tokens: int
     grid: tuple[int, int]
-    """As the model's `Vision` counts it."""
+    """Rows and columns, as the model's `Vision` counts them."""
     num_pixels: int
-    """Of the file, before it is resized."""
+    """Pixels of the file, before it is resized."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class RenderedImage:
     hash: str
     """sha256 of the file's bytes."""
     tensors: Mapping[str, Tensor]
-    """As forward names them, one row or more of each, but for pixels in bytes: those are as `Vision.process` gives
-    them. Pixels are missing where they were not asked for."""
+    """Tensors named as in forward, with one row or more each, except pixels in bytes: those are as `Vision.process`
+    gives them. Pixels are missing if they were not asked for."""
 
     @property
     def size_bytes(self) -> int:
@@ -49,88 +49,90 @@ class RenderedImage:
 
 @dataclass(frozen=True)
 class EngineField:
-    """How vLLM splits one of forward's tensors into images."""
+    """The rule by which vLLM splits one of forward's tensors into images."""
 
     one_row_each: bool = False
-    """Otherwise an image has as many rows as its own tensor."""
+    """If false, an image has as many rows as its own tensor."""
     stays_on_cpu: bool = False
 
 
 @dataclass(frozen=True)
 class TowerLora:
-    """Where LoRA goes in a vision tower that a server trains: into all its linears, but for those named."""
+    """The target modules in a vision tower that a server trains: all its linears except those named."""
 
     root: str
     """Full name of the tower, its mergers or projector within it."""
     frozen: Sequence[str]
-    """As `Family.frozen`, with the tower trained: its parts that are not."""
+    """As `Family.frozen`: parts that stay frozen while the tower trains."""
     engine_modules: Sequence[str]
-    """Names in the engine that are no decoder's: the last part of a name, or the whole where others end so too."""
+    """Names in the engine that no decoder has: the last part of a name, or the whole if others end so too."""
 
 
 class VisionTower(Protocol):
     """A model's vision tower, image by image."""
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """Run the tower, with a gradient where autograd records one; each image's features have memory of their own.
-        Every image has its pixels, in bytes."""
+        """Run the tower, with a gradient if autograd is enabled; each image's features have memory of their own. Every
+        image has its pixels, in bytes."""
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
-        """The arguments of the model's forward that say which images there are, without their pixels."""
+        """Return the arguments of the model's forward that describe the images, without their pixels."""
 
     def output(self, features: Sequence[ImageFeatures]) -> Any:
-        """The images' features as the model's own get_image_features returns them, after a first `compute`."""
+        """Return features in the form of the model's own get_image_features, after a first `compute`."""
 
 
 class Vision(Protocol):
-    """How a kind of model sees."""
+    """The image side of a kind of model."""
 
     @property
     def engine_fields(self) -> Mapping[str, EngineField]:
-        """How vLLM splits each of forward's tensors of images."""
+        """The rule by which vLLM splits each of forward's image tensors."""
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
-        """Arguments of vLLM's engine for prompts of at most so many images that we have processed already."""
+        """Return arguments of vLLM's engine for prompts of at most `max_images` images that we have processed
+        already."""
 
     @property
     def lora(self) -> TowerLora | None:
-        """How its tower is trained; None where it cannot be."""
+        """The tower's target modules; None if it cannot be trained."""
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns that an image of so many pixels is cut into, patches or tiles. Raises ValueError for a
-        shape it does not take."""
+        """Return the rows and columns of patches or tiles of an image of this size. Raises ValueError for a shape that
+        it does not take."""
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
-        """N of an image that is cut so."""
+        """Return N of an image with this grid."""
 
     @property
-    def place_id(self) -> int:
-        """The token by which a chat template says where an image is; `image_ids` stand in its place."""
+    def placeholder_id(self) -> int:
+        """The token by which a chat template marks an image; `image_ids` replace it."""
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
-        """[N] int64: the token ids that stand for the image, with those that the model's own processor writes around
-        and between its parts."""
+        """[N] int64: the image's token ids, with those that the model's own processor writes around and between its
+        parts."""
 
     @property
     def feature_id(self) -> int:
-        """The one of `image_ids` in whose places the image's features go."""
+        """The one of `image_ids` whose embeddings the image's features replace."""
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """All of forward's tensors of one image, by the model's own processor; of them the pixels alone are uint8, and
-        not as forward takes them yet."""
+        """Return all of forward's tensors of one image, by the model's own processor. Only the pixels are uint8, and
+        not yet as forward takes them."""
 
     @property
     def normalised(self) -> Callable[[Tensor, torch.dtype], Tensor]:
-        """What the model's own processor makes of those pixels, [P, ...] of the dtype; where they are."""
+        """Normalises those pixels as the model's own processor does: [P, ...] of the dtype, on their device."""
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
-        """Of the pixels that `process` gives."""
+        """Bytes of the pixels that `process` gives."""
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
-        """Those of `process` that the image's size alone decides."""
+        """Return those tensors of `process` that depend on the image's size alone."""
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> VisionTower:
-        """The vision tower of the model whose forward calls its own get_image_features; it sees pixels of `dtype`."""
+        """Return the vision tower of a model whose forward calls its own get_image_features; it takes pixels of
+        `dtype`."""
 
 
 class Family(Protocol):
@@ -138,29 +140,30 @@ class Family(Protocol):
 
     @property
     def vision(self) -> Vision | None:
-        """None where it takes no images."""
+        """None if the model takes no images."""
 
     @property
     def placeholders(self) -> Mapping[int, str]:
-        """Token ids that stand for an image's contents, and their names: no text holds them, no sample draws them."""
+        """Token ids that stand for an image's contents, and their names: no text holds them, and none is ever
+        sampled."""
 
     @property
     def model_class(self) -> Any:
-        """The transformers auto class that loads it."""
+        """The transformers auto class that loads the model."""
 
     def attention(self, decoder: str) -> str | dict[str, str]:
-        """transformers' attn_implementation where `decoder` names the language model's."""
+        """Return transformers' attn_implementation; `decoder` names the language model's."""
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[1, T] or [R, 1, T] int64: one input's positions, which restart with every input of a packed row."""
+        """[1, T] or [R, 1, T] int64: one input's positions, which restart with every input of a packed microbatch."""
 
     @property
     def has_linear_attention(self) -> bool:
-        """Whether layers carry a state along a row, from one sample to the next: each then has a row of its own."""
+        """True if layers carry a state from one packed sample to the next: each sample is then computed alone."""
 
     @property
     def frozen(self) -> Sequence[str]:
-        """Full names of modules that no flag trains, and nothing inside them; * is the number of any layer."""
+        """Full names of modules that no flag trains, nor anything inside them; * is the number of any layer."""
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """Full names of the modules that each flag trains."""
+        """Return the full names of the modules that each flag trains."""

@@ -1,4 +1,4 @@
-"""InternVL in transformers' own form: everything that knows it by name.
+"""InternVL in transformers' own form.
 
 P tiles, S pixels of a tile's side, N tokens of an image
 """
@@ -29,12 +29,12 @@ class InternVL(Tiled):
     frozen: Sequence[str] = ("model.vision_tower", "model.multi_modal_projector")
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
-        """`source` is the model's directory. Raises BackendFailed where it has no image processor, or another tower
-        than the engine's."""
+        """`source` is the model's directory. Raises BackendFailed if it has no image processor, or another tower than
+        the engine's."""
         taken = config.vision_feature_layer, config.vision_feature_select_strategy
         if taken != (-1, "default"):
             raise BackendFailed(
-                f"{source}: the engine takes an image's features of the tower's last layer, not {taken}"
+                f"{source}: the engine takes an image's features from the tower's last layer, not {taken}"
             )
         ids = token_ids(source, (BEGIN, END, CONTEXT), config.image_token_id)
         self.vision = InternVLVision(source, ids, config.image_seq_length)
@@ -56,26 +56,26 @@ class InternVLVision:
         self._processor = ImageProcessor(source, crop_to_patches=True)
         self.normalised = self._processor.normalised
         self._begin, self._end = ids[BEGIN], ids[END]
-        self.place_id = self.feature_id = ids[CONTEXT]
+        self.placeholder_id = self.feature_id = ids[CONTEXT]
         self._tile_tokens = tile_tokens
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
-        """No video."""
+        """Limit images, and allow no video."""
         return {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles, by the processor's own rule."""
+        """Return rows and columns of tiles, by the processor's own rule."""
         own = self._processor.own
         sides = own.size["height"], own.size["width"]
         columns, rows = get_optimal_tiled_canvas((height, width), sides, own.min_patches, own.max_patches)
         return rows, columns
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
-        """As many of each tile, and the two marks."""
+        """Return the tokens of all tiles, and the two marks."""
         return self._num_tiles(grid) * self._tile_tokens + 2
 
     def _num_tiles(self, grid: tuple[int, int]) -> int:
-        """Several have the whole image beside them."""
+        """Count the tiles; if there are several, the whole image is one more."""
         num_tiles = grid[0] * grid[1]
         return num_tiles + 1 if num_tiles > 1 else 1
 
@@ -84,22 +84,22 @@ class InternVLVision:
         return np.array([self._begin, *[self.feature_id] * (span.num_tokens - 2), self._end])
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """pixel_values [P, 3, S, S], and what the engine wants to know of them."""
+        """pixel_values [P, 3, S, S], and the engine's description of them."""
         tiles_P3SS = self._processor(rgb)["pixel_values"]
         return {"pixel_values": tiles_P3SS, **self._described(len(tiles_P3SS))}
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
-        """Of all tiles."""
+        """Return the bytes of all tiles."""
         size = self._processor.own.size
         return tiles_bytes(self._num_tiles(grid), size["height"], size["width"])
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
-        """What the engine wants to know of the tiles."""
+        """Return the engine's description of the tiles."""
         return self._described(self._num_tiles(span.grid))
 
     def _described(self, num_tiles: int) -> dict[str, Tensor]:
         return {"image_num_patches": torch.tensor([num_tiles]), "image_token_id": torch.tensor([self.feature_id])}
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
-        """Its tower and projector."""
+        """Return tower and projector."""
         return TileTower(model, partial(self.normalised, dtype=dtype))

@@ -1,5 +1,7 @@
-"""The modules that a request's train_attn, train_mlp and train_unembed mean, and train_vision: the one list of their
-names."""
+"""Modules that a request's train_attn, train_mlp, train_unembed and train_vision train: the one list of their names;
+and the parameters of full fine-tuning."""
+
+from collections.abc import Mapping
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -9,11 +11,11 @@ from backends.families.family import Family, LoraFlag, TowerLora
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-"""Qwen3-Next has two projections in, Qwen3.5 four."""
+"""Qwen3-Next has two input projections, Qwen3.5 four."""
 ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "out_proj", "lm_head")
-"""The same by the engine's names. The input embeddings are not among them, though a tied head shares their weight."""
+"""The engine's names of the same. The input embeddings are not among them, though a tied head shares their weight."""
 EXPERT_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-"""What the engine calls the adapters of one matrix of all a layer's experts, in its order."""
+"""The engine's names of the adapters of one matrix of all a layer's experts, in its order."""
 
 _IN_FILES = {
     "MixtralForCausalLM": {
@@ -23,11 +25,11 @@ _IN_FILES = {
         ".down_proj": ".w2",
     }
 }
-"""What transformers has renamed of experts, and PEFT and the engine have not: they go by the model's own files."""
+"""Names of experts that transformers has changed. PEFT and the engine have not: they use those of the model's files."""
 
 
 def name_in_files(model: PreTrainedModel, name: str) -> str:
-    """How files of adapters name a matrix that is `name` in the model."""
+    """Return the name in adapter files of the matrix `name` of the model."""
     for ours, theirs in _IN_FILES.get(type(model).__name__, {}).items():
         name = name.replace(ours, theirs)
     return name
@@ -36,8 +38,8 @@ def name_in_files(model: PreTrainedModel, name: str) -> str:
 def decoder_modules(
     model: PreTrainedModel, *, experts: bool = False, linear_attention: bool = False
 ) -> dict[LoraFlag, list[str]]:
-    """Full module names by the flag that trains them; of a vision tower there are none. `experts`: those of a
-    mixture too, where they have the form that LoRA takes; `linear_attention`: its layers' too, as attention."""
+    """Return full module names by the flag that trains them, none of a vision tower. `experts`: a mixture's too, if
+    they have the form that LoRA takes; `linear_attention`: its layers' too, as attention."""
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     head = model.get_output_embeddings()
@@ -60,7 +62,7 @@ def decoder_modules(
 
 
 def trained_modules(family: Family, model: PreTrainedModel, *, train_vision: bool) -> dict[LoraFlag, list[str]]:
-    """Full module names by the flag that trains them on a server with this setting."""
+    """Return full module names by the flag that trains them on a server with this setting."""
     groups = family.lora_modules(model)
     if train_vision and family.vision is not None and family.vision.lora is not None:
         groups["train_vision"] = tower_modules(model, family.vision.lora)
@@ -68,7 +70,7 @@ def trained_modules(family: Family, model: PreTrainedModel, *, train_vision: boo
 
 
 def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:
-    """Full names of the linears of a vision tower and its mergers."""
+    """Return full names of the linears of a vision tower and its mergers."""
     return [
         name
         for name, module in model.named_modules()
@@ -79,6 +81,33 @@ def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
-    """Whether these are the experts of a layer in transformers' own form, gate and up in one stack without biases."""
+    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor without
+    biases."""
     form = ("is_concatenated", "is_transposed", "has_bias", "has_gate")
     return tuple(getattr(module, name, None) for name in form) == (True, False, False, True)
+
+
+def trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters of full fine-tuning by name, each once: the decoder with its embeddings, and the head.
+    Nothing of a vision tower."""
+    parts: list[nn.Module] = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    trained = {id(one) for part in parts for one in part.parameters()}
+    return {name: one for name, one in model.named_parameters() if id(one) in trained}
+
+
+def flag_of(name: str, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]]) -> LoraFlag | None:
+    """Return the flag that trains a parameter in full fine-tuning; None for embeddings and the norms between modules,
+    which always train.
+
+    A parameter follows the flag of its sibling modules (an attention norm follows train_attn); a tied embedding is the
+    head's. `modules` are the full names of those that each flag trains.
+    """
+    parameter = model.get_parameter(name)
+    if any(parameter is one for one in model.get_output_embeddings().parameters()):
+        return "train_unembed"
+    flags: tuple[LoraFlag, ...] = ("train_attn", "train_mlp")
+    for flag in flags:
+        parents = {module.rpartition(".")[0] for module in modules[flag]}
+        if any(name.startswith(f"{parent}.") for parent in parents):
+            return flag
+    return None

@@ -1,6 +1,6 @@
-"""A model's own image processor, in two steps: its pixels while they are bytes, then as its model takes them.
+"""A model's own image processor, in two steps: pixels in bytes, then normalised as the model takes them.
 
-Bytes are a fourth of what becomes of them, to make, to keep and to bring to a GPU, which normalises them in no time.
+Bytes are a fourth of the normalised pixels to compute, to cache and to copy to a GPU, which normalises them in no time.
 
 P patches or tiles, C channels
 """
@@ -16,17 +16,18 @@ from transformers import AutoImageProcessor
 from backends.kernels.pinned_copy import to_device
 from backends.protocol import BackendFailed
 
-_CELLS_AT_ONCE = 1 << 24
-"""Of what is normalised, in float32 for a moment."""
+_VALUES_AT_ONCE = 1 << 24
+"""Values normalised at once, which are float32 for a moment."""
 _TESTED = ((64, 96), (100, 77))
-"""Heights and widths: one that most models see as it is, and one that must be resized."""
+"""Heights and widths: one that most models do not resize, and one that they must."""
 
 
 class ImageProcessor:
-    """Of the model in a directory; resizes, cuts and normalises as its file says."""
+    """The processor of the model in a directory; resizes, cuts and normalises as its file says."""
 
     def __init__(self, source: str, **options: Any) -> None:
-        """`options` of every call. Raises BackendFailed where there is none, or one that does more than that."""
+        """`options` go to every call. Raises BackendFailed if there is no processor, or one that does more than
+        that."""
         try:
             # Trainer and sampler must see the same pixels: those of the torchvision backend.
             self.own: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
@@ -39,17 +40,18 @@ class ImageProcessor:
         self._test(source)
 
     def __call__(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """The processor's tensors, pixel_values [P, ...] in bytes, of which a third is each channel's."""
+        """Return the processor's tensors, pixel_values [P, ...] in bytes, a third of them per channel."""
         features = dict(self.own([rgb], do_rescale=False, do_normalize=False, return_tensors="pt", **self._options))
         return features | {"pixel_values": _of_one(features["pixel_values"])}
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """[P, ...] of `dtype`, rounded from the processor's own values in float32; where `pixels` [P, ...] are."""
+        """[P, ...] of `dtype`, rounded from the processor's own values in float32, on the device of `pixels` [P,
+        ...]."""
         if pixels.device not in self._affine_on:
             self._affine_on[pixels.device] = [to_device(part_C[:, None], pixels.device) for part_C in self._affine_C]
         mean_C1, std_C1 = self._affine_on[pixels.device]
         result = torch.empty_like(pixels, dtype=dtype)
-        shape, at_once = (len(pixels), len(mean_C1), -1), max(1, _CELLS_AT_ONCE // pixels[:1].numel())
+        shape, at_once = (len(pixels), len(mean_C1), -1), max(1, _VALUES_AT_ONCE // pixels[:1].numel())
         parts = zip(pixels.view(shape).split(at_once), result.view(shape).split(at_once), strict=True)
         for part, into in parts:
             torch.div(part - mean_C1, std_C1, out=into)
@@ -62,7 +64,7 @@ class ImageProcessor:
         return own.image_mean, own.image_std
 
     def _test(self, source: str) -> None:
-        """Two steps are what the processor does in one."""
+        """Raises BackendFailed unless the two steps give what the processor gives in one."""
         for size in _TESTED:
             noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8))
             pixels = self(noise)["pixel_values"]

@@ -1,9 +1,11 @@
-"""Qwen3-VL, Qwen3.5 and Qwen2.5-VL, which see alike: everything that knows them by name.
+"""Qwen3-VL, Qwen3.5 and Qwen2.5-VL, which take images alike.
 
-T tokens, P patches, D values of a patch, N tokens of an image, H hidden width of the language model
+T tokens, P patches, D values of a patch, N tokens of an image, H hidden width of the language model, E width of the
+tower, A width of one of its heads
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
@@ -25,17 +28,16 @@ from backends.families.family import (
 from backends.families.lora_names import decoder_modules
 from backends.families.qwen_grids import Grids
 from backends.families.qwen_pictures import PictureProcessor
-from backends.families.tower_attention import use_varlen
 from backends.families.tower_patches import tower_patch
 from backends.kernels.pinned_copy import to_device
 
 WITH_TAPS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
-"""Their first decoder layers add what layers of the vision tower saw."""
+"""Architectures whose first decoder layers add features of the vision tower's layers."""
 WITH_LINEAR_ATTENTION = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 ARCHITECTURES = (*WITH_TAPS, *WITH_LINEAR_ATTENTION, "Qwen2_5_VLForConditionalGeneration")
 TOWER = "model.visual"
 GATES = ("gate", "shared_expert_gate")
-"""Routers, and the weight of the expert that all tokens share."""
+"""Routers, and the gate of the expert that all tokens share."""
 
 
 class Qwen3VL:
@@ -46,7 +48,7 @@ class Qwen3VL:
     frozen: Sequence[str] = (TOWER, *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
-        """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
+        """`source` is the model's directory. Raises BackendFailed if it has no image processor."""
         self.has_linear_attention = config.architectures[0] in WITH_LINEAR_ATTENTION
         self.vision = Qwen3VLVision(source, config)
         self.placeholders: Mapping[int, str] = {
@@ -55,14 +57,14 @@ class Qwen3VL:
         }
 
     def attention(self, decoder: str) -> dict[str, str]:
-        """Images are sequences without a mask: SDPA is right for the vision tower everywhere."""
+        """Images are sequences without a mask: the vision tower always uses SDPA."""
         return {"text_config": decoder, "vision_config": "sdpa"}
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
         """[4, 1, T] int64: the position in the text, then time, height and width.
 
-        transformers builds the mask between packed samples from row 0. Without it samples attend to each
-        other, and nothing complains.
+        transformers builds the mask between packed samples from index 0. Without it samples attend to each other, and
+        no error is raised.
         """
         positions_41T = np.empty((4, 1, length), np.int64)
         positions_41T[0] = np.arange(length)
@@ -70,12 +72,12 @@ class Qwen3VL:
         return positions_41T
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """The decoder's attention, MLP and experts, and the head; vision tower and routers are frozen."""
+        """Return the decoder's attention, MLP and experts, and the head; vision tower and routers are frozen."""
         return decoder_modules(model, experts=True, linear_attention=True)
 
 
 class Qwen3VLVision:
-    """`Vision`: an image becomes one placeholder for every merged patch."""
+    """`Vision`: an image is one placeholder per merged patch."""
 
     engine_fields: Mapping[str, EngineField] = {
         "pixel_values": EngineField(),
@@ -85,7 +87,7 @@ class Qwen3VLVision:
     def __init__(self, source: str, config: PretrainedConfig) -> None:
         self._processor = PictureProcessor(source)
         self.normalised = self._processor.normalised
-        self.place_id = self.feature_id = config.image_token_id
+        self.placeholder_id = self.feature_id = config.image_token_id
         self._has_taps = config.architectures[0] in WITH_TAPS
         # The embedding of patches is a convolution whose name ends as attention's own projection does.
         projections = [f"visual.blocks.{layer}.attn.proj" for layer in range(config.vision_config.depth)]
@@ -101,32 +103,32 @@ class Qwen3VLVision:
         self.lora = TowerLora(TOWER, (f"{TOWER}.patch_embed",), (*linears, *projections))
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
-        """Pixels come normalised: the engine would do it again."""
+        """Switch normalising off: pixels come normalised, and the engine would do it again."""
         return {
             "mm_device_do_normalize": False,
             "limit_mm_per_prompt": {"image": max_images, "video": 0},
         }
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Merged patches in each direction, by the processor's own resize rule."""
+        """Return merged patches in each direction, by the processor's own resize rule."""
         side, limits = self._processor.side, self._processor.own.size
         resized = smart_resize(height, width, side, limits["shortest_edge"], limits["longest_edge"])
         return resized[0] // side, resized[1] // side
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
-        """One of each merged patch."""
+        """Return one token per merged patch."""
         return grid[0] * grid[1]
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
         """[N] int64."""
-        return np.full(span.num_tokens, self.place_id)
+        return np.full(span.num_tokens, self.placeholder_id)
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """As `PictureProcessor` does."""
+        """Process as `PictureProcessor` does."""
         return self._processor(rgb)
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
-        """Three channels."""
+        """Return the bytes of three channels."""
         return self.num_tokens(grid) * self._processor.side**2 * 3
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
@@ -135,40 +137,40 @@ class Qwen3VLVision:
         return {"image_grid_thw": torch.tensor([[1, span.grid[0] * merge, span.grid[1] * merge]])}
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> "Qwen3VLTower":
-        """Its tower and merger, of Qwen3-VL with the taps that deepstack adds to the first decoder layers."""
+        """Return tower and merger; in Qwen3-VL with the taps that deepstack adds to the first decoder layers."""
         return Qwen3VLTower(model, self._processor, dtype, has_taps=self._has_taps)
 
 
 class Qwen3VLTower:
-    """`VisionTower`; an image's features are its tokens and, of Qwen3-VL, one tap for each of the first decoder
+    """`VisionTower`; an image's features are its tokens and, in Qwen3-VL, one tap for each of the first decoder
     layers."""
 
     def __init__(
         self, model: PreTrainedModel, processor: PictureProcessor, dtype: torch.dtype, *, has_taps: bool
     ) -> None:
-        """`model` is the one whose forward calls its own get_image_features; it sees pixels of `dtype`."""
+        """`model` is the one whose forward calls its own get_image_features; it takes pixels of `dtype`."""
         self._run: Callable[..., Any] = model.get_image_features
         self._processor, self._dtype = processor, dtype
         self._grids = Grids(model.visual)
         self._embedding = model.visual.patch_embed.proj
         embed = model.visual.patch_embed
         tower_patch(embed, "forward").replace(self._embed, on=embed)
-        use_varlen(model.visual)
+        _use_varlen(model.visual)
         self._has_taps = has_taps
         self._output: type[Any]
         self._splits_taps: bool
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """All images in one pass of the tower."""
+        """Compute all images in one call of the tower."""
         pictures = [to_device(image.tensors["pixel_values"], device) for image in images]
         bytes_PD = torch.cat([self._processor.cut(picture_HW3) for picture_HW3 in pictures])
         pixels_PD = self._processor.normalised_patches(bytes_PD, self._dtype)
-        # Nothing before the tower wants a gradient, and backward ends before the first thing that wants one.
+        # Nothing before the tower requires a gradient, and backward ends before the first thing that does.
         pixels_PD.requires_grad_(torch.is_grad_enabled())
         grids_N3 = _sizes(images)
         output = self._run(pixels_PD, grids_N3, return_dict=True, **self._grids.known(grids_N3, device))
         self._output = type(output)
-        # transformers splits the taps by image since 5.18; before, it leaves them in one.
+        # transformers splits the taps by image since 5.18; before, they are one tensor.
         taps = output.deepstack_features if self._has_taps else []
         self._splits_taps = not any(isinstance(tap, Tensor) for tap in taps)
         counts = [len(tokens) for tokens in output.pooler_output]
@@ -178,19 +180,19 @@ class Qwen3VLTower:
         return [tuple(part.clone() for part in features) for features in of_image]
 
     def _embed(self, pixels_PD: Tensor) -> Tensor:
-        """[P, E], E the tower's width: each patch is embedded alone, so its convolution is one product.
+        """[P, E]: each patch is embedded alone, so its convolution is one product.
 
-        As nn.Conv3d has it on a GPU, it takes nine tenths of the whole tower's time.
+        As nn.Conv3d on a GPU, it takes nine tenths of the whole tower's time.
         """
         weight_ED = self._embedding.weight.flatten(1)
         return F.linear(pixels_PD.to(weight_ED.dtype), weight_ED, self._embedding.bias)
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
-        """Pixels that say no more than that there are images, and the real grids."""
+        """Return empty pixels, which only say that there are images, and the real grids."""
         return {"pixel_values": torch.empty(0, device=device), "image_grid_thw": to_device(_sizes(images), device)}
 
     def output(self, features: Sequence[ImageFeatures]) -> Any:
-        """In the form in which `compute` met them."""
+        """Return features in the form that `compute` got from the model."""
         tokens = tuple(one[0] for one in features)
         if not self._has_taps:
             return self._output(pooler_output=tokens)
@@ -207,7 +209,7 @@ def _sizes(images: Sequence[RenderedImage]) -> Tensor:
 def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
     """[3, T] temporal, height and width positions of one input (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-    As transformers' `get_rope_index`, but by spans: two images with no text between them stay two images.
+    Equals transformers' `get_rope_index`, but goes by spans: two images with no text between them stay two images.
     """
     positions_3T = np.empty((3, length), dtype=np.int64)
     token, position = 0, 0
@@ -224,3 +226,37 @@ def mrope_positions(length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
         position += max(grid_h, grid_w)
     positions_3T[:, token:] = np.arange(position, position + length - token)
     return positions_3T
+
+
+def _use_varlen(tower: PreTrainedModel) -> None:
+    """On CUDA in 16 bits, make a tower's layers attend in all images at once, whatever their sizes: FlashAttention 2
+    (arXiv:2307.08691), not causal.
+
+    In transformers each image, or each window of one, is a call of SDPA of its own in every layer, and the rotation of
+    queries and keys twelve more: a third of a tower's time.
+    """
+    weight = next(tower.parameters())
+    if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+        for block in tower.blocks:
+            tower_patch(block.attn, "forward").replace(partial(_attend, block.attn), on=block.attn)
+
+
+def _attend(
+    attention: Any,
+    hidden_PE: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    position_embeddings: tuple[Tensor, Tensor],
+    **other: object,
+) -> Tensor:
+    """[P, E], as transformers' own forward; cosines and sines are [P, A]."""
+    from backends.kernels.rotary import rotate
+
+    qkv = rotate(attention.qkv(hidden_PE), *position_embeddings)
+    query, key, value = qkv.view(len(hidden_PE), 3, attention.num_heads, -1).unbind(1)
+    varlen = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = varlen_attn(query, key, value, *varlen, scale=attention.scaling)
+    assert isinstance(out, Tensor)
+    result: Tensor = attention.proj(out.flatten(1))
+    return result

@@ -1,6 +1,6 @@
-"""What the vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5 read of their images' sizes.
+"""Tensors that the vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5 derive from their images' sizes.
 
-Left to themselves they read it on the device, with a wait for each image. Here it is read once for each size.
+The towers would derive them on the device, with a wait for each image. Here they are computed once per size.
 
 N images, P patches
 """
@@ -21,22 +21,22 @@ from transformers.vision_utils import (
 from backends.kernels.pinned_copy import to_device
 
 _SIZES = 256
-"""Of images, whose patches' places are kept: 64 bytes a patch."""
+"""Number of image sizes whose tensors are cached: 64 bytes a patch."""
 
 
 class Grids:
-    """Of one vision tower."""
+    """Computes and caches these tensors for one vision tower."""
 
     def __init__(self, tower: PreTrainedModel) -> None:
         self._tower = tower
         self._of_image = lru_cache(_SIZES)(self._compute)
 
     def known(self, grids_N3: Tensor, device: torch.device) -> dict[str, Any]:
-        """By the names under which transformers' get_image_features takes them; `grids_N3` are on the host."""
-        tower, bounds = self._tower, get_vision_cu_seqlens(grids_N3)
+        """Return them named as arguments of transformers' get_image_features; `grids_N3` are on the host."""
+        tower, cu_seqlens = self._tower, get_vision_cu_seqlens(grids_N3)
         images = [self._of_image(*grid) for grid in grids_N3.tolist()]
-        found = {name: torch.cat([image[name] for image in images]) for name in images[0]} | {"cu_seqlens": bounds}
-        longest = {"max_seqlen": _longest(bounds)}
+        found = {name: torch.cat([image[name] for image in images]) for name in images[0]} | {"cu_seqlens": cu_seqlens}
+        longest = {"max_seqlen": _longest(cu_seqlens)}
         if hasattr(tower, "window_size"):
             found["window_index"], windows = get_vision_window_index(
                 grids_N3, tower.spatial_merge_size, tower.window_size, tower.patch_size
@@ -47,7 +47,7 @@ class Grids:
         return {f"image_{name}": value for name, value in (on_device | longest).items()}
 
     def _compute(self, frames: int, height: int, width: int) -> dict[str, Tensor]:
-        """Of one image, [P, ...] each."""
+        """Compute one image's tensors, [P, ...] each."""
         tower, grid_13 = self._tower, torch.tensor([[frames, height, width]])
         found = {"position_ids": get_vision_position_ids(grid_13, tower.spatial_merge_size)}
         if hasattr(tower, "num_grid_per_side"):
@@ -61,5 +61,5 @@ class Grids:
         return found
 
 
-def _longest(bounds: Tensor) -> int:
-    return int(bounds.diff().max())
+def _longest(cu_seqlens: Tensor) -> int:
+    return int(cu_seqlens.diff().max())

@@ -1,6 +1,6 @@
-"""What the Qwen models' own image processors make of an image, with the patches cut last.
+"""The Qwen models' own image processing, with the patches cut last.
 
-A picture is half of its patches, which hold it once for each of two frames, and is cut in no time on the device.
+A picture has half the size of its patches, which hold it once for each of two frames; the device cuts it in no time.
 
 H, W pixels of a picture, P patches, D values of a patch
 """
@@ -14,7 +14,7 @@ from backends.families.processors import ImageProcessor
 
 
 class PictureProcessor(ImageProcessor):
-    """Its pixels in bytes are a picture of the size that the model sees."""
+    """Gives pixels in bytes as a picture of the size that the model sees."""
 
     @property
     def side(self) -> int:
@@ -30,11 +30,11 @@ class PictureProcessor(ImageProcessor):
         return {"pixel_values": resized_3HW.permute(1, 2, 0).contiguous(), "image_grid_thw": grid_13}
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
-        """[P, D] of `dtype`, of a picture [H, W, 3]."""
+        """[P, D] of `dtype`, from a picture [H, W, 3]."""
         return self.normalised_patches(self.cut(pixels), dtype)
 
     def cut(self, picture_HW3: Tensor) -> Tensor:
-        """[P, D]: patches that will be merged side by side, each with its channels one after the other and every
+        """[P, D]: patches that will be merged are adjacent; each has its channels one after the other, and every
         channel once for each frame."""
         own = self.own
         size, merge = own.patch_size, own.merge_size
@@ -44,5 +44,5 @@ class PictureProcessor(ImageProcessor):
         return frames.reshape(rows * columns * merge**2, -1)
 
     def normalised_patches(self, bytes_PD: Tensor, dtype: torch.dtype) -> Tensor:
-        """[P, D] of `dtype`, of patches of any pictures."""
+        """[P, D] of `dtype`, from patches of any pictures."""
         return super().normalised(bytes_PD, dtype)

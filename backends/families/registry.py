@@ -1,4 +1,4 @@
-"""Which family a model belongs to, by its config alone."""
+"""Find a model's family by its config alone, and its parser of tool calls by its chat template."""
 
 from collections.abc import Callable
 
@@ -8,30 +8,39 @@ from backends.families import internvl, qwen3_vl, smolvlm, text
 from backends.families.family import Family
 from backends.protocol import BackendFailed
 
-SEEING: dict[str, Callable[[PretrainedConfig, str], Family]] = {
+WITH_IMAGES: dict[str, Callable[[PretrainedConfig, str], Family]] = {
     **dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL),
     **dict.fromkeys(internvl.ARCHITECTURES, internvl.InternVL),
     **dict.fromkeys(smolvlm.ARCHITECTURES, smolvlm.SmolVLM),
 }
-"""Families that take images, by the architecture that a model's config names."""
+"""Families that take images, by the architecture named in a model's config."""
 _REASONS = {
     "Gemma3ForConditionalGeneration": "tokens of one image attend to each other in both directions, which vLLM on the"
     " CPU and the trainer's attention on CUDA would leave out without an error",
 }
-"""Why others that take images are not among them."""
+"""Reasons why other architectures that take images are refused."""
+_TOOL_PARSERS = {
+    "<function=": "qwen3_coder",
+    "<tool_call>": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3_json",
+}
+"""Text that a template tells its model to write, and vLLM's name of the parser of it; the first that fits."""
 
 
 def find_family(config: PretrainedConfig, source: str) -> Family:
-    """The family of the model in the directory `source`. Raises BackendFailed for one that none of ours covers."""
+    """Return the family of the model in the directory `source`. Raises BackendFailed for a model that none covers."""
     if getattr(config, "quantization_config", None) is not None:
         raise BackendFailed(f"{source}: quantised weights are not supported; serve the model in bfloat16 or float32")
     (architecture, *_) = config.architectures or [""]
-    if architecture in SEEING:
-        return SEEING[architecture](config, source)
+    if architecture in WITH_IMAGES:
+        return WITH_IMAGES[architecture](config, source)
     if architecture in _REASONS:
         raise BackendFailed(f"{source}: {architecture} is not supported: {_REASONS[architecture]}")
     if any("vision" in key or "audio" in key for key in config.sub_configs):
-        raise BackendFailed(f"{source}: {architecture} is not supported; models that take images: {', '.join(SEEING)}")
+        raise BackendFailed(
+            f"{source}: {architecture} is not supported; models that take images: {', '.join(WITH_IMAGES)}"
+        )
     if architecture in text.REFUSED:
         raise BackendFailed(f"{source}: {architecture} is not supported: {text.REFUSED[architecture]}")
     if architecture in text.WITHOUT_MIXED_WINDOWS and len(set(config.layer_types)) > 1:
@@ -40,3 +49,9 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
             " not supported: the engine would leave the windows out"
         )
     return text.Text(architecture)
+
+
+def tool_parser(chat_template: str | None) -> str | None:
+    """Return vLLM's name of the parser of tool calls; None if the template teaches no calls that one of them reads."""
+    fitting = [name for mark, name in _TOOL_PARSERS.items() if mark in (chat_template or "")]
+    return next(iter(fitting), None)

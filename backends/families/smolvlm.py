@@ -1,4 +1,4 @@
-"""SmolVLM, SmolVLM2 and Idefics3, which see alike: everything that knows them by name.
+"""SmolVLM, SmolVLM2 and Idefics3, which take images alike.
 
 P tiles, S pixels of a tile's side, N tokens of an image
 """
@@ -31,14 +31,14 @@ class SmolVLM(Tiled):
     frozen: Sequence[str] = ("model.vision_model", "model.connector")
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
-        """`source` is the model's directory. Raises BackendFailed where it has no image processor."""
+        """`source` is the model's directory. Raises BackendFailed if it has no image processor."""
         self.vision = SmolVLMVision(source, config)
         ids = token_ids(source, (AROUND, WHOLE, IMAGE), config.image_token_id)
         self.placeholders: Mapping[int, str] = {number: name for name, number in ids.items()}
 
 
 class SmolVLMVision:
-    """`Vision`: rows of tiles, each with its place in words, then the whole image in one."""
+    """`Vision`: rows of tiles, each with its row and column in text, then the whole image in one."""
 
     lora = None
     engine_fields: Mapping[str, EngineField] = {
@@ -48,11 +48,11 @@ class SmolVLMVision:
     }
 
     def __init__(self, source: str, config: PretrainedConfig) -> None:
-        # All tiles are of one size: there is nothing to pad.
+        # All tiles have one size: there is nothing to pad.
         self._processor = ImageProcessor(source, do_pad=False)
         self.normalised = self._processor.normalised
         self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
-        self.place_id = self.feature_id = config.image_token_id
+        self.placeholder_id = self.feature_id = config.image_token_id
         seen = config.vision_config
         self._tile_tokens = (seen.image_size // seen.patch_size) ** 2 // config.scale_factor**2
         self._side: int = self._processor.own.max_image_size["longest_edge"]
@@ -65,16 +65,17 @@ class SmolVLMVision:
         self._lock = Lock()
 
     def engine_options(self, max_images: int) -> dict[str, Any]:
-        """Images alone."""
+        """Limit images."""
         return {"limit_mm_per_prompt": {"image": max_images}}
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles beside the whole image, by the processor's own rule; (0, 0): there are none."""
+        """Return rows and columns of tiles beside the whole image, by the processor's own rule; (0, 0): there are
+        none."""
         own = self._processor.own
         if not own.do_image_splitting:
             return 0, 0
         if own.do_resize:
-            # What it asks of an image is its shape alone.
+            # It reads only an image's shape.
             height, width = get_resize_output_image_size(
                 torch.empty(height, width, device="meta"), own.size["longest_edge"]
             )
@@ -92,7 +93,7 @@ class SmolVLMVision:
         return math.ceil(length / self._side) * self._side
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
-        """Of all tiles, and of what stands around them."""
+        """Return the tokens of all tiles, and those around them."""
         return len(self._layout(grid))
 
     def image_ids(self, span: ImageSpan) -> np.ndarray:
@@ -100,8 +101,8 @@ class SmolVLMVision:
         return self._layout(span.grid)
 
     def _layout(self, grid: tuple[int, int]) -> np.ndarray:
-        """[N] int64, as the model's own processor writes it and its tokenizer reads it."""
-        with self._lock:  # a tokenizer's settings are its own, and threads set them
+        """[N] int64, from the model's own processor's text by its tokenizer."""
+        with self._lock:  # encoding changes a tokenizer's settings
             if grid not in self._layouts:
                 text = self._text(grid)
                 self._layouts[grid] = np.array(self._tokenizer.encode(text, add_special_tokens=False))
@@ -117,8 +118,8 @@ class SmolVLMVision:
         return "".join(f"{line}\n" for line in lines) + ("\n" if lines else "") + AROUND + WHOLE + tile + AROUND
 
     def process(self, rgb: Image.Image) -> dict[str, Tensor]:
-        """pixel_values [P, 3, S, S], and what the engine wants to know of them: pixel_attention_mask [P, S, S], of
-        tiles that are all image, and num_patches [1]."""
+        """pixel_values [P, 3, S, S], and for the engine pixel_attention_mask [P, S, S], all true, and num_patches
+        [1]."""
         tiles_P3SS = self._processor(rgb)["pixel_values"]
         mask_PSS = torch.ones(len(tiles_P3SS), *tiles_P3SS.shape[2:], dtype=torch.bool)
         return {
@@ -128,11 +129,11 @@ class SmolVLMVision:
         }
 
     def size_bytes(self, grid: tuple[int, int]) -> int:
-        """Of all tiles."""
+        """Return the bytes of all tiles."""
         return tiles_bytes(self._num_tiles(grid), self._side, self._side)
 
     def _num_tiles(self, grid: tuple[int, int]) -> int:
-        """One is of the whole image."""
+        """Count the tiles; one more is the whole image."""
         return grid[0] * grid[1] + 1
 
     def without_pixels(self, span: ImageSpan) -> dict[str, Tensor]:
@@ -140,5 +141,5 @@ class SmolVLMVision:
         return {"num_patches": torch.tensor([self._num_tiles(span.grid)])}
 
     def tower(self, model: PreTrainedModel, dtype: torch.dtype) -> TileTower:
-        """Its tower and connector."""
+        """Return tower and connector."""
         return TileTower(model, partial(self.normalised, dtype=dtype), has_samples=True)

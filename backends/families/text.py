@@ -1,4 +1,4 @@
-"""Text-only decoders: everything that transformers loads as a causal language model."""
+"""Text-only decoders: every model that transformers loads as a causal language model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,32 +17,32 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     "Qwen2MoeForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
     "MixtralForCausalLM": (_ROUTER,),
 }
-"""Mixtures of experts whose engine and trainer are known to agree, and what of them nothing trains."""
+"""Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
 REFUSED = {
     "GptOssForCausalLM": "its attention has sinks, and its experts have biases and an activation of their own, none of"
     " which the trainer computes",
 }
-"""What is more than a matter of LoRA's reach, and why."""
+"""Architectures refused for other reasons than LoRA's coverage, and the reasons."""
 WITHOUT_MIXED_WINDOWS = ("Qwen2MoeForCausalLM",)
-"""Whose engine leaves windows out where not all layers have one; measured: 3.2 nats beyond the window."""
+"""Architectures whose engine ignores windows if not all layers have one; measured: 3.2 nats beyond the window."""
 WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM",)
 
 
 class Text:
-    """`Family` of models that see nothing."""
+    """`Family` of models that take no images."""
 
     vision = None
     placeholders: Mapping[int, str] = {}
     model_class: Any = AutoModelForCausalLM
 
     def __init__(self, architecture: str = "") -> None:
-        """`architecture` as the model's config names it."""
+        """`architecture` is the name in the model's config."""
         self.has_linear_attention = architecture in WITH_LINEAR_ATTENTION
         self._is_mixture = architecture in FROZEN_OF_MIXTURES
         self.frozen: Sequence[str] = FROZEN_OF_MIXTURES.get(architecture, ())
 
     def attention(self, decoder: str) -> str:
-        """There is nothing but the decoder."""
+        """Return the decoder's: there is nothing else."""
         return decoder
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
@@ -50,5 +50,5 @@ class Text:
         return np.arange(length)[None]
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """The decoder's attention, MLP and experts, and the head."""
+        """Return the decoder's attention, MLP and experts, and the head."""
         return decoder_modules(model, experts=self._is_mixture, linear_attention=self.has_linear_attention)

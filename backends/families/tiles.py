@@ -1,4 +1,4 @@
-"""What kinds of models that cut an image into square tiles have in common.
+"""Common code of models that cut an image into square tiles.
 
 P tiles, S pixels of a tile's side, N tokens of an image, T of an input, F features of a tile, H hidden width of the
 language model
@@ -19,41 +19,41 @@ from backends.kernels.pinned_copy import to_device
 from backends.protocol import BackendFailed
 
 _AT_ONCE = 128
-"""Tiles in a pass of the tower."""
+"""Tiles in one call of the tower."""
 
 
 class Tiled:
-    """What a `Family` of such models is but for its image processor and its names; their decoders are dense."""
+    """Base of a `Family` of such models, without its image processor and its names; their decoders are dense."""
 
     model_class: Any = AutoModelForImageTextToText
     has_linear_attention = False
 
     def attention(self, decoder: str) -> dict[str, str]:
-        """Tiles are short sequences without a mask: SDPA is right for the vision tower everywhere."""
+        """Tiles are short sequences without a mask: the vision tower always uses SDPA."""
         return {"text_config": decoder, "vision_config": "sdpa"}
 
     def position_ids(self, length: int, spans: Sequence[ImageSpan]) -> np.ndarray:
-        """[1, T] int64: an image's tokens count like others."""
+        """[1, T] int64: an image's tokens count like any others."""
         return np.arange(length)[None]
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
-        """The decoder's attention and MLP, and the head; the vision tower and what joins it to them are frozen."""
+        """Return the decoder's attention and MLP, and the head; the vision tower and its connector are frozen."""
         return decoder_modules(model)
 
 
 class TileTower:
-    """`VisionTower` that sees every tile alone and gives as many features of each."""
+    """`VisionTower` that computes every tile alone and gives as many features of each."""
 
     def __init__(
         self, model: PreTrainedModel, normalised: Callable[[Tensor], Tensor], *, has_samples: bool = False
     ) -> None:
-        """`has_samples`: whether forward takes pixels as [samples, P, 3, S, S], not [P, 3, S, S]."""
+        """`has_samples`: forward takes pixels as [samples, P, 3, S, S], not [P, 3, S, S]."""
         self._run: Callable[..., Any] = model.get_image_features
         self._normalised = normalised
         self._has_samples = has_samples
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
-        """All images' tiles side by side."""
+        """Compute all images' tiles side by side."""
         bytes_P3SS = torch.cat([to_device(image.tensors["pixel_values"], device) for image in images])
         features_PFH = torch.cat([self._features(part) for part in bytes_P3SS.split(_AT_ONCE)])
         parts = features_PFH.split([len(image.tensors["pixel_values"]) for image in images])
@@ -66,22 +66,22 @@ class TileTower:
         return cast(Tensor, output.pooler_output)
 
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
-        """Pixels that say no more than that there are images."""
+        """Return empty pixels, which only say that there are images."""
         return {"pixel_values": torch.empty(0, device=device)}
 
     def output(self, features: Sequence[ImageFeatures]) -> Any:
-        """All images' tiles [P, F, H], one after the other."""
+        """Return all images' tiles [P, F, H], one after the other."""
         return BaseModelOutputWithPooling(pooler_output=torch.cat([one[0] for one in features]))
 
 
 def tiles_bytes(num_tiles: int, height: int, width: int) -> int:
-    """Of tiles in three channels."""
+    """Return the bytes of tiles with three channels."""
     return num_tiles * 3 * height * width
 
 
 def token_ids(source: str, names: Sequence[str], image_token_id: int) -> Mapping[str, int]:
-    """Ids of tokens by their texts, the last that of an image's features. Raises BackendFailed for one that the
-    model's tokenizer has not, and where the model's config says another `image_token_id`."""
+    """Return ids of tokens by their texts; the last is that of an image's features. Raises BackendFailed for one that
+    the model's tokenizer lacks, and if the model's config has another `image_token_id`."""
     vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(source).get_vocab()
     missing = [name for name in names if name not in vocabulary]
     if missing:

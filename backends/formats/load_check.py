@@ -1,10 +1,10 @@
-"""A short text that travels with saved weights, and how its tokens were scored by who saved them.
+"""The load check: a short text that travels with saved weights, and the scores that the saver gave its tokens.
 
-Weights that are loaded wrongly (a module left out, another scale, another model's slot) give numbers that are wrong
-without an error. So whoever loads them scores the text too, and uses them only where the scores agree. In bfloat16 that
-finds large mistakes alone; that an engine's slot holds the file's values is seen to in `sampler/slot_check.py`.
+Weights that are loaded wrongly (a module left out, another scale, another model's slot) give wrong numbers without an
+error. So the loader scores the text too, and uses the weights only if the scores agree. In bfloat16 that finds large
+mistakes only; `sampler/slot_check.py` checks that an engine's slot holds the file's values.
 
-A text says nothing of a vision tower: weights that have one are scored behind an image as well.
+A text does not test a vision tower: weights that have one are also scored behind an image.
 """
 
 import base64
@@ -21,35 +21,35 @@ from backends.protocol import BackendFailed, InvalidInput
 
 _KEY = "canary"
 _NUM_TOKENS, _PERIOD = 15, 5
-"""With the token that an engine draws after them they fit into the smallest context window. They repeat, so that the
+"""With the token that an engine samples after them they fit into the smallest context window. They repeat, so that the
 later ones are likely and the first are not."""
 _IMAGE_SIDE = 64
-"""Pixels; processors enlarge it to the least that their model takes."""
+"""Pixels; processors enlarge the image to the smallest that their model takes."""
 _TOLERANCE = {"float32": (1e-3, 1e-4), "bfloat16": (0.05, 0.01)}
-"""Nats, and of the mean magnitude of the scores: what the mean difference may be. Trainer and engine were seen to
-differ by 8e-6 at most in float32, in bfloat16 by 0.016 on average; what is loaded wrongly, by 0.3 and more."""
+"""Bound of the mean difference: nats, and part of the scores' mean magnitude. Trainer and engine were seen to differ by
+8e-6 at most in float32, in bfloat16 by 0.016 on average; wrongly loaded weights by 0.3 and more."""
 
 
 @dataclass(frozen=True)
-class Canary:
+class LoadCheck:
     """Token ids, and the log probability of each after the first, in nats."""
 
     token_ids: list[int]
     logprobs: list[float]
     model_id: str = ""
-    """Of the model whose weights they are."""
+    """The model whose weights they are."""
     image: bytes = b""
     """A PNG file; empty for weights without a vision tower."""
     logprobs_behind_image: Sequence[float] = ()
-    """Of each token of the text where it follows the image, in nats."""
+    """Log probability of each token of the text behind the image, in nats."""
 
     @property
     def behind_image(self) -> ModelInput:
-        """The image and the text."""
+        """The image, then the text."""
         return image_and_text(self.image, self.token_ids)
 
     def check_finite(self) -> None:
-        """Raises InvalidInput for weights that no sampler could use."""
+        """Raises InvalidInput if a score is not finite: no sampler could use such weights."""
         if not np.isfinite([*self.logprobs, *self.logprobs_behind_image]).all():
             raise InvalidInput(
                 "the model's log probabilities are not finite: its weights have diverged; load a checkpoint, and"
@@ -57,21 +57,21 @@ class Canary:
             )
 
     def check_same(self, logprobs: np.ndarray, dtype: str) -> None:
-        """`logprobs` are those of whoever loaded the weights, in this precision. Raises BackendFailed."""
+        """Raises BackendFailed if `logprobs`, computed in `dtype` by the loader of the weights, differ."""
         _check_same("a test text", np.array(self.logprobs), logprobs, dtype)
 
     def check_same_behind_image(self, logprobs: np.ndarray, dtype: str) -> None:
-        """As `check_same`, of the text behind the image."""
+        """As `check_same`, for the text behind the image."""
         _check_same("a text behind a test image", np.array(self.logprobs_behind_image), logprobs, dtype)
 
     def to_metadata(self) -> dict[str, str]:
-        """For the header of a safetensors file."""
+        """Encode for the header of a safetensors file."""
         image = [base64.b64encode(self.image).decode(), list(self.logprobs_behind_image)] if self.image else []
         return {_KEY: json.dumps([self.token_ids, self.logprobs, self.model_id, *image])}
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, str] | None) -> "Canary | None":
-        """None for files that were written without one."""
+    def from_metadata(cls, metadata: Mapping[str, str] | None) -> "LoadCheck | None":
+        """Decode; None for files that were written without one."""
         text = (metadata or {}).get(_KEY)
         if text is None:
             return None
@@ -89,14 +89,14 @@ def _check_same(what: str, expected: np.ndarray, logprobs: np.ndarray, dtype: st
         )
 
 
-def canary_tokens(vocab_size: int, placeholders: Collection[int]) -> np.ndarray:
-    """[T] int64: a few ids from the first half of the vocabulary, again and again; none of an image's."""
+def load_check_tokens(vocab_size: int, placeholders: Collection[int]) -> np.ndarray:
+    """[T] int64: a few ids from the first half of the vocabulary, repeated; none of an image's."""
     ids = [token for token in range(1, vocab_size // 2, max(1, vocab_size // 20)) if token not in placeholders]
     return np.resize(np.array(ids[:_PERIOD], np.int64), _NUM_TOKENS)
 
 
-def canary_image() -> bytes:
-    """A PNG file with edges and colours, for a vision tower to see."""
+def load_check_image() -> bytes:
+    """Make a PNG file with edges and colours, to test a vision tower."""
     ramp = np.arange(_IMAGE_SIDE, dtype=np.uint8)
     columns, rows = np.meshgrid(ramp, ramp)
     pixels = np.stack([columns * 4, rows * 4, ((columns // 8 + rows // 8) % 2) * np.uint8(255)], axis=-1)
@@ -106,6 +106,6 @@ def canary_image() -> bytes:
 
 
 def image_and_text(image: bytes, token_ids: Sequence[int]) -> ModelInput:
-    """A text behind an image."""
+    """An image, then a text."""
     text = EncodedTextChunk(tokens=np.array(token_ids, np.int32))
     return ModelInput(chunks=[ImageChunk(data=image, format="png"), text])

@@ -1,4 +1,4 @@
-"""Where a base model's files are, and what they say of it. Loads no weights."""
+"""Find a base model's files, and read what they say of it. Loads no weights."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 from backends.protocol import BackendFailed
 
 _SAMPLE_BYTES = 256
-"""From the middle of each tensor, for its fingerprint: training of any kind changes nearly every number."""
+"""Bytes from the middle of each tensor, for its fingerprint: training of any kind changes nearly every number."""
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
 
 def local_directory(source: str) -> Path:
-    """The directory named by `source`, or the hub's files for it (downloaded where they are not cached)."""
+    """Return the directory named by `source`, or the hub's files for it (downloaded if they are not cached)."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -35,18 +35,18 @@ def local_directory(source: str) -> Path:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """The sampler needs it for stop strings."""
+    """Raises BackendFailed without a tokenizer, which the sampler needs for stop strings."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001 - transformers raises what it happens to meet first
         raise BackendFailed(f"{directory}: no usable tokenizer: {str(error).splitlines()[0]}") from None
-    # Where the files are missing, transformers makes one up that knows its special tokens and no others.
+    # If the files are missing, transformers makes one up that knows its special tokens and no others.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise BackendFailed(f"{directory}: no usable tokenizer: there is no tokenizer.json")
 
 
 def count_parameters(directory: Path) -> int:
-    """From the headers of the safetensors files. Raises BackendFailed where there are none."""
+    """Count parameters by the headers of the safetensors files. Raises BackendFailed if there are none."""
     total = sum(math.prod(tensor.shape) for path in _weight_files(directory) for tensor in _read_header(path))
     if total == 0:
         raise BackendFailed(f"{directory}: no safetensors weights")
@@ -54,18 +54,18 @@ def count_parameters(directory: Path) -> int:
 
 
 def tensor_bytes(directory: Path) -> dict[str, int]:
-    """By tensor, what it takes in the safetensors files."""
+    """Bytes of each tensor in the safetensors files."""
     return {tensor.name: tensor.num_bytes for path in _weight_files(directory) for tensor in _read_header(path)}
 
 
 def fingerprint(directory: Path) -> str:
-    """A hash by which a base model is known again: 64 hexadecimal digits.
+    """Hash that identifies a base model: 64 hexadecimal digits.
 
-    Of its config, of every tensor's name, type and shape, and of a sample of its numbers. The same wherever the
-    files are and however the tensors are spread over them; some milliseconds for every hundred tensors.
+    It covers the config, every tensor's name, type and shape, and a sample of its numbers. It is the same wherever the
+    files are and however the tensors are spread over them; it takes some milliseconds for every hundred tensors.
     """
     config = json.loads((directory / "config.json").read_text())
-    for key in ("transformers_version", "_name_or_path"):  # of the program that wrote it
+    for key in ("transformers_version", "_name_or_path"):  # fields about the program that wrote it
         config.pop(key, None)
     parts = []
     for path in _weight_files(directory):
@@ -85,7 +85,7 @@ class _Tensor:
     dtype: str
     shape: list[int]
     begin: int
-    """Where its bytes begin in the file."""
+    """Offset of its bytes in the file."""
     num_bytes: int
 
 
@@ -104,7 +104,7 @@ def _read_header(path: Path) -> Iterator[_Tensor]:
 
 
 def kv_bytes_per_token(text_config: Any, dtype: str) -> int:
-    """Keys and values of all layers, for one token."""
+    """Bytes of one token's keys and values in all layers."""
     # Older architectures' configs name no head_dim.
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     return int(2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * BYTES_PER_NUMBER[dtype])

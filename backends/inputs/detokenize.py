@@ -1,4 +1,4 @@
-"""Token ids to the text that each of them adds, for people to read. Nothing is computed from it."""
+"""Give the text that each token id adds, for people to read. Nothing is computed from it."""
 
 import functools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 _MAX_TOKENS_OF_A_CHARACTER = 4
-"""As many as UTF-8 has bytes of one."""
+"""UTF-8 has at most this many bytes per character."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,7 +23,7 @@ class TokenTexts:
         return Tokenizer.from_file(str(path)) if path.is_file() else None
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; of a character of several tokens the last one has it."""
+        """Return the text that each token adds; a character of several tokens is given to the last."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             return [f"<{token_id}>" for token_id in token_ids]

@@ -1,5 +1,5 @@
-"""PNG and JPEG files to pixels. Files are tenants' own: whatever is wrong with one is said of it, and how long one
-may take to read is bounded before it is read."""
+"""Decode PNG and JPEG files to pixels. The files are tenants' own: every error names its file, and the time that
+reading one may take is bounded before it is read."""
 
 import io
 import re
@@ -8,7 +8,7 @@ from PIL import ExifTags, Image
 
 _DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 """Grayscale deeper than 8 bits: Pillow's conversion to RGB would clip it to white."""
-_TURNINGS = {
+_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -17,9 +17,9 @@ _TURNINGS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""By an EXIF orientation (CIPA DC-008, tag 0x0112)."""
-_NOTES = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
-"""Where Pillow, and so the loaders of transformers and vLLM, look for an orientation: EXIF, and without it XMP."""
+"""Transpositions by EXIF orientation (CIPA DC-008, tag 0x0112)."""
+_METADATA = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
+"""Metadata in which Pillow, and so the loaders of transformers and vLLM, look for an orientation: EXIF, else XMP."""
 _ON_THEIR_SIDE = (
     Image.Transpose.TRANSPOSE,
     Image.Transpose.ROTATE_270,
@@ -27,21 +27,21 @@ _ON_THEIR_SIDE = (
     Image.Transpose.ROTATE_90,
 )
 _MAX_PARTS = 5000
-"""Segments of a JPEG and chunks before a PNG's pixels: each costs Pillow microseconds, and cameras write some 100."""
+"""Most segments of a JPEG and chunks before a PNG's pixels: each costs Pillow microseconds; cameras write some 100."""
 _MAX_FULL_SCANS = 100
-"""A progressive JPEG's scans, each of which goes over all pixels: so many of the largest image, more of a smaller one.
-Ten are usual, and fifty bytes make one."""
+"""Most scans of a progressive JPEG of the largest size; smaller ones may have more. Each goes over all pixels. Ten are
+usual, and fifty bytes make one."""
 _JPEG_MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xff])")
-"""Begins with one certain byte: so it is looked for at 3 GB/s, and else at a twentieth of that."""
+"""Begins with one fixed byte: the search then runs at 3 GB/s, else at a twentieth of that."""
 _FILL, _STANDALONE = 0xFF, (0x01, 0xD8)
 
 
 class BadImage(ValueError):
-    """The file is no image that we read; the text says why, as the end of a sentence about it."""
+    """The file is no image that we read; the text is the end of a sentence that says why."""
 
 
 def open_image(data: bytes, max_pixels: int) -> Image.Image:
-    """The image, of which only the header is read so far. Raises BadImage."""
+    """Open an image; only its header is read so far. Raises BadImage."""
     _check_parts(data)
     scans = _num_scans(data) if data.startswith(b"\xff\xd8") else 1
     try:
@@ -53,7 +53,7 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
         raise BadImage(f"the image has {image.width}x{image.height} pixels; {max_pixels} are allowed")
     if scans * num_pixels > _MAX_FULL_SCANS * max_pixels:
         raise BadImage(
-            f"the JPEG has {scans} scans; of its size, {_MAX_FULL_SCANS * max_pixels // num_pixels} are allowed"
+            f"the JPEG has {scans} scans; at its size, {_MAX_FULL_SCANS * max_pixels // num_pixels} are allowed"
         )
     if image.mode in _DEEP_MODES:
         raise BadImage("the image has more than 8 bits a channel; convert it to 8 bits")
@@ -61,37 +61,37 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def size_of(image: Image.Image) -> tuple[int, int]:
-    """Width and height of an opened image as it is shown."""
+    """Return width and height of an opened image as it is shown."""
     width, height = image.size
-    return (height, width) if _turning(image) in _ON_THEIR_SIDE else (width, height)
+    return (height, width) if _transpose(image) in _ON_THEIR_SIDE else (width, height)
 
 
 def decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The image in RGB, turned as its EXIF orientation says: a camera stores what its sensor saw. Raises BadImage."""
+    """Decode to RGB, turned by the EXIF orientation: a camera stores what its sensor saw. Raises BadImage."""
     with open_image(data, max_pixels) as image:
-        turning = _turning(image)
+        transpose = _transpose(image)
         try:
             image.load()
             shown = image if image.mode == "RGB" else image.convert("RGB")
-            return shown if turning is None else shown.transpose(turning)
+            return shown if transpose is None else shown.transpose(transpose)
         except Exception as error:  # noqa: BLE001 - as above
             raise BadImage(f"the image does not decode: {str(error) or type(error).__name__}") from None
 
 
-def _turning(image: Image.Image) -> Image.Transpose | None:
-    """What shows an image upright, by its header; None where it is, or what says so cannot be read."""
-    if _NOTES.isdisjoint(image.info):
+def _transpose(image: Image.Image) -> Image.Transpose | None:
+    """The transposition that shows an image upright, from its header; None if it is upright or that is unreadable."""
+    if _METADATA.isdisjoint(image.info):
         return None
     try:
-        # The base class's own: a PNG's would read all pixels, to look behind them.
+        # The base class's method: a PNG's own would read all pixels, to look behind them.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
     except Exception:  # noqa: BLE001 - as above: a broken note of a camera is no reason to refuse its image
         return None
-    return _TURNINGS.get(orientation) if isinstance(orientation, int) else None
+    return _TRANSPOSES.get(orientation) if isinstance(orientation, int) else None
 
 
 def _check_parts(data: bytes) -> None:
-    """Refuse a file of so many small parts that Pillow would be busy with its header for seconds."""
+    """Refuse a PNG of so many small chunks that Pillow would be busy with its header for seconds."""
     at, parts = 8, 0
     while data.startswith(b"\x89PNG") and at + 8 <= len(data) and data[at + 4 : at + 8] != b"IDAT":
         at += 12 + int.from_bytes(data[at : at + 4])
@@ -101,7 +101,7 @@ def _check_parts(data: bytes) -> None:
 
 
 def _num_scans(data: bytes) -> int:
-    """Scans of a JPEG, its markers read as a decoder reads them (ITU-T T.81, annex B)."""
+    """Count the scans of a JPEG; markers are read as a decoder reads them (ITU-T T.81, annex B)."""
     at, parts, scans = 2, 0, 0
     while found := _JPEG_MARKER.search(data, at):
         marker, at = found[1][0], found.end()
@@ -109,7 +109,7 @@ def _num_scans(data: bytes) -> int:
             break
         parts += 1  # Pillow reads repeated fill bytes one by one
         if marker == _FILL:
-            at -= 1  # what follows a marker's first byte may be another's
+            at -= 1  # the byte after a marker's first may begin another
         elif marker not in _STANDALONE:
             at += int.from_bytes(data[at : at + 2])
         scans += marker == 0xDA

@@ -1,8 +1,8 @@
-"""ModelInput to what a model reads: token ids with every image expanded, pixel tensors, image spans.
+"""Render a ModelInput for a model: token ids with every image expanded, pixel tensors, image spans.
 
-The server (counts only), the trainer and the sampler all render here, with the model's own image
-processor, so that they see the same positions and the same pixels. What a model makes of an image its
-family knows. Knows no chat template and no tokenizer.
+The server (counts only), the trainer and the sampler all render here, with the model's own image processor, so that
+they see the same positions and the same pixels. The model's family knows its form of an image. Knows no chat template
+and no tokenizer.
 
 T tokens
 """
@@ -22,18 +22,18 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.families.family import ImageSpan, RenderedImage, Vision
 from backends.families.registry import find_family
 from backends.inputs.images import BadImage, decode, open_image, size_of
-from backends.inputs.prefetch import Ahead
+from backends.inputs.prefetch import Prefetcher
 from backends.lru import LRU
 from backends.protocol import InvalidInput
 
-_AHEAD_BYTES = 1 << 28
+_PREFETCH_BYTES = 1 << 28
 MAX_LARGEST_IMAGES = 10
-"""Of the largest images allowed: as many pixels may all images of one request have. To decode 50 million takes 3 s."""
+"""All images of one request may have as many pixels as this many of the largest size. Decoding 50 million takes 3 s."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One input, ready for batching: images in order of their spans."""
+    """One input, ready for packing: images in order of their spans."""
 
     token_ids_T: np.ndarray
     spans: list[ImageSpan]
@@ -52,7 +52,7 @@ class Renderer:
         pixel_dtype: torch.dtype = torch.float32,
         pins_pixels: bool = False,
     ) -> None:
-        """`pixel_dtype`: that of the model, which would round the pixels to it first of all; uint8: bytes, not
+        """`pixel_dtype`: the model's, which would round the pixels to it before anything else; uint8: bytes, not
         normalised. `pins_pixels`: in memory from which a GPU copies while the host goes on."""
         self.config = AutoConfig.from_pretrained(source)
         text_config = self.config.get_text_config()
@@ -64,11 +64,11 @@ class Renderer:
         self._pins_pixels = pins_pixels
         self._cache: LRU[str, RenderedImage] = LRU(image_cache_bytes, lambda image: image.size_bytes)
         self._in_use: WeakValueDictionary[str, RenderedImage] = WeakValueDictionary()
-        """One image of several inputs is decoded once."""
-        self._ahead: Ahead[RenderedImage] = Ahead(_AHEAD_BYTES)
+        """Images still referenced: one image of several inputs is decoded once."""
+        self._prefetcher: Prefetcher[RenderedImage] = Prefetcher(_PREFETCH_BYTES)
 
     def layout(self, model_input: ModelInput, where: str) -> tuple[int, list[ImageSpan]]:
-        """Length in tokens and image spans, from the chunks and the images' headers alone.
+        """Return length in tokens and image spans, from the chunks and the images' headers alone.
 
         `where` begins the message of every InvalidInput, e.g. "datum 3".
         """
@@ -92,13 +92,13 @@ class Renderer:
         return length, spans
 
     def check_pixels(self, num_pixels: int, where: str) -> None:
-        """Raises InvalidInput where one request has so many pixels in all that to read them would hold up others."""
+        """Raises InvalidInput if one request has so many pixels in all that decoding them would delay others."""
         allowed = MAX_LARGEST_IMAGES * self._max_image_pixels
         if num_pixels > allowed:
             raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")
 
     def render(self, model_input: ModelInput, where: str, known: Container[str] = frozenset()) -> Rendered:
-        """Expanded token ids and pixels; images whose hash is `known` are not decoded.
+        """Render token ids and pixels; images whose hash is `known` are not decoded.
 
         Raises InvalidInput as `layout`, and for images that do not decode.
         """
@@ -120,28 +120,28 @@ class Renderer:
             offset = end
         return Rendered(token_ids_T, spans, images)
 
-    def expect(self, inputs: Iterable[ModelInput], known: Container[str] = frozenset()) -> None:
-        """Begin to decode the images of inputs that will be rendered soon, on threads, as many as memory is set aside
-        for; none whose hash is `known`. What is wrong with an input is said when it is rendered."""
+    def prefetch(self, inputs: Iterable[ModelInput], known: Container[str] = frozenset()) -> None:
+        """Start to decode the images of inputs that will be rendered soon, on threads, as many as the memory for it
+        allows; none whose hash is `known`. Errors of an input are raised when it is rendered."""
         vision = self.family.vision
         if vision is None:
             return
-        with self._ahead.paused():  # or the first threads would take turns with this loop
+        with self._prefetcher.paused():  # or the first threads would compete with this loop
             for chunk in (chunk for one in inputs for chunk in one.chunks if isinstance(chunk, ImageChunk)):
                 key = _key(chunk)
                 if key in known or key in self._in_use or self._cache.get(key) is not None:
                     continue
                 with suppress(ValueError), open_image(chunk.data, self._max_image_pixels) as image:
                     size_bytes = vision.size_bytes(vision.grid(*size_of(image)))
-                    self._ahead.begin(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
+                    self._prefetcher.start(key, size_bytes, partial(self._decoded, vision, key, chunk.data))
 
-    def decoding_paused(self) -> AbstractContextManager[None]:
-        """For whoever launches kernels: what is expected waits, but for the images that threads are at."""
-        return self._ahead.paused()
+    def prefetch_paused(self) -> AbstractContextManager[None]:
+        """Pause prefetching, except images already being decoded, while kernels are launched."""
+        return self._prefetcher.paused()
 
-    def forget_expected(self) -> None:
-        """What was to be rendered soon will not be."""
-        self._ahead.drop()
+    def cancel_prefetch(self) -> None:
+        """Drop all prefetched images."""
+        self._prefetcher.cancel()
 
     def _check_tokens(self, tokens: np.ndarray, at: str) -> None:
         if tokens.size == 0:
@@ -178,12 +178,12 @@ class Renderer:
     ) -> RenderedImage:
         key = _key(chunk)
         if key in known:
-            self._ahead.drop(key)
+            self._prefetcher.cancel(key)
             return RenderedImage(key, vision.without_pixels(span))
         image = self._cache.get(key) or self._in_use.get(key)
         if image is None:
             try:
-                image = self._ahead.take(key) or self._decoded(vision, key, chunk.data)
+                image = self._prefetcher.take(key) or self._decoded(vision, key, chunk.data)
             except BadImage as error:
                 raise InvalidInput(f"{at}: {error}") from None
             self._in_use[key] = image

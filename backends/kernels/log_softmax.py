@@ -1,4 +1,4 @@
-"""What scoring makes of logits, each in one pass over them.
+"""Log-sum-exp and probabilities of logits, each in one pass over them.
 
 T tokens, V vocabulary
 """
@@ -34,10 +34,10 @@ def _normaliser(logits, lse, width, BLOCK: tl.constexpr) -> None:  # type: ignor
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for begin in range(0, width, BLOCK):
-        place = begin + tl.arange(0, BLOCK)
-        value = tl.load(logits + row * width + place, mask=place < width, other=float("-inf"))
+        index = begin + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * width + index, mask=index < width, other=float("-inf"))
         higher = tl.maximum(largest, value, propagate_nan=tl.PropagateNan.ALL)
-        # Where nothing was read yet, exp(-inf - -inf) would be NaN.
+        # Before anything is read, exp(-inf - -inf) would be NaN.
         total = total * tl.where(largest == higher, 1.0, tl.exp(largest - higher))
         total += tl.where(value == float("-inf"), 0.0, tl.exp(value - higher))
         largest = higher
@@ -49,8 +49,8 @@ def _normaliser(logits, lse, width, BLOCK: tl.constexpr) -> None:  # type: ignor
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _probabilities(logits, lse, weights, result, width, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0913
     row = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < width
-    value = tl.load(logits + row * width + place, mask=inside, other=0.0)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < width
+    value = tl.load(logits + row * width + index, mask=inside, other=0.0)
     found = -tl.exp(value - tl.load(lse + row)) * tl.load(weights + row)
-    tl.store(result + row * width + place, found.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + row * width + index, found.to(result.dtype.element_ty), mask=inside)

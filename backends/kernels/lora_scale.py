@@ -1,6 +1,6 @@
-"""`lora_linear.scaled` as one kernel: of small rows' launches it was a third.
+"""`lora/linear.py:scaled` as one kernel: it was a third of the launches of small microbatches.
 
-T tokens of a row, R rank columns of its models, N = R for each of some linears
+T tokens of a microbatch, R summed ranks of its models, N = R for each of some linears
 """
 
 import triton
@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 
 def scale(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
-    """`product_TN` * `scales_TR`, [T, R] or [1, R] for every token, in place; 0 where the scale is 0."""
+    """Multiply `product_TN` in place by `scales_TR`, [T, R] or [1, R] for every token; 0 where the scale is 0."""
     assert product_TN.is_contiguous()
     scales_TR = scales_TR.contiguous()
     count, width = product_TN.numel(), product_TN.shape[1]
@@ -21,14 +21,14 @@ def scale(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
     return product_TN
 
 
-# For any count: a kernel of its own for each kind would be compiled while the server serves.
+# Unspecialised: else a kernel for each kind of count would be compiled while the server serves.
 @triton.jit(do_not_specialize=["count", "width", "rank", "stride"])  # type: ignore[untyped-decorator, unused-ignore]
 def _scale(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     product, scales, count, width, rank, stride, BLOCK: tl.constexpr
 ) -> None:
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    factor = tl.load(scales + place // width * stride + place % width % rank, mask=inside, other=0.0)
-    value = tl.load(product + place, mask=inside, other=0.0)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    factor = tl.load(scales + index // width * stride + index % width % rank, mask=inside, other=0.0)
+    value = tl.load(product + index, mask=inside, other=0.0)
     result = tl.where(factor == 0, 0.0, value.to(factor.dtype) * factor)
-    tl.store(product + place, result.to(product.dtype.element_ty), mask=inside)
+    tl.store(product + index, result.to(product.dtype.element_ty), mask=inside)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def rotate(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
-    """[P, 3 * H * D]: queries and keys of `qkv_PX` rotated in its memory, values as they were. To the bit what
-    transformers' `apply_rotary_pos_emb_vision` gives, for angles whose second half is the first."""
+    """[P, 3 * H * D]: queries and keys of `qkv_PX` rotated in place, values unchanged. Bitwise equal to transformers'
+    `apply_rotary_pos_emb_vision`, for angles whose second half is the first."""
     result: Tensor = _Rotated.apply(qkv_PX, cos_PD, sin_PD)  # type: ignore[no-untyped-call]
     return result
 
@@ -32,12 +32,12 @@ class _Rotated(torch.autograd.Function):
 
 
 def _rotated(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
-    """In place."""
+    """Rotate in place."""
     assert qkv_PX.is_contiguous()
     (num_patches, width), size = qkv_PX.shape, cos_PD.shape[1]
     num_heads = width // 3 * 2 // size
     heads, half = triton.next_power_of_2(num_heads), triton.next_power_of_2(size // 2)
-    # Sums of products rounded once, as the hardware likes them, would not be transformers' own.
+    # No fused multiply-add, which rounds once: transformers rounds each product.
     options = {"HEADS": heads, "HALF": half, "enable_fp_fusion": False}
     _rotate[num_patches,](qkv_PX, cos_PD.contiguous(), sin_PD.contiguous(), width, num_heads, size // 2, **options)
     return qkv_PX
@@ -48,11 +48,11 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     qkv, cos, sin, width, num_heads, half, HEADS: tl.constexpr, HALF: tl.constexpr
 ) -> None:
     patch = tl.program_id(0).to(tl.int64)
-    head, place = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    angle, inside = patch * 2 * half + place, (head < num_heads) & (place < half)
-    c = tl.load(cos + angle, mask=place < half, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=place < half, other=0.0).to(tl.float32)
-    first = qkv + patch * width + head * 2 * half + place
+    head, index = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    angle, inside = patch * 2 * half + index, (head < num_heads) & (index < half)
+    c = tl.load(cos + angle, mask=index < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=index < half, other=0.0).to(tl.float32)
+    first = qkv + patch * width + head * 2 * half + index
     x = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(first, (x * c - y * s).to(qkv.dtype.element_ty), mask=inside)

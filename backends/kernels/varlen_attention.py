@@ -1,11 +1,11 @@
-"""Causal attention of a packed row on CUDA, in 16 bits, as one operator that compiled layers call.
+"""Causal attention of a packed microbatch on CUDA, in 16 bits, as one operator that compiled layers call.
 
-FlashAttention 2 takes a row's samples together, whatever their lengths. A long sample takes half the time in cuDNN's
-kernel on Hopper and later, which wants samples of one length, and 0.1 s of planning for each length that it has not
-met. So each long sample goes there alone, filled up at its end to one of eight lengths between a power of two and the
-next: what stands behind a causal sample changes nothing in it, and has no gradient.
+FlashAttention 2 takes all samples together, whatever their lengths. A long sample takes half the time in cuDNN's
+kernel on Hopper and later, which needs samples of one length, and 0.1 s of planning for each new length. So each long
+sample goes there alone, padded at its end to one of eight lengths between a power of two and the next: padding behind
+a causal sample changes nothing in it, and has no gradient.
 
-T tokens of a row, N samples, H query heads, G key heads, D values of a head
+T tokens of a microbatch, N samples, H query heads, G key heads, D values of a head
 """
 
 import functools
@@ -23,11 +23,12 @@ from backends.patches import Patch
 
 log = logging.getLogger(__name__)
 LONG = 4096
-"""Tokens of a sample from which cuDNN is worth a call of its own."""
+"""Tokens of a sample from which a call of cuDNN of its own is worth it."""
 _BEYOND = 1e4
-"""Log-sum-exp of the scores of tokens that fill up, nats: exp(score - this) is 0 in backward."""
+"""Log-sum-exp of the scores of padding, nats: exp(score - this) is 0 in backward."""
 _TESTED_TOKENS, _CLOSE = 637, 0.02
-"""Of the sample by which cuDNN is tested, which is filled up; relative distance to FlashAttention: 0.004 on an H100."""
+"""Tokens of the sample by which cuDNN is tested, which is padded, and largest relative distance to FlashAttention:
+0.004 on an H100."""
 
 _WHY = "A private operator that is called here by position; its schema says what the arguments mean."
 OPERATORS = [
@@ -70,23 +71,23 @@ OPERATORS = [
 
 
 class Kernel(Protocol):
-    """Causal attention of the samples of a span: contiguous tokens of a row."""
+    """Causal attention of the samples of a span."""
 
     def forward(self, qkv: list[Tensor], span: "Span", scale: float) -> tuple[Tensor, Tensor]:
         """[T, H, D], and the log-sum-exp of the scores [H, T] float32, nats."""
 
     def backward(self, grad_THD: Tensor, saved: list[Tensor], span: "Span", scale: float) -> tuple[Tensor, ...]:
-        """Of query, key and value; `saved` are these three and what forward gave."""
+        """Gradients of query, key and value; `saved` are these three and forward's results."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Samples that one kernel takes at once."""
+    """Contiguous tokens of samples that one kernel takes at once."""
 
     begin: int
     end: int
     cu_seqlens: Tensor
-    """[N + 1] int32, on the device: from the span's begin."""
+    """[N + 1] int32, on the device, from the span's begin."""
     longest: int
     is_long: bool
 
@@ -96,7 +97,7 @@ class Flash:
 
     def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *qkv, *self._bounds(span), 0.0, True, False, scale=scale, window_size_left=-1, window_size_right=0
+            *qkv, *self._varlen(span), 0.0, True, False, scale=scale, window_size_left=-1, window_size_right=0
         )
         return out, lse
 
@@ -105,7 +106,7 @@ class Flash:
         gradients: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
             grad_THD,
             *saved,
-            *self._bounds(span),
+            *self._varlen(span),
             0.0,
             True,
             *no_dropout,
@@ -115,12 +116,12 @@ class Flash:
         )
         return gradients
 
-    def _bounds(self, span: Span) -> tuple[Tensor, Tensor, int, int]:
+    def _varlen(self, span: Span) -> tuple[Tensor, Tensor, int, int]:
         return span.cu_seqlens, span.cu_seqlens, span.longest, span.longest
 
 
-class Filled:
-    """cuDNN's kernel for one sample, filled up at its end."""
+class Padded:
+    """cuDNN's kernel for one sample, padded at its end."""
 
     def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
         num_tokens = span.end - span.begin
@@ -131,8 +132,8 @@ class Filled:
     def backward(self, grad_THD: Tensor, saved: list[Tensor], span: Span, scale: float) -> tuple[Tensor, ...]:
         *tensors, lse_HT = saved
         num_tokens = span.end - span.begin
-        filled_lse = F.pad(lse_HT, (0, filled_length(num_tokens) - num_tokens), value=_BEYOND)
-        gradients = _cudnn_backward([*map(_as_batch, (grad_THD, *tensors)), filled_lse[None, :, :, None]], scale)
+        padded_lse = F.pad(lse_HT, (0, padded_length(num_tokens) - num_tokens), value=_BEYOND)
+        gradients = _cudnn_backward([*map(_as_batch, (grad_THD, *tensors)), padded_lse[None, :, :, None]], scale)
         return tuple(gradient[0].transpose(0, 1)[:num_tokens] for gradient in gradients)
 
 
@@ -145,7 +146,8 @@ def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> t
 
 
 def _cudnn_backward(saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
-    """Of query, key and value [1, H or G, T, D], by the output's gradient, these three and what forward gave."""
+    """Gradients of query, key and value [1, H or G, T, D]; `saved` is the output's gradient, these three and forward's
+    results."""
     no_dropout = (torch.zeros((), dtype=torch.int64, device=saved[0].device),) * 2
     size = saved[0].shape[2]
     gradients: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -155,50 +157,52 @@ def _cudnn_backward(saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
 
 
 _flash: Kernel = Flash()
-_filled: Kernel = Filled()
+_padded: Kernel = Padded()
 
 
-def filled_length(num_tokens: int) -> int:
-    """The least multiple of an eighth of the largest power of two in it that holds so many tokens."""
+def padded_length(num_tokens: int) -> int:
+    """Round up to a multiple of an eighth of the largest power of two that is at most `num_tokens`."""
     step = 1 << max(0, num_tokens.bit_length() - 4)
     return -(-num_tokens // step) * step
 
 
 def _as_batch(tensor_THD: Tensor) -> Tensor:
-    """[1, H, T', D], T' the filled length."""
-    missing = filled_length(len(tensor_THD)) - len(tensor_THD)
-    filled = F.pad(tensor_THD, (0, 0, 0, 0, 0, missing)) if missing else tensor_THD
-    return filled.transpose(0, 1)[None]
+    """[1, H, T', D], T' the padded length."""
+    missing = padded_length(len(tensor_THD)) - len(tensor_THD)
+    padded = F.pad(tensor_THD, (0, 0, 0, 0, 0, missing)) if missing else tensor_THD
+    return padded.transpose(0, 1)[None]
 
 
-def _spans(cu_seqlens: Tensor, bounds: list[int], longest: int, *, apart: bool) -> Iterator[Span]:
-    """Each long sample, and those between them together; all together where none goes apart."""
-    if not apart:
-        yield Span(0, bounds[-1], cu_seqlens, longest, is_long=False)
+def _spans(cu_seqlens: Tensor, ends: list[int], longest: int, *, split_long: bool) -> Iterator[Span]:
+    """Yield each long sample alone, and those between them together; without `split_long` all together."""
+    if not split_long:
+        yield Span(0, ends[-1], cu_seqlens, longest, is_long=False)
         return
-    lengths = [end - begin for begin, end in pairwise(bounds)]
+    lengths = [end - begin for begin, end in pairwise(ends)]
     for is_long, group in groupby(range(len(lengths)), key=lambda sample: lengths[sample] >= LONG):
         samples = list(group)
         for one in [[sample] for sample in samples] if is_long else [samples]:
             first, last = one[0], one[-1] + 1
             cu = cu_seqlens[first : last + 1] - cu_seqlens[first]
-            yield Span(bounds[first], bounds[last], cu, max(lengths[first:last]), is_long)
+            yield Span(ends[first], ends[last], cu, max(lengths[first:last]), is_long)
 
 
-def _row(query_THD: Tensor, key_TGD: Tensor, cu_seqlens: Tensor, bounds: Tensor, longest: int) -> list[Span]:
-    has_long = longest >= LONG and bounds[-1].item() > 0  # or the device alone knows
-    apart = has_long and _cudnn_serves(
+def _planned(
+    query_THD: Tensor, key_TGD: Tensor, cu_seqlens: Tensor, cu_seqlens_host: Tensor, longest: int
+) -> list[Span]:
+    has_long = longest >= LONG and cu_seqlens_host[-1].item() > 0  # or the device alone knows
+    split_long = has_long and _cudnn_serves(
         query_THD.device,
         query_THD.dtype,
         query_THD.shape[1:],
         key_TGD.shape[1],
         heads_first=query_THD.stride(0) < query_THD.stride(1),
     )
-    return list(_spans(cu_seqlens, bounds.tolist(), longest, apart=apart))
+    return list(_spans(cu_seqlens, cu_seqlens_host.tolist(), longest, split_long=split_long))
 
 
 def _forward(qkv: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor, Tensor]:
-    """As `packed_attention`; one span is the whole row."""
+    """As `packed_attention`; one span is the whole microbatch."""
     if len(spans) == 1:
         out, lse_HT = _kernel(spans[0]).forward(qkv, spans[0], scale)
         return _laid_out_as(qkv[0], out), lse_HT.contiguous()
@@ -210,7 +214,7 @@ def _forward(qkv: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor
 
 
 def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: float) -> tuple[Tensor, ...]:
-    """Of query, key and value; `saved` are these three and what forward gave."""
+    """Gradients of query, key and value; `saved` are these three and forward's results."""
     if len(spans) == 1:
         whole = _kernel(spans[0]).backward(grad_THD, saved, spans[0], scale)
         return tuple(_laid_out_as(like, gradient) for like, gradient in zip(saved, whole, strict=False))
@@ -226,32 +230,32 @@ def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: 
 
 
 def _kernel(span: Span) -> Kernel:
-    return _filled if span.is_long else _flash
+    return _padded if span.is_long else _flash
 
 
 def _laid_out_as(like: Tensor, result: Tensor) -> Tensor:
-    """Compiled code reads what an operator gives where it expects it: as `like` lies."""
+    """Lay a result out as `like`: compiled code reads an operator's result with the strides that it expects."""
     expected = torch.empty_like(like, device="meta").stride()
     return result if result.stride() == expected else torch.empty_like(like).copy_(result)
 
 
-# A custom operator: torch.compile leaves its inside alone, and so compiles once for every mixture of lengths.
+# A custom operator: torch.compile does not trace it, and so compiles once for every mixture of lengths.
 @torch.library.custom_op("tinker_server::packed_attention", mutates_args=())
 def packed_attention(  # noqa: PLR0913
     query_THD: Tensor,
     key_TGD: Tensor,
     value_TGD: Tensor,
     cu_seqlens: Tensor,
-    bounds: Tensor,
+    cu_seqlens_host: Tensor,
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """[T, H, D], and the log-sum-exp of the scores [H, T] float32, nats.
 
-    `cu_seqlens` [N + 1] int32 on the device; `bounds` the same on the host. Where all of them there are 0, the row's
-    lengths are known to the device alone, and none is long.
+    `cu_seqlens` [N + 1] int32 on the device; `cu_seqlens_host` the same on the host. If all of the host's are 0, only
+    the device knows the lengths, and no sample is long.
     """
-    spans = _row(query_THD, key_TGD, cu_seqlens, bounds, longest)
+    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest)
     return _forward([query_THD, key_TGD, value_TGD], spans, scale)
 
 
@@ -264,12 +268,12 @@ def packed_attention_backward(  # noqa: PLR0913
     out_THD: Tensor,
     lse_HT: Tensor,
     cu_seqlens: Tensor,
-    bounds: Tensor,
+    cu_seqlens_host: Tensor,
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
-    spans = _row(query_THD, key_TGD, cu_seqlens, bounds, longest)
+    """Return the gradients of query, key and value."""
+    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest)
     query, key, value = _gradients(grad_THD, [query_THD, key_TGD, value_TGD, out_THD, lse_HT], spans, scale)
     return query, key, value
 
@@ -278,9 +282,9 @@ def packed_attention_backward(  # noqa: PLR0913
 def _cudnn_serves(
     device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int, *, heads_first: bool
 ) -> bool:
-    """Whether cuDNN is the faster one here, and gives what FlashAttention gives for heads of this shape.
+    """Return whether cuDNN is faster here, and gives what FlashAttention gives for heads of this shape.
 
-    `heads_first`: of the two, tokens and heads, the tokens lie side by side in memory.
+    `heads_first`: heads come before tokens in memory.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return False
@@ -326,8 +330,8 @@ def _(grad_THD: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, *
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, cu_seqlens, bounds, ctx.longest, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output, cu_seqlens, bounds)
+    *tensors, cu_seqlens, cu_seqlens_host, ctx.longest, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output, cu_seqlens, cu_seqlens_host)
 
 
 def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

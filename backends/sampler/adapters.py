@@ -10,10 +10,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import other_files
 from backends.inputs.rendering import Renderer
-from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, LOAD_CHECK_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
 from backends.sampler.sequences import check_scores
 from backends.sampler.versions import Version, link_each
@@ -36,10 +36,10 @@ class AdapterLoader:
         self._dtype = dtype
         self._loaded: set[Version] = set()
 
-    def link(self, source: Path, directory: Path) -> Canary | None:
+    def link(self, source: Path, directory: Path) -> LoadCheck | None:
         """Link an adapter's files; without a canary they are checked for values that are not finite."""
         directory.mkdir()
-        if (source / CANARY_FILE).exists():
+        if (source / LOAD_CHECK_FILE).exists():
             raise InvalidInput(
                 "the sampler weights are a whole model, and this server samples from adapters; start it with the"
                 " setting backend.full to sample from whole models"
@@ -48,7 +48,7 @@ class AdapterLoader:
         try:
             with safe_open(directory / ADAPTER_FILE, framework="pt") as file:
                 link_each(source, directory, other_files(file.metadata()))
-                canary = Canary.from_metadata(file.metadata())
+                canary = LoadCheck.from_metadata(file.metadata())
                 if canary is None:  # else the trainer has checked it
                     _check_finite(file)
                 return canary

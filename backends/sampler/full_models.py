@@ -13,10 +13,10 @@ from safetensors import SafetensorError, safe_open
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
-from backends.protocol import ADAPTER_FILE, CANARY_FILE, BackendFailed, InvalidInput
+from backends.protocol import ADAPTER_FILE, LOAD_CHECK_FILE, BackendFailed, InvalidInput
 from backends.sampler.sequences import check_scores, end_process
 from backends.sampler.versions import Version, link_each
 
@@ -29,20 +29,20 @@ class FullModelLoader:
 
     max_versions = 0
 
-    def __init__(self, engine: AsyncLLM, renderer: Renderer, config: ModelSpec, base: Canary) -> None:
+    def __init__(self, engine: AsyncLLM, renderer: Renderer, config: ModelSpec, base: LoadCheck) -> None:
         """`base` has the engine's scores with the weights it has now."""
         self._engine = engine
         self._renderer = renderer
         self._dtype = config.dtype
         source = Path(config.directory)
-        linked: asyncio.Future[Canary | None] = asyncio.get_running_loop().create_future()
+        linked: asyncio.Future[LoadCheck | None] = asyncio.get_running_loop().create_future()
         linked.set_result(base)
         self.base = Version(source, source, 0, linked)
         self._loaded: Version | None = self.base
         """None while the engine has no weights that may be sampled from."""
         self._loading = asyncio.Lock()
 
-    def link(self, source: Path, directory: Path) -> Canary | None:
+    def link(self, source: Path, directory: Path) -> LoadCheck | None:
         """Link the files of a version, and check that all of them are whole."""
         directory.mkdir()
         if (source / ADAPTER_FILE).exists():
@@ -52,7 +52,7 @@ class FullModelLoader:
             )
         try:
             link_each(source, directory, [file.name for file in source.iterdir()])
-            canary = Canary.from_metadata(json.loads((directory / CANARY_FILE).read_text()))
+            canary = LoadCheck.from_metadata(json.loads((directory / LOAD_CHECK_FILE).read_text()))
             for file in directory.glob("*.safetensors"):
                 with safe_open(file, framework="pt"):
                     pass  # all of it is there

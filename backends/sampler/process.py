@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from api_schemas.sampling import SampleResponse
 from backends.formats.expert_routing import RoutingFiles
-from backends.formats.load_check import Canary, canary_tokens
+from backends.formats.load_check import LoadCheck, load_check_tokens
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.processes.heap import give_back_memory
@@ -178,8 +178,8 @@ async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> Ver
     """Return the weights that the engine samples from."""
     if not spec.full:
         return VersionCache(spec.scratch_dir, AdapterLoader(engine, renderer, spec.dtype))
-    token_ids = canary_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
-    base = Canary(token_ids, (await score(engine, token_ids, None)).tolist())
+    token_ids = load_check_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
+    base = LoadCheck(token_ids, (await score(engine, token_ids, None)).tolist())
     return VersionCache(spec.scratch_dir, FullModelLoader(engine, renderer, spec, base))
 
 

@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
 from backends.sampler.requests import engine_input, send_once
@@ -90,7 +90,7 @@ async def score(engine: AsyncLLM, token_ids: list[int], adapter: LoRARequest | N
 
 
 async def check_scores(
-    engine: AsyncLLM, canary: Canary, adapter: LoRARequest | None, renderer: Renderer, dtype: str
+    engine: AsyncLLM, canary: LoadCheck, adapter: LoRARequest | None, renderer: Renderer, dtype: str
 ) -> None:
     """Raise BackendFailed where the engine, which computes in `dtype`, does not score as whoever saved the weights."""
     canary.check_same(await score(engine, canary.token_ids, adapter), dtype)

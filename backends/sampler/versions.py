@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 from vllm.lora.request import LoRARequest
 
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.protocol import InvalidInput
 
 
 class Version:
     """One version's files, and how many use it."""
 
-    def __init__(self, weights: Path, linked: Path, number: int, linking: "asyncio.Future[Canary | None]") -> None:
+    def __init__(self, weights: Path, linked: Path, number: int, linking: "asyncio.Future[LoadCheck | None]") -> None:
         """`linked` is the directory of the links, and `linking` ends when they are there."""
         self.weights, self.linked, self.number = weights, linked, number
         self.linking = linking
@@ -33,7 +33,7 @@ class Version:
         self.users = 0
 
     @property
-    def canary(self) -> Canary | None:
+    def canary(self) -> LoadCheck | None:
         """The trainer's scores with it, if its files have them."""
         return self.linking.result()
 
@@ -52,7 +52,7 @@ class Loader(Protocol):
     def base(self) -> Version | None:
         """The base model, where it is a version like the others."""
 
-    def link(self, source: Path, directory: Path) -> Canary | None:
+    def link(self, source: Path, directory: Path) -> LoadCheck | None:
         """Link a version's files, in a thread. Raises InvalidInput and BackendFailed as `VersionCache.hold`."""
 
     def request(self, version: Version) -> LoRARequest | None:

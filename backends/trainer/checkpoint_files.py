@@ -1,16 +1,16 @@
-"""Files of saved weights: an adapter in PEFT's form, for training the optimizer beside it, of a suspended
-model its gradient too.
+"""Files of saved weights: an adapter in PEFT's form; for training the optimizer beside it; for a suspended model its
+gradient too.
 
-A directory is written under another name and renamed, so that it is there whole or not at all, and is
-never written again. Knows no model.
+A directory is written under another name and renamed, so that it is there whole or not at all, and is never written
+again. Knows no model.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,53 +18,80 @@ from torch import Tensor
 
 from api_schemas.training import Trainable
 from backends.files import written_aside
-from backends.formats.load_check import Canary
-from backends.formats.stacked_adapters import Places, StackFile, to_files
+from backends.formats.load_check import LoadCheck
+from backends.formats.stacked_adapters import StackedFile, TargetModules, to_files
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.trainer.lora.adapters import ALPHA
+from backends.trainer.distributed import to_broadcast
+from backends.trainer.lora.linear import ALPHA
+from backends.trainer.trained_weights import GradientState
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
 _LAYER = re.compile(r"(model\.)?layers\.\d+\.")
-"""Of a model that is nothing but a decoder."""
+"""Begins the name of a decoder layer in a model that is nothing but a decoder."""
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
-GradientState = Literal["none", "whole", "incomplete"]
-"""Of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 
 
 def write_directory(directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
-    """Let `write` fill a fresh directory, make it durable where asked to, and give it its name."""
+    """Let `write` fill a fresh directory, make it durable if asked to, and give it its name."""
     with written_aside(directory, durable=durable) as aside:
         aside.mkdir()
         write(aside)
 
 
+class SnapshotWriter:
+    """Writes snapshots on a thread, while the rank goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "snapshots")
+        self._begun: dict[Path, Future[None]] = {}
+
+    def begin(self, directory: Path, write: Callable[[Path], None]) -> None:
+        """Have `write` fill the directory, on the thread."""
+        self._begun[directory] = self._thread.submit(self._write, directory, write)
+
+    def written(self, directory: Path) -> Future[None]:
+        """Return a future that is done when the begun snapshot is on disk."""
+        return self._begun.pop(directory)
+
+    def _write(self, directory: Path, write: Callable[[Path], None]) -> None:
+        """Raises errors as the server gets them: a file that cannot be written is not the model's fault."""
+        try:
+            write_directory(directory, write)
+        except Exception as error:
+            raise to_broadcast(error) from error
+
+
 def write_adapter(
-    directory: Path, tensors: Mapping[str, Tensor], config: Trainable, base_model: str, canary: Canary | None = None
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    config: Trainable,
+    base_model: str,
+    load_check: LoadCheck | None = None,
 ) -> None:
-    """The two files that PEFT and vLLM load."""
+    """Write the two files that PEFT and vLLM load."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_host, directory / ADAPTER_FILE, None if canary is None else canary.to_metadata())
+    save_file(on_host, directory / ADAPTER_FILE, None if load_check is None else load_check.to_metadata())
     _write_config(directory, (name.rpartition(".lora_")[0] for name in tensors), config, base_model)
 
 
-def write_stacks(
+def write_stacked(
     directory: Path,
-    stacks: Sequence[tuple[Places, Tensor, Tensor]],
+    stacks: Sequence[tuple[TargetModules, Tensor, Tensor]],
     config: Trainable,
     base_model: str,
-    canary: Canary,
+    load_check: LoadCheck,
 ) -> None:
-    """The same for the engine beside us, as `adapter_stacks` has it. All is in host memory."""
+    """Write the same for the engine beside us (`formats/stacked_adapters.py`). All tensors are in host memory."""
     files = to_files(stacks)
 
-    def write(file: StackFile) -> None:
-        own = canary.to_metadata() if file.name == ADAPTER_FILE else {}
+    def write(file: StackedFile) -> None:
+        own = load_check.to_metadata() if file.name == ADAPTER_FILE else {}
         save_file(file.tensors, directory / file.name, file.metadata(len(files)) | own)
 
     with ThreadPoolExecutor(len(files)) as threads:
         list(threads.map(write, files))
-    _write_config(directory, (name for places, _, _ in stacks for name, _ in places), config, base_model)
+    _write_config(directory, (name for targets, _, _ in stacks for name, _ in targets), config, base_model)
 
 
 def _write_config(directory: Path, modules: Iterable[str], config: Trainable, base_model: str) -> None:
@@ -84,38 +111,38 @@ def _write_config(directory: Path, modules: Iterable[str], config: Trainable, ba
 
 
 def _target(module: str) -> str:
-    """What PEFT knows a module by: the end of its name where the model is nothing but a decoder, elsewhere the whole of
-    it. A vision tower's linears, which nothing may train, can end as a decoder's do. Experts, of which there are
-    thousands, end as no tower's linears beside them."""
-    is_told_by_its_end = _LAYER.match(module) or _EXPERT.search(module)
-    return module.rpartition(".")[2] if is_told_by_its_end else module
+    """The name by which PEFT finds a module: its last part if the model is nothing but a decoder, else the whole of it.
+    A vision tower's linears, which nothing may train, can end as a decoder's do. Experts, of which there are
+    thousands, end as no tower's linears do."""
+    last_part_is_enough = _LAYER.match(module) or _EXPERT.search(module)
+    return module.rpartition(".")[2] if last_part_is_enough else module
 
 
 def write_optimizer(directory: Path, state: Mapping[str, Tensor]) -> None:
-    """Adam's moments and step counts, by `<adapter tensor>:<exp_avg|exp_avg_sq|step>`; empty before the first step."""
+    """Write Adam's moments and step counts, by `<tensor>:<exp_avg|exp_avg_sq|step>`; empty before the first step."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / OPTIMIZER_FILE)
 
 
 def write_gradient(directory: Path, gradient: Mapping[str, Tensor], state: GradientState) -> None:
-    """What was accumulated since the last optim_step, by tensor name, and how whole it is."""
+    """Write the gradient accumulated since the last optim_step, by tensor name, and its state."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in gradient.items()}
     save_file(tensors, directory / GRADIENT_FILE, metadata={"state": state})
 
 
 def read_gradient(directory: Path) -> tuple[dict[str, Tensor], GradientState]:
-    """What write_gradient wrote."""
+    """Read what write_gradient wrote."""
     with safe_open(directory / GRADIENT_FILE, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return tensors, cast(GradientState, file.metadata()["state"])
 
 
 def read_adapter(directory: Path) -> dict[str, Tensor]:
-    """Raises InvalidInput where the directory is gone."""
+    """Read an adapter's tensors. Raises InvalidInput if the directory is gone."""
     return _read(directory / ADAPTER_FILE)
 
 
 def read_optimizer(directory: Path) -> dict[str, Tensor]:
-    """Raises InvalidInput where there is no optimizer state, as in weights saved for a sampler."""
+    """Read Adam's state. Raises InvalidInput if there is none, as in weights saved for a sampler."""
     return _read(directory / OPTIMIZER_FILE)
 
 

@@ -1,4 +1,4 @@
-"""Ranks and devices: who am I, how the frozen base is sharded, how gradients are summed, how ranks agree.
+"""Ranks and devices: joining the process group, sharding the base, summing gradients, agreeing on errors, time limits.
 
 Adapters are whole on every rank and outside FSDP: their gradients are summed once per optim_step.
 """
@@ -25,6 +25,15 @@ K = TypeVar("K")
 T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Longer than any rank waits for another: the server ends a group that hangs long before."""
+# Time limits notice what will never end, so each is about ten times what a slow machine needs.
+_FLOPS = {"cpu": 2e9, "cuda": 2e12}
+"""Floating-point operations a second: a tenth of two busy cores, a fiftieth of a data-centre GPU."""
+_IMAGE_S = 30
+"""Decoding and processing the largest image, 50 megapixels, took 3 s."""
+_BODY_BYTES_PER_S = 500_000
+"""Decoding and checking JSON runs at 5 MB/s or more."""
+_FILE_BYTES_PER_S = 2_000_000
+"""A network disk; with fsync."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +46,9 @@ class World:
 
 
 def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
-    """Reads the launcher's variables (as torchrun sets them) and joins the process group when there are peers.
+    """Read the launcher's variables (as torchrun sets them) and join the process group if there are peers.
 
-    Where MASTER_LISTEN_FD is set, rank 0 finds the socket of the group's meeting there, bound and listening.
+    MASTER_LISTEN_FD, if set, is rank 0's socket for the group's rendezvous, bound and listening.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cpu")
@@ -65,23 +74,23 @@ def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
 
 
 class Root(nn.Module):
-    """The frozen base as FSDP2's root: what is called through it finds all that belongs to no layer gathered."""
+    """The base as FSDP2's root: inside a call through it, parameters that belong to no layer are all-gathered."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `function` returns, which may use any part of the model. Where that is sharded, all ranks call it with
-        what runs the same layers."""
+        """Call `function`, which may use any part of the model. If that is sharded, all ranks call it with functions
+        that run the same layers."""
         return function(*args, **kwargs)
 
 
 def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
-    """Shard the base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower,
-    head) in the root's unit, gathered by every rank at each forward whether or not it has an image."""
+    """Shard the base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower, head) in the root's
+    unit, which every rank all-gathers at each forward whether or not it has an image."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients, where the base itself trains
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients, if the base itself trains
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(root, mesh=mesh, mp_policy=policy)
@@ -107,7 +116,7 @@ def sum_gradients(parameters: list[nn.Parameter], world: World) -> None:
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
+    """Return every rank's value, in rank order, on every rank."""
     if world.size == 1:
         return [value]
     values: list[Any] = [None] * world.size
@@ -116,10 +125,10 @@ def gather_objects(value: Any, world: World) -> list[Any]:
 
 
 def agreed(action: Callable[[], T], world: World) -> T:
-    """What `action` returns here, once it has ended on every rank; where it fails on any of them, all raise.
+    """Return `action`'s value once it has ended on every rank; if it fails on any of them, all raise.
 
-    `action` holds no collective. InvalidInput is raised as it was, anything else as BackendFailed: what
-    went wrong is then known to all, and the ranks can go on together.
+    `action` holds no collective. InvalidInput is raised as it was, anything else as BackendFailed: every rank then
+    knows the error, and they go on together.
     """
     values, errors = agreed_each({"": action}, world)
     for error in errors.values():
@@ -127,35 +136,41 @@ def agreed(action: Callable[[], T], world: World) -> T:
     return values[""]
 
 
+def on_rank_zero(action: Callable[[], T], world: World) -> T | None:
+    """Run `action` on rank 0 alone; return its value there and None elsewhere. If it fails, all raise, as in
+    `agreed`."""
+    return agreed(lambda: action() if world.rank == 0 else None, world)
+
+
 def agreed_each(
     actions: Mapping[K, Callable[[], T]], world: World
 ) -> tuple[dict[K, T], dict[K, InvalidInput | BackendFailed]]:
-    """As `agreed`, for several at once: what each returns here, and the errors of those that failed on any rank.
+    """As `agreed`, for several actions at once: their values here, and the errors of those that failed on any rank.
 
-    Ranks may have different ones to do.
+    Ranks may have different actions.
     """
     values: dict[K, T] = {}
     errors: dict[K, InvalidInput | BackendFailed] = {}
     for key, action in actions.items():
         try:
             values[key] = action()
-        except Exception as raised:  # noqa: BLE001 - every rank is told of it
-            errors[key] = told(raised)
+        except Exception as raised:  # noqa: BLE001 - it is broadcast to every rank
+            errors[key] = to_broadcast(raised)
     if world.size > 1:
         any_failed = torch.tensor(int(bool(errors)))
         dist.all_reduce(any_failed, dist.ReduceOp.MAX)
         if any_failed.item():
-            # Every rank picks the same one: the request's own fault, if a rank found that.
+            # Every rank picks the same error: the request's own fault, if a rank found that.
             everyones = [one for of_rank in gather_objects(errors, world) for one in of_rank.items()]
             errors = dict(sorted(everyones, key=lambda one: isinstance(one[1], InvalidInput)))
     return {key: value for key, value in values.items() if key not in errors}, errors
 
 
-def told(error: Exception) -> InvalidInput | BackendFailed:
-    """An error as every rank may raise it; where it is not the request's, the log gets it as it was.
+def to_broadcast(error: Exception) -> InvalidInput | BackendFailed:
+    """Convert an error to one that every rank may raise. If it is not the request's, it is logged as it was.
 
     After an error of the device itself, such as a failed assertion in a kernel, nothing in this process can use the
-    device any more: the process ends, and what ran is restored in the next one.
+    device any more: the process ends, and the next one restores what ran.
     """
     if isinstance(error, (InvalidInput, BackendFailed)):
         return error
@@ -169,22 +184,37 @@ def told(error: Exception) -> InvalidInput | BackendFailed:
         return BackendFailed("out of memory; send shorter or fewer datums at once")
     if isinstance(error, OSError):
         return BackendFailed(f"a file cannot be read or written: {error.strerror or type(error).__name__}")
-    if isinstance(error, SafetensorError):  # of a full disk too
+    if isinstance(error, SafetensorError):  # a full disk too
         return BackendFailed(f"a file cannot be read or written: {error}")
     return BackendFailed(f"{type(error).__name__}: {error}")
 
 
 def from_rank_zero(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Rank 0's CPU tensors, on every rank; what the others pass is ignored."""
+    """Broadcast rank 0's CPU tensors to every rank; what the others pass is ignored."""
     if world.size == 1:
         return tensors
     layout = gather_objects({name: (one.shape, one.dtype) for name, one in tensors.items()}, world)[0]
 
-    def place(name: str) -> Tensor:
+    def buffer(name: str) -> Tensor:
         shape, dtype = layout[name]
         return tensors[name].contiguous() if world.rank == 0 else torch.empty(shape, dtype=dtype)
 
-    received = agreed(lambda: {name: place(name) for name in layout}, world)
+    received = agreed(lambda: {name: buffer(name) for name in layout}, world)
     for tensor in received.values():
         dist.broadcast(tensor, src=0)
     return received
+
+
+def decoding_s(size_bytes: int) -> float:
+    """Seconds to decode and check a request's body."""
+    return size_bytes / _BODY_BYTES_PER_S
+
+
+def microbatch_s(num_tokens: int, num_images: int, num_parameters: int, device: torch.device) -> float:
+    """Seconds for forward, recomputation of the head, and backward: about 8 operations per token and parameter."""
+    return 8 * num_tokens * num_parameters / _FLOPS[device.type] + num_images * _IMAGE_S
+
+
+def files_s(size_bytes: int) -> float:
+    """Seconds to read or write files and make them durable."""
+    return size_bytes / _FILE_BYTES_PER_S

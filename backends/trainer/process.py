@@ -7,9 +7,8 @@ from typing import assert_never
 from backends.processes.progress import Progress
 from backends.processes.rpc import KeepWaiting, OnPart, serve
 from backends.trainer import commands
-from backends.trainer.distributed import join_world
+from backends.trainer.distributed import files_s, join_world
 from backends.trainer.rank import TrainerRank
-from backends.trainer.time_limits import files_s
 
 
 class Process:
@@ -39,9 +38,9 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:  # noqa: C
         case commands.DeleteModel(model_id):
             rank.delete_model(model_id)
         case commands.ComputeMicrobatch(new, order):
-            return rank.compute_rows(new, order)
+            return rank.compute_microbatch(new, order)
         case commands.CancelRequests(numbers):
-            rank.drop_passes(numbers)
+            rank.cancel_requests(numbers)
         case commands.MarkIncomplete(model_id):
             rank.mark_incomplete(model_id)
         case commands.OptimStep(model_id, adam):

@@ -1,108 +1,112 @@
-"""What a base's rows, steps and files ask of what is trained on it: adapters of many models, or one model's all."""
+"""Protocols that LoRA adapters and full weights implement: one model, the weights a base computes with, the files."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from api_schemas.training import AdamParams, Trainable
-from backends.formats.load_check import Canary
-from backends.trainer.checkpoint_files import GradientState
+from backends.formats.load_check import LoadCheck
 from backends.trainer.distributed import World
+
+GradientState = Literal["none", "whole", "incomplete"]
+"""State of what was accumulated since the last optim_step; incomplete: a part of it failed."""
 
 
 class TrainedModel(Protocol):
-    """One model's tensors."""
+    """A client's model: its weights, their gradients, and its optimizer."""
 
-    @property
-    def config(self) -> Trainable:
-        """What was asked for."""
+    config: Trainable
+    """The client's request."""
+    optimizer: torch.optim.AdamW
+    gradient: GradientState
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Float32, with their gradients."""
+        """This rank's part of the weights in float32, with their gradients."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole model's parameters."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """Device memory that it will take beside microbatches and has not taken yet, in bytes."""
+
+    def clear_gradient(self) -> None:
+        """Drop the gradient, as after a step."""
+
+    def sum_gradient(self, world: World) -> Tensor:
+        """Sum the gradient over ranks and return its L2 norm []. All ranks fail, or none."""
+
+    def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
+        """Return what undoes the step that follows. Raises InvalidInput if `step` is already known to fail."""
+
+    def step(self, adam: AdamParams, norm: Tensor) -> None:
+        """Take one step of torch.optim.AdamW; `norm` is the whole gradient's. Raises InvalidInput if the result is not
+        finite; the step must then be undone."""
 
 
-class TrainedWeights(Protocol):
-    """Makes models on a base, and has it compute with those of a row. Models are what `create` gave."""
+M = TypeVar("M", bound=TrainedModel)
+M_contra = TypeVar("M_contra", bound=TrainedModel, contravariant=True)
 
-    def create(self, config: Trainable) -> Any:
-        """A fresh model. Raises InvalidInput."""
 
-    def load(self, models: Sequence[Any]) -> Tensor:
-        """Have the base compute with these, with gradients of 0: [models, R], the scales of a token of each model."""
+class TrainedWeights(Protocol[M]):
+    """Creates models on a base, and makes the base compute with those of a microbatch."""
+
+    base_is_frozen: bool
+    """True if the base's own parameters want no gradient."""
+    token_multiple: int
+    """Packed microbatches are padded to a multiple of this many tokens."""
+
+    def create(self, config: Trainable) -> M:
+        """Make a fresh model. Raises InvalidInput."""
+
+    def load(self, models: Sequence[M]) -> Tensor:
+        """Make the base compute with these models, with gradients of 0. Return [models, R], the scales of a token of
+        each model."""
 
     def blank(self, num_tokens: int) -> Tensor:
         """[T, R] scales of tokens of no model, after `load([])`."""
 
     def use(self, scales_TR: Tensor) -> None:
-        """The next forward is of a row whose tokens have these scales."""
+        """Set the scales of the next forward's tokens."""
 
     def in_tower(self, scales_R: Tensor) -> AbstractContextManager[None]:
         """Inside, the vision tower computes for the one model with these scales."""
 
     @property
-    def gathered(self) -> list[Tensor]:
-        """The gradients of the rows since `load`."""
+    def accumulated(self) -> list[Tensor]:
+        """The gradients accumulated since `load`."""
 
-    def collect(self, models: Sequence[Any]) -> None:
-        """Add the gradients of the rows since `load` to each model's own: once."""
+    def collect(self, models: Sequence[M]) -> None:
+        """Add the gradients accumulated since `load` to each model's own, once."""
 
     def discard(self) -> None:
-        """Forget the gradients since `load`: of a row that failed."""
+        """Drop the gradients accumulated since `load`, after a failed microbatch."""
 
 
-class AnyTenant(Protocol):
-    """A model of a client, with its optimizer."""
+class ModelFiles(Protocol[M_contra]):
+    """Saves and loads models on all ranks together. A failure is raised on every rank and leaves the model as it
+    was."""
 
-    adapter: Any
-    """A TrainedModel."""
-    optimizer: torch.optim.AdamW
-    gradient: GradientState
+    def save_sampler_weights(
+        self, model: M_contra, directory: Path, load_check: LoadCheck, *, for_elsewhere: bool
+    ) -> None:
+        """Save what an engine loads, or with `for_elsewhere` what anybody loads. Raises InvalidInput if the weights or
+        their scores are not finite."""
 
-    @property
-    def missing_bytes(self) -> int:
-        """What it will take of the device's memory beside rows, and has not taken yet."""
+    def save_state(self, model: M_contra, directory: Path) -> None:
+        """Save weights and optimizer. Raises InvalidInput if the weights are not finite."""
 
-    def clear_gradient(self) -> None:
-        """As after a step."""
+    def load_state(self, model: M_contra, directory: Path, *, with_optimizer: bool) -> None:
+        """Load a saved state; the gradient is cleared, and without its state the optimizer starts afresh."""
 
-    def sum_gradient(self, world: World) -> Tensor:
-        """[] L2 norm of the gradient, of which every rank then has the sum over ranks. All ranks fail, or none."""
+    def begin_snapshot(self, model: M_contra, directory: Path) -> None:
+        """Copy weights, optimizer and gradient, and begin to write the copy on rank 0."""
 
-    def before_step(self, adam: AdamParams, norm: Tensor) -> Any:
-        """What `restore` takes. Raises InvalidInput where it is known already that `step` would."""
-
-    def step(self, adam: AdamParams, norm: Tensor) -> None:
-        """One step of torch.optim.AdamW; `norm` is the whole gradient's. Raises InvalidInput for what is then not
-        finite, and must be undone."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Everything that a step changes is as it was."""
-
-
-class AnyFiles(Protocol):
-    """What the ranks save and load together; whatever fails, fails on all, and leaves the tenant as it was."""
-
-    def save_adapter(self, tenant: Any, directory: Path, canary: Canary, *, for_elsewhere: bool) -> None:
-        """What an engine loads, or anybody where it is `for_elsewhere`. Raises InvalidInput where it, or how it scores,
-        is not finite."""
-
-    def save_state(self, tenant: Any, directory: Path) -> None:
-        """Weights and optimizer. Raises InvalidInput where the weights are not finite."""
-
-    def load_state(self, tenant: Any, directory: Path, *, with_optimizer: bool) -> None:
-        """Read a saved state; the gradient is cleared."""
-
-    def begin_snapshot(self, tenant: Any, directory: Path) -> None:
-        """Copy weights, optimizer and gradient, and have rank 0's thread write the copy."""
-
-    def written(self, directory: Path) -> Future[None]:
-        """A snapshot that was begun: done when it is there."""
-
-    def load_all(self, tenant: Any, directory: Path) -> None:
-        """What a snapshot is of."""
+    def load_snapshot(self, model: M_contra, directory: Path) -> None:
+        """Load weights, optimizer and gradient of a snapshot."""

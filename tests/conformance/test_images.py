@@ -155,7 +155,7 @@ def test_045_images_that_cannot_be_are_refused_and_nothing_falls(
         photo(2000, 4): "chunk 1: .*aspect ratio",
         deep.getvalue(): "chunk 1: the image has more than 8 bits a channel",
         late_colour_profile(): "chunk 1: the image does not decode",
-        many_scans(): "chunk 1: the JPEG has 4010 scans; of its size, 3472 are allowed",
+        many_scans(): "chunk 1: the JPEG has 4010 scans; at its size, 3472 are allowed",
     }
     assert_each_fails_alone(
         service,

@@ -16,7 +16,7 @@ from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.ranks import on_two_ranks
-from tests.trainers import LORA, config, forward_backward
+from tests.trainers import LORA, config, forward_backward, lora_model
 
 ADAM = AdamParams(learning_rate=1e-2)
 Outcome = dict[str, str]
@@ -32,7 +32,7 @@ def outcome(action: Callable[[], object]) -> str:
 
 
 def weights(rank: TrainerRank, model_id: str) -> float:
-    return sum(tensor.double().abs().sum().item() for tensor in rank.tenants[model_id].adapter.tensors.values())
+    return sum(tensor.double().abs().sum().item() for tensor in lora_model(rank, model_id).tensors.values())
 
 
 def out_of_memory(*args: object, **kwargs: object) -> None:
@@ -73,7 +73,7 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
         if world.rank == 1:
             patch.setattr("backends.trainer.lora.adapters._initialise", out_of_memory)
         found["create"] = outcome(lambda: rank.create_model("n", LORA))
-    found["created"] = str("n" in rank.tenants)
+    found["created"] = str("n" in rank.models)
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
@@ -85,7 +85,7 @@ def troubles(world: World, source: Path, directory: Path) -> Outcome:
     forward_backward(rank, "m", batch, True)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(rank.tenants["m"].optimizer, "step", out_of_memory)
+            patch.setattr(rank.models["m"].optimizer, "step", out_of_memory)
         found["step"] = outcome(lambda: rank.optim_step("m", ADAM))
     found["unchanged"] = str(weights(rank, "m") == before)
     found["step again"] = outcome(lambda: rank.optim_step("m", ADAM))

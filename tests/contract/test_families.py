@@ -22,7 +22,7 @@ from api_schemas.training import Trainable
 from backends.protocol import ADAPTER_FILE
 from backends.sampler.client import SamplerClient
 from backends.trainer.distributed import World
-from backends.trainer.lora.adapters import ALPHA
+from backends.trainer.lora.linear import ALPHA
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_moe, make_tiny_smolvlm

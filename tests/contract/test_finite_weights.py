@@ -15,10 +15,10 @@ from torch import Tensor
 from api_schemas.training import AdamParams
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_FILE, BackendFailed, InvalidInput
-from backends.trainer.lora.tenant import Tenant
+from backends.trainer.lora.model import LoraModel
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
-from tests.trainers import LORA, forward_backward, trainer
+from tests.trainers import LORA, forward_backward, lora_model, trainer
 
 ADAM = AdamParams(learning_rate=1e-2)
 
@@ -39,9 +39,9 @@ def train(rank: TrainerRank, renderer: Renderer, seed: int, adam: AdamParams = A
 
 
 def state(rank: TrainerRank) -> dict[str, Tensor]:
-    tenant = rank.tenants["m"]
-    assert isinstance(tenant, Tenant)
-    return {name: one.clone() for name, one in {**tenant.adapter.tensors, **tenant.optimizer_state()}.items()}
+    model = rank.models["m"]
+    assert isinstance(model, LoraModel)
+    return {name: one.clone() for name, one in {**model.tensors, **model.optimizer_state()}.items()}
 
 
 def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -92,7 +92,7 @@ def test_a_step_that_breaks_off_is_undone_to_the_bit(
     rank.create_model("m", LORA)
     train(rank, renderer, 1)
     before = state(rank)
-    optimizer = rank.tenants["m"].optimizer
+    optimizer = rank.models["m"].optimizer
     whole = optimizer.step
 
     def broken() -> None:
@@ -109,7 +109,7 @@ def test_a_step_that_breaks_off_is_undone_to_the_bit(
 
 def test_a_model_whose_log_probabilities_are_not_finite_says_so(rank: TrainerRank, renderer: Renderer) -> None:
     rank.create_model("m", LORA)
-    for parameter in rank.tenants["m"].adapter.parameters:
+    for parameter in rank.models["m"].parameters:
         parameter.data.fill_(1e30)
     with pytest.raises(InvalidInput, match=r"datum 0: .* not finite: its weights have diverged"):
         forward_backward(rank, "m", cross_entropy([datum(prompt(words(9)), renderer)]), False)
@@ -130,7 +130,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(
         rank.load_state("m", tmp_path / "good", True)
     assert_equal(state(rank), before)
 
-    next(iter(rank.tenants["m"].adapter.tensors.values())).view(-1)[0] = float("inf")
+    next(iter(lora_model(rank, "m").tensors.values())).view(-1)[0] = float("inf")
     for save in (rank.save_state, partial(rank.save_sampler_weights, for_elsewhere=True)):
         with pytest.raises(InvalidInput, match="hold NaN or infinity and cannot be saved"):
             save("m", tmp_path / "bad")

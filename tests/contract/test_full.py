@@ -15,6 +15,7 @@ from api_schemas.training import AdamParams, Trainable
 from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
 from backends.trainer.distributed import World
+from backends.trainer.full.model import FullModel
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.full import ADAM, FULL, assert_scores, full_trainer, mixed_data, train
@@ -30,8 +31,14 @@ def text_data(renderer: Renderer, seed: int = 0) -> list[Datum]:
     return [datum(prompt(words(length, length)), renderer, seed + length) for length in (31, 12, 40, 7)]
 
 
+def full_model(rank: TrainerRank) -> FullModel:
+    model = rank.models["m"]
+    assert isinstance(model, FullModel)
+    return model
+
+
 def masters(rank: TrainerRank) -> Params:
-    return {name: one.detach().clone() for name, one in rank.tenants["m"].adapter.masters.items()}
+    return {name: one.detach().clone() for name, one in full_model(rank).masters.items()}
 
 
 def trained_by_torch(model, renderer: Renderer, data: list[Datum], num_steps: int) -> None:
@@ -131,7 +138,7 @@ def test_a_saved_state_goes_on_exactly_and_without_its_optimizer_afresh(text_ran
     assert_equal(masters(text_rank), wanted)
     text_rank.load_state("m", tmp_path / "state", False)
     assert_equal(masters(text_rank), at_save)
-    assert not text_rank.tenants["m"].optimizer.state
+    assert not text_rank.models["m"].optimizer.state
 
 
 def test_a_snapshot_holds_the_gradient_too(text_rank, text_renderer, tmp_path):
@@ -171,7 +178,7 @@ def test_flags_say_which_modules_train_and_embeddings_and_norms_between_them_alw
         text_rank.create_model("m", FULL.model_copy(update={flag: False}))
         assert masters(text_rank).keys() == {name for name in everything if part not in name}
         train(text_rank, data, 1)
-        base = {name: one.detach() for name, one in text_rank.base.full.root.model.named_parameters() if part in name}
+        base = {name: one.detach() for name, one in text_rank.base.scorer.model.named_parameters() if part in name}
         assert base
         text_rank.create_model("m", FULL)
         assert_equal({name: one for name, one in masters(text_rank).items() if part in name}, base)
@@ -181,7 +188,7 @@ def test_a_step_that_is_not_finite_is_not_taken(text_rank, text_renderer):
     data = text_data(text_renderer)
     text_rank.create_model("m", FULL)
     train(text_rank, data, 1)
-    before, moments = masters(text_rank), text_rank.tenants["m"].state_tensors()
+    before, moments = masters(text_rank), full_model(text_rank).state_tensors()
     kept = {f"{kind}:{name}": one.clone() for kind, of in moments.items() for name, one in of.items()}
     forward_backward(text_rank, "m", cross_entropy(data))
     with pytest.raises(InvalidInput, match=r"not finite \(learning_rate 1e\+39"):

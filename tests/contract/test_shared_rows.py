@@ -25,12 +25,23 @@ from backends.trainer.distributed import World
 from backends.trainer.model import packing, token_logprobs
 from backends.trainer.model.recompute import Recomputation
 from backends.trainer.rank import TrainerRank
-from backends.trainer.step.batch_pass import Row
+from backends.trainer.step.batch_request import Members
 from backends.trainer.step.losses import LOSSES
 from backends.trainer.step.packed_microbatch import Failures
 from tests.factories import MIXED, batch, cross_entropy, datum, prompt, words
 from tests.ranks import on_two_ranks
-from tests.trainers import LORA, SMOOTH, assert_same, config, forward_backward, gradients, perturb, together, trainer
+from tests.trainers import (
+    LORA,
+    SMOOTH,
+    assert_same,
+    config,
+    forward_backward,
+    gradients,
+    lora_model,
+    perturb,
+    together,
+    trainer,
+)
 
 LOSS_INPUTS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
@@ -67,13 +78,13 @@ class Rows:
 
     def __init__(self, rank: TrainerRank, monkeypatch: pytest.MonkeyPatch) -> None:
         self.companies: list[int] = []
-        compute = rank._rows.compute
+        compute = rank._runner.compute
 
-        def counted(rows: list[Row]) -> Failures:
+        def counted(rows: list[Members]) -> Failures:
             self.companies.append(len({one.number for row in rows for one in row}))
             return compute(rows)
 
-        monkeypatch.setattr(rank._rows, "compute", counted)
+        monkeypatch.setattr(rank._runner, "compute", counted)
 
 
 @pytest.fixture
@@ -88,7 +99,7 @@ def assert_as_alone(
     in_company = {name: gradients(rank, name) for name, _ in batches}
     for (name, alone), output in zip(batches, outputs, strict=True):
         assert isinstance(output, ForwardBackwardOutput), output
-        rank.tenants[name].clear_gradient()
+        rank.models[name].clear_gradient()
         expected = forward_backward(rank, name, alone)
         assert expected is not None
         for got, wanted in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
@@ -194,7 +205,7 @@ def test_an_image_that_does_not_decode_fails_its_own_request_alone(rank: Trainer
 def diverge(rank: TrainerRank, model_id: str) -> None:
     """Finite weights whose activations are not."""
     with torch.no_grad():
-        for tensor in rank.tenants[model_id].adapter.tensors.values():
+        for tensor in lora_model(rank, model_id).tensors.values():
             tensor.fill_(1e30)
 
 
@@ -265,7 +276,7 @@ def shared_on_a_rank(world: World, source: Path, seed: int) -> list[tuple[dict[s
             continue
         rank.optim_step(name, SMOOTH)
         logprobs = [] if output is None else [row["logprobs"] for row in output.loss_fn_outputs]  # type: ignore[union-attr]
-        results.append((dict(rank.tenants[name].adapter.tensors), logprobs))
+        results.append((dict(lora_model(rank, name).tensors), logprobs))
     return results
 
 

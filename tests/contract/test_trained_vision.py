@@ -32,6 +32,7 @@ from tests.trainers import (
     forward_backward,
     gradients,
     logprobs,
+    lora_model,
     perturb,
     reference_logprobs,
     together,
@@ -93,7 +94,7 @@ def step(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
 
 def test_gradients_are_those_of_transformers_and_peft(rank, source, renderer, data, tmp_path) -> None:
     # Of Qwen3-VL's experts PEFT reads a part alone.
-    has_experts = any("experts" in name for name in rank.tenants["m"].adapter.tensors)
+    has_experts = any("experts" in name for name in lora_model(rank, "m").tensors)
     rank.create_model("m", TRAINED.model_copy(update={"train_mlp": not has_experts}))
     perturb(rank, "m")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=True)
@@ -136,7 +137,7 @@ def test_packed_samples_are_as_one_by_one(rank, source, data) -> None:
     alone = with_model(trainer(source, max_tokens=1))
     for one, other in zip(step(rank, "m", data), step(alone, "m", data), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
-    assert_same(rank.tenants["m"].adapter.tensors, alone.tenants["m"].adapter.tensors)
+    assert_same(lora_model(rank, "m").tensors, lora_model(alone, "m").tensors)
 
 
 def test_models_in_one_row_see_with_their_own_towers(rank, source, data) -> None:
@@ -162,8 +163,8 @@ def test_a_model_with_the_frozen_tower_is_to_the_bit_what_it_is_on_a_server_that
         step(rank, "m", data)
         for got, wanted in zip(step(rank, "frozen", data), step(plain, "frozen", data), strict=True):
             assert np.array_equal(got, wanted)
-    for name, tensor in plain.tenants["frozen"].adapter.tensors.items():
-        assert torch.equal(rank.tenants["frozen"].adapter.tensors[name], tensor), name
+    for name, tensor in lora_model(plain, "frozen").tensors.items():
+        assert torch.equal(lora_model(rank, "frozen").tensors[name], tensor), name
 
 
 def test_what_is_saved_goes_on_as_it_was(rank, source, data, tmp_path) -> None:
@@ -180,8 +181,8 @@ def test_what_is_saved_goes_on_as_it_was(rank, source, data, tmp_path) -> None:
     rank.optim_step("m", SMOOTH)
     for name in ("loaded", "resumed"):
         other.optim_step(name, SMOOTH)
-        for key, tensor in rank.tenants["m"].adapter.tensors.items():
-            assert torch.equal(other.tenants[name].adapter.tensors[key], tensor), key
+        for key, tensor in lora_model(rank, "m").tensors.items():
+            assert torch.equal(lora_model(other, name).tensors[key], tensor), key
 
 
 def test_a_tower_is_exported_in_pefts_form_alone(rank, tmp_path) -> None:

@@ -37,6 +37,7 @@ from tests.trainers import (
     config,
     forward_backward,
     gradients,
+    lora_model,
     perturb,
     reference_inputs,
     reference_logprobs,
@@ -202,7 +203,7 @@ def test_five_steps_are_those_of_peft_and_torch_optim(tmp_path, renderer, adam, 
     # In float64: PEFT's own rounding in float32, blown up by Adam, is as large as the tolerance.
     model = model.eval().double()
     own = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if "lora_" in name}
-    theirs = rank.tenants["m"].adapter.tensors
+    theirs = lora_model(rank, "m").tensors
     assert own.keys() == theirs.keys()
     with torch.no_grad():
         for name, tensor in own.items():
@@ -251,7 +252,7 @@ def test_two_interleaved_models_of_different_ranks_are_each_as_alone(tiny_vl, re
                 forward_backward(rank, name, cross_entropy(data[name]), True)
             for name in names:
                 rank.optim_step(name, SMOOTH)
-        return {name: dict(rank.tenants[name].adapter.tensors) for name in names}
+        return {name: dict(lora_model(rank, name).tensors) for name in names}
 
     together = run(["small", "large"])
     for name in ("small", "large"):
@@ -274,7 +275,7 @@ def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(rank):
     drawn = []
     for seed in (5, 5, 6):
         rank.create_model("m", Trainable(rank=4, seed=seed))
-        drawn.append({name: tensor.detach().clone() for name, tensor in rank.tenants["m"].adapter.tensors.items()})
+        drawn.append({name: tensor.detach().clone() for name, tensor in lora_model(rank, "m").tensors.items()})
     assert_same(drawn[0], drawn[1], rtol=0)
     assert any((drawn[0][name] != drawn[2][name]).any() for name in drawn[0])
 
@@ -287,7 +288,7 @@ def test_the_flags_choose_the_modules(rank):
     ):
         flags = {"train_attn": False, "train_mlp": False, "train_unembed": False, flag: True}
         rank.create_model("m", Trainable(rank=2, seed=1, **flags))
-        names = rank.tenants["m"].adapter.tensors
+        names = lora_model(rank, "m").tensors
         assert {name.split(".")[-3] for name in names} == modules
         assert not any("visual" in name for name in names)
 
@@ -351,7 +352,7 @@ def test_saved_state_goes_on_as_if_never_interrupted(tiny_vl, renderer, tmp_path
     for one, name in ((rank, "m"), (other, "n"), (fresh, "n")):
         forward_backward(one, name, data, True)
         one.optim_step(name, AdamParams(learning_rate=1e-2))
-    tensors = [dict(one.tenants[name].adapter.tensors) for one, name in ((rank, "m"), (other, "n"), (fresh, "n"))]
+    tensors = [dict(lora_model(one, name).tensors) for one, name in ((rank, "m"), (other, "n"), (fresh, "n"))]
     assert_same(tensors[1], tensors[0], rtol=0)
     assert any((tensors[2][name] != tensors[0][name]).any() for name in tensors[0])
 
@@ -546,7 +547,7 @@ def test_the_next_rows_images_are_decoded_while_a_row_is_computed(tiny_vl, rende
     waiting, score = [], rank.base.score
 
     def noted(*arguments):
-        waiting.append(len(rank.base.renderer._ahead._results))
+        waiting.append(len(rank.base.renderer._prefetcher._results))
         return score(*arguments)
 
     monkeypatch.setattr(rank.base, "score", noted)
@@ -557,7 +558,7 @@ def test_the_next_rows_images_are_decoded_while_a_row_is_computed(tiny_vl, rende
     cut = prompt(type(broken)(data=broken.data[: len(broken.data) // 2], format="png"), words(12))
     with pytest.raises(InvalidInput, match="datum 1"):
         forward_backward(rank, "m", cross_entropy([datum(one, renderer) for one in (pictures[0], cut)]), True)
-    assert not rank.base.renderer._ahead._results
+    assert not rank.base.renderer._prefetcher._results
 
 
 def as_chunk(picture: Image.Image) -> ImageChunk:

@@ -71,7 +71,7 @@ def data(renderer) -> list[Datum]:
 
 
 def run(rank: TrainerRank, data: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
-    rank.tenants["m"].clear_gradient()
+    rank.models["m"].clear_gradient()
     output = forward_backward(rank, "m", cross_entropy(data), True)
     found = {name: gradient.clone() for name, gradient in gradients(rank, "m").items()}
     return [row["logprobs"] for row in output.loss_fn_outputs], found
@@ -128,15 +128,15 @@ def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetti
     one = datum(prompt(words(2), SMALL, words(1)), renderer)
     probe = trainer(tiny_vl, 1 << 26)
     forward_backward(probe, "m", cross_entropy([one]), False)
-    size = probe.base.vision._kept.size
-    kept = [one.on(torch.device("cpu")) for one in probe.base.vision._kept._values.values()]
+    size = probe.base.vision._cache.size
+    kept = [one.on(torch.device("cpu")) for one in probe.base.vision._cache._values.values()]
     assert size == sum(part.nbytes for features in kept for part in features) > 0
     rank = trainer(tiny_vl, 3 * size)
     tower = Tower(rank)
     squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
     for item in squares:
         forward_backward(rank, "m", cross_entropy([item]), False)
-        assert rank.base.vision._kept.size <= 3 * size
+        assert rank.base.vision._cache.size <= 3 * size
     assert tower.take() == 5
     forward_backward(rank, "m", cross_entropy(squares[2:]), False)
     assert tower.take() == 0
@@ -203,5 +203,5 @@ def test_nothing_is_left_of_images_that_were_decoded_for_a_refused_request(keepi
     bad = good.model_copy(update={"model_input": prompt(words(3), cut, words(3), whole)})
     with pytest.raises(InvalidInput, match="datum 0, chunk 1: the image does not decode"):
         forward_backward(keeping, "m", cross_entropy([bad]), True)
-    assert not keeping.base.renderer._ahead._results
+    assert not keeping.base.renderer._prefetcher._results
     run(keeping, data)

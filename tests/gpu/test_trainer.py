@@ -158,12 +158,12 @@ def test_a_graph_of_a_small_row_gives_what_its_kernels_give_one_by_one(tiny_vl, 
         assert rank.base._graphs is graphs  # none was found to be wrong
         rank.base._graphs = None
         for (name, alone), output, gradient in zip(batches, outputs, got, strict=True):
-            rank.tenants[name].clear_gradient()
+            rank.models[name].clear_gradient()
             expected = forward_backward(rank, name, alone)
             for one, other in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
                 assert np.abs(one["logprobs"] - other["logprobs"]).max() < 0.1
             # 0.025 was seen between rows of different lengths; a wrong sample or scale is off by more than 0.3.
             assert relative_distance(gradient.values(), gradients(rank, name).values()) < 0.06
-            rank.tenants[name].clear_gradient()
+            rank.models[name].clear_gradient()
         rank.base._graphs = graphs
     assert {num_tokens for num_tokens, *_ in graphs._graphs} == {256, 512, 1024, 2048, 3072, 4096}

@@ -27,7 +27,7 @@ from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import Shape, make_model
 from tests.factories import cross_entropy, make_renderer
-from tests.trainers import config, gradients, reference_inputs, relative_distance, together
+from tests.trainers import config, gradients, lora_model, reference_inputs, relative_distance, together
 from tests.truth_rows import MAX_TOKENS, RANKS, compositions, data_of
 
 pytestmark = pytest.mark.gpu
@@ -148,14 +148,14 @@ def test_each_model_of_a_packed_row_is_near_transformers_and_peft_in_float32(row
     generator = torch.Generator().manual_seed(row.num_tokens)
     for name, (lora_rank, _) in zip(names, row.models, strict=True):
         rank.create_model(name, Trainable(rank=lora_rank, seed=len(name) + lora_rank))
-        for tensor_name, tensor in rank.tenants[name].adapter.tensors.items():
+        for tensor_name, tensor in lora_model(rank, name).tensors.items():
             if ".lora_B." in tensor_name:  # or a fresh adapter would add nothing
                 tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.02, generator=generator))
     outputs = together(rank, [(name, cross_entropy(own)) for name, own in zip(names, data, strict=True)])
     failed = []
     for name, (lora_rank, lengths), own, output in zip(names, row.models, data, outputs, strict=True):
         assert isinstance(output, ForwardBackwardOutput), output
-        weights = rank.tenants[name].adapter.tensors
+        weights = lora_model(rank, name).tensors
         logprobs, wanted = reference.compute(lora_rank, weights, own, renderer)
         apart = np.concatenate(
             [np.abs(one["logprobs"] - other) for one, other in zip(output.loss_fn_outputs, logprobs, strict=True)]

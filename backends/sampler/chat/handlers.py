@@ -18,7 +18,7 @@ from vllm.renderers.hf import resolve_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.families.tool_calls import tool_parser
+from backends.families.registry import tool_parser
 from backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
 from backends.sampler.chat.engine_client import ChatEngine, Shared
 from backends.sampler.chat.prompts import chat_renderer

@@ -88,7 +88,7 @@ def _model_input(token_ids: list[int], images: list[object], renderer: Renderer)
     vision = renderer.family.vision
     if vision is None:
         raise InvalidInput("this model takes no images")
-    positions = np.flatnonzero(ids_T == vision.place_id).tolist()
+    positions = np.flatnonzero(ids_T == vision.placeholder_id).tolist()
     if len(positions) != len(images):
         raise InvalidInput(
             f"the conversation has {len(images)} images, and its prompt {len(positions)} places for them:"

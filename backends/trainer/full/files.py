@@ -1,74 +1,73 @@
-"""Files of a model that trains all its weights: for a sampler, and for anybody, a whole Hugging Face model; for
-training, the masters of what it trains, and the optimizer.
+"""Files of a model that trains all its weights: a whole Hugging Face model for a sampler or for anybody; masters and
+optimizer for training.
 
-All ranks give their rows, tensor by tensor; rank 0 alone reads and writes. Whatever fails, fails on every rank, and
-leaves the tenant as it was.
+All ranks give their shards, tensor by tensor; rank 0 alone reads and writes. A failure is raised on every rank and
+leaves the model as it was.
 """
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends.formats.load_check import Canary
-from backends.protocol import CANARY_FILE, InvalidInput
+from backends.formats.load_check import LoadCheck
+from backends.protocol import LOAD_CHECK_FILE, InvalidInput
 from backends.trainer import checkpoint_files
-from backends.trainer.checkpoint_files import GradientState
-from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects
-from backends.trainer.full.tenant import FullTenant
+from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects, on_rank_zero
+from backends.trainer.full.model import FullModel
 from backends.trainer.full.weights import FullWeights, whole_parameters
-from backends.trainer.lora.files import write_or_tell
-from backends.trainer.lora.tenant import MOMENTS, all_finite
+from backends.trainer.optimizer import MOMENTS, all_finite
+from backends.trainer.trained_weights import GradientState
 
-T = TypeVar("T")
 MASTERS_FILE = "masters.safetensors"
 _MAX_SHARD = "5GB"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Weights in other forms, of the base."""
+"""Files of the base that hold weights in other forms."""
 _STEP, _WEIGHTS = "step", "weights"
 
 
 class FullFiles:
-    """What the ranks save and load together."""
+    """`ModelFiles` of models that train all weights."""
 
-    def __init__(self, source: str, weights: FullWeights, world: World) -> None:
+    def __init__(
+        self, source: str, weights: FullWeights, world: World, snapshots: checkpoint_files.SnapshotWriter
+    ) -> None:
         """`source` is the base model's directory, whose tokenizer and processor go with every whole model."""
         self._source = Path(source)
         self._weights = weights
         self._world = world
-        self._aside = ThreadPoolExecutor(1, "snapshots")
-        self._snapshots: dict[Path, Future[None]] = {}
+        self._snapshots = snapshots
 
-    def save_adapter(self, tenant: FullTenant, directory: Path, canary: Canary, *, for_elsewhere: bool) -> None:
-        """A complete Hugging Face model in the base's precision, which is what computes; for elsewhere too.
+    def save_sampler_weights(
+        self, model: FullModel, directory: Path, load_check: LoadCheck, *, for_elsewhere: bool
+    ) -> None:
+        """Save a complete Hugging Face model in the base's precision, which is what computes; the same for elsewhere.
 
-        Raises InvalidInput where it, or how it scores, is not finite.
+        Raises InvalidInput if its weights or its scores are not finite.
         """
-        self._require_finite(tenant)
-        agreed(canary.check_finite, self._world)
-        self._weights.load([tenant.adapter])
-        model = self._weights.root.model
-        tensors = {name: self._on_host(own) for name, own in whole_parameters(model)}
+        self._require_finite(model)
+        agreed(load_check.check_finite, self._world)
+        self._weights.load([model])
+        base = self._weights.root.model
+        tensors = {name: self._on_host(own) for name, own in whole_parameters(base)}
 
         def write(aside: Path) -> None:
-            model.save_pretrained(aside, state_dict=tensors, max_shard_size=_MAX_SHARD)
+            base.save_pretrained(aside, state_dict=tensors, max_shard_size=_MAX_SHARD)
             for file in self._source.iterdir():
                 if file.is_file() and not file.name.endswith(_NOT_COPIED) and not (aside / file.name).exists():
                     shutil.copyfile(file, aside / file.name)
-            (aside / CANARY_FILE).write_text(json.dumps(canary.to_metadata()))
+            (aside / LOAD_CHECK_FILE).write_text(json.dumps(load_check.to_metadata()))
 
         self._write(directory, write, durable=False)
 
-    def save_state(self, tenant: FullTenant, directory: Path) -> None:
-        """Masters and optimizer. Raises InvalidInput where a master is not finite."""
-        self._require_finite(tenant)
-        masters, moments = self._gathered(dict(tenant.adapter.masters)), self._moments(tenant)
+    def save_state(self, model: FullModel, directory: Path) -> None:
+        """Save masters and optimizer. Raises InvalidInput if a master is not finite."""
+        self._require_finite(model)
+        masters, moments = self._all_gathered(dict(model.masters)), self._moments(model)
 
         def write(aside: Path) -> None:
             save_file(masters, aside / MASTERS_FILE)
@@ -76,9 +75,9 @@ class FullFiles:
 
         self._write(directory, write)
 
-    def load_state(self, tenant: FullTenant, directory: Path, *, with_optimizer: bool) -> None:
-        """Read a saved state; the gradient is cleared, and without the optimizer's state that starts afresh."""
-        masters = tenant.adapter.masters
+    def load_state(self, model: FullModel, directory: Path, *, with_optimizer: bool) -> None:
+        """Load a saved state; the gradient is cleared, and without its state the optimizer starts afresh."""
+        masters = model.masters
 
         def read() -> dict[str, dict[str, Tensor]]:
             found = {_WEIGHTS: _read(directory)}
@@ -91,17 +90,17 @@ class FullFiles:
                 self._check(tensors, kind)
             return found
 
-        found = agreed(self._on_rank_zero(read), self._world) or {}
+        found = on_rank_zero(read, self._world) or {}
         kinds = gather_objects(list(found), self._world)[0]
         own = {kind: self._scattered(found.get(kind, {}), kind) for kind in kinds}
-        tenant.take(own.pop(_WEIGHTS), own)
+        model.take(own.pop(_WEIGHTS), own)
 
-    def begin_snapshot(self, tenant: FullTenant, directory: Path) -> None:
-        """Copy masters, optimizer and the gradient accumulated so far, and have rank 0's thread write the copy."""
-        self._require_finite(tenant)
-        masters, moments = self._gathered(dict(tenant.adapter.masters)), self._moments(tenant)
-        of_masters = {name: one.grad for name, one in tenant.adapter.masters.items() if one.grad is not None}
-        gradient, state = self._gathered(of_masters), tenant.gradient
+    def begin_snapshot(self, model: FullModel, directory: Path) -> None:
+        """Copy masters, optimizer and the accumulated gradient; rank 0's thread writes the copy."""
+        self._require_finite(model)
+        masters, moments = self._all_gathered(dict(model.masters)), self._moments(model)
+        of_masters = {name: one.grad for name, one in model.masters.items() if one.grad is not None}
+        gradient, state = self._all_gathered(of_masters), model.gradient
 
         def write(aside: Path) -> None:
             save_file(masters, aside / MASTERS_FILE)
@@ -109,59 +108,55 @@ class FullFiles:
             checkpoint_files.write_gradient(aside, gradient, state)
 
         if self._world.rank == 0:
-            self._snapshots[directory] = self._aside.submit(write_or_tell, directory, write)
+            self._snapshots.begin(directory, write)
 
-    def written(self, directory: Path) -> Future[None]:
-        """A snapshot that was begun: done when it is there."""
-        return self._snapshots.pop(directory)
-
-    def load_all(self, tenant: FullTenant, directory: Path) -> None:
-        """What a snapshot is of."""
-        self.load_state(tenant, directory, with_optimizer=True)
+    def load_snapshot(self, model: FullModel, directory: Path) -> None:
+        """Load masters, optimizer and gradient of a snapshot."""
+        self.load_state(model, directory, with_optimizer=True)
 
         def read() -> tuple[dict[str, Tensor], GradientState]:
             return checkpoint_files.read_gradient(directory)
 
-        gradient, state = agreed(self._on_rank_zero(read), self._world) or ({}, "none")
+        gradient, state = on_rank_zero(read, self._world) or ({}, "none")
         for name, one in self._scattered(gradient, "gradient").items():
-            tenant.adapter.masters[name].grad = one
-        tenant.gradient = gather_objects(state, self._world)[0]
+            model.masters[name].grad = one
+        model.gradient = gather_objects(state, self._world)[0]
 
-    def _require_finite(self, tenant: FullTenant) -> None:
+    def _require_finite(self, model: FullModel) -> None:
         def require() -> None:
-            if not all_finite(list(tenant.adapter.parameters)):
+            if not all_finite(list(model.parameters)):
                 raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
         agreed(require, self._world)
 
-    def _gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors with memory of their own on rank 0, of rows of parameters; of the others' nothing."""
+    def _all_gathered(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All-gather shards of parameters: whole tensors with memory of their own on rank 0, none on the others."""
         whole = {name: self._on_host(self._weights.whole(name, one.detach())) for name, one in own.items()}
         return whole if self._world.rank == 0 else {}
 
-    def _moments(self, tenant: FullTenant) -> dict[str, Tensor]:
-        """By `<parameter>:<exp_avg|exp_avg_sq|step>`, on rank 0."""
+    def _moments(self, model: FullModel) -> dict[str, Tensor]:
+        """Adam's state by `<parameter>:<exp_avg|exp_avg_sq|step>`, on rank 0."""
         flat: dict[str, Tensor] = {}
-        for kind, tensors in tenant.state_tensors().items():
+        for kind, tensors in model.state_tensors().items():
             if kind != _STEP:
-                tensors = self._gathered(tensors)
+                tensors = self._all_gathered(tensors)
             flat |= {f"{name}:{kind}": one.detach().to("cpu", copy=True) for name, one in tensors.items()}
         return flat
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        """A copy on rank 0; the others have taken part in gathering it."""
+        """Copy to host memory on rank 0; the others have taken part in the all-gather."""
         return tensor.detach().to("cpu", copy=True).contiguous() if self._world.rank == 0 else torch.empty(0)
 
     def _scattered(self, tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """Each rank's rows of rank 0's tensors; of step counts the whole."""
+        """Each rank's shards of rank 0's tensors; step counts are whole."""
         own = {}
         for name in gather_objects(list(tensors), self._world)[0]:
             whole = from_rank_zero({name: tensors[name]} if tensors else {}, self._world)[name]
-            own[name] = whole.clone() if kind == _STEP else self._weights.own_rows(name, whole)
+            own[name] = whole.clone() if kind == _STEP else self._weights.own_shard(name, whole)
         return own
 
     def _check(self, tensors: Mapping[str, Tensor], kind: str) -> None:
-        """Raises InvalidInput where saved tensors are not those of this model."""
+        """Raises InvalidInput if saved tensors are not those of this model."""
         for name, tensor in tensors.items():
             if kind != _STEP and tensor.shape != self._weights.shape(name):
                 raise InvalidInput(
@@ -172,11 +167,7 @@ class FullFiles:
             raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
 
     def _write(self, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
-        action = self._on_rank_zero(lambda: checkpoint_files.write_directory(directory, write, durable=durable))
-        agreed(action, self._world)
-
-    def _on_rank_zero(self, action: Callable[[], T]) -> Callable[[], T | None]:
-        return lambda: action() if self._world.rank == 0 else None
+        on_rank_zero(lambda: checkpoint_files.write_directory(directory, write, durable=durable), self._world)
 
 
 def _read(directory: Path) -> dict[str, Tensor]:
@@ -188,7 +179,7 @@ def _read(directory: Path) -> dict[str, Tensor]:
 
 
 def _by_kind(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """An optimizer's tensors by their name in torch, then by parameter; no kinds before the first step."""
+    """Adam's state by its name in torch, then by parameter; no kinds before the first step."""
     kinds: dict[str, dict[str, Tensor]] = {kind: {} for kind in (_STEP, *MOMENTS)} if flat else {}
     for key, tensor in flat.items():
         name, _, kind = key.rpartition(":")

@@ -1,15 +1,14 @@
-"""One model that trains all of a base's weights: the decoder's, its embeddings' and its head's.
+"""All weights of a base in training by one model: those of the decoder, its embeddings and its head.
 
-The base's own parameters compute, in the base's precision; the model has a master of each in float32, which the
-optimizer changes and a row begins with. What the base was loaded with is kept in host memory: the next model starts
-from it. Where ranks share the base (FSDP2), each has its own rows of every tensor, masters and gradients too.
+The base's own parameters compute, in the base's precision. The model has a float32 master of each, which the optimizer
+changes and every microbatch starts from. Host memory holds what the base was loaded with: the next model starts from
+it. If ranks share the base (FSDP2), each has its own shard of every tensor, of masters and gradients too.
 
-T tokens of a row; there are no rank columns here, so that every R is 0
+T tokens of a microbatch; there are no LoRA ranks here, so every R is 0
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +18,28 @@ from transformers import PreTrainedModel
 
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
-from backends.families.full_weights import flag_of, trained_parameters
+from backends.families.lora_names import flag_of, trained_parameters
 from backends.protocol import InvalidInput
 from backends.trainer.distributed import Root, World
-from backends.trainer.model.loading import placed
-
-
-@dataclass(frozen=True)
-class FullModel:
-    """The masters of what a model trains: this rank's rows, float32, by the parameter's name in the model."""
-
-    config: Trainable
-    masters: Mapping[str, nn.Parameter]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """In the model's own order."""
-        return list(self.masters.values())
+from backends.trainer.full.model import FullModel
+from backends.trainer.lora.linear import SUMMED_TOKENS
+from backends.trainer.model.loading import as_sharded
 
 
 class FullWeights:
-    """The base's own parameters, lent to one model at a time."""
+    """`TrainedWeights`: the base's own parameters, lent to one model at a time."""
+
+    base_is_frozen = False
 
     def __init__(self, root: Root, modules: Mapping[LoraFlag, list[str]], world: World) -> None:
-        """Before the first forward. `modules` are the full names of those that each of a request's flags trains."""
+        """Call before the first forward. `modules` are the full names of those that each of a request's flags
+        trains."""
         self.root = root
         self._world = world
         weight = root.model.get_output_embeddings().weight
         self._device, self._wide = weight.device, torch.promote_types(weight.dtype, torch.float32)
+        # Gradients of whole weights are torch's own products over the tokens (`linear.SUMMED_TOKENS`).
+        self.token_multiple = SUMMED_TOKENS if self._device.type == "cuda" else 1
         self._trained = trained_parameters(root.model)
         self._flags = {name: flag_of(name, root.model, modules) for name in self._trained}
         for parameter in self._trained.values():
@@ -54,7 +47,7 @@ class FullWeights:
         self._original = {name: _own(one).to("cpu", copy=True) for name, one in self._trained.items()}
 
     def create(self, config: Trainable) -> FullModel:
-        """A model that has the base's original weights. Raises InvalidInput for one that is to be a LoRA adapter, or
+        """Make a model with the base's original weights. Raises InvalidInput for one that is to be a LoRA adapter, or
         to train nothing."""
         if not config.full:
             raise InvalidInput(
@@ -66,17 +59,15 @@ class FullWeights:
         for name, original in self._original.items():
             _own(self._trained[name]).copy_(original)
         flags = {name: flag for name, flag in self._flags.items() if flag is None or getattr(config, flag)}
-        return FullModel(
-            config,
-            {name: nn.Parameter(_own(self._trained[name]).to(self._wide, copy=True)) for name in flags},
-        )
+        masters = {name: nn.Parameter(_own(self._trained[name]).to(self._wide, copy=True)) for name in flags}
+        return FullModel(config, masters, self._world.size, fused=self._device.type == "cuda")
 
     def load(self, models: Sequence[FullModel]) -> Tensor:
-        """Have the base compute with this model's masters, rounded to the base's precision, with no gradient."""
+        """Copy this model's masters into the base, rounded to its precision, with no gradient."""
         assert len(models) <= 1, "one model at a time trains all weights of a base"
         self.discard()
         if isinstance(self.root, FSDPModule):
-            self.root.reshard()  # or what it gathered for the last forward would be used for the next one too
+            self.root.reshard()  # or the next forward would use what was all-gathered for the last
         for model in models:
             with torch.no_grad():
                 for name, master in model.masters.items():
@@ -84,19 +75,19 @@ class FullWeights:
         return torch.zeros(len(models), 0, dtype=self._wide, device=self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
-        """[T, 0]."""
+        """[T, 0] scales."""
         return torch.zeros(num_tokens, 0, dtype=self._wide, device=self._device)
 
     def use(self, scales_TR: Tensor) -> None:
-        """All tokens are of the model that is loaded."""
+        """Do nothing: all tokens are of the loaded model."""
 
     def in_tower(self, scales_R: Tensor) -> AbstractContextManager[None]:
-        """No model here trains the tower."""
+        """Fail: no model here trains the tower."""
         raise AssertionError("the vision tower is frozen")
 
     @property
-    def gathered(self) -> list[Tensor]:
-        """This rank's rows of the gradients since `load`; of several ranks their mean."""
+    def accumulated(self) -> list[Tensor]:
+        """This rank's shards of the gradients since `load`, which are means over ranks."""
         return [_own(one.grad) for one in self._trained.values() if one.grad is not None]
 
     def collect(self, models: Sequence[FullModel]) -> None:
@@ -113,35 +104,35 @@ class FullWeights:
         self.discard()
 
     def discard(self) -> None:
-        """Forget the gradients since `load`."""
+        """Drop the gradients since `load`."""
         for parameter in self._trained.values():
             parameter.grad = None
 
     def whole(self, name: str, own: Tensor) -> Tensor:
-        """All rows of what has the shape of a parameter, of which each rank has its own. All ranks call it."""
-        tensor = placed(own, self._trained[name])
+        """All-gather a tensor of a parameter's shape from its shards. All ranks call it."""
+        tensor = as_sharded(own, self._trained[name])
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def own_rows(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's of what has the shape of a parameter, with memory of its own on its device."""
+    def own_shard(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor of a parameter's shape, with memory of its own on the rank's device."""
         own = whole
         if isinstance(self._trained[name], DTensor):
-            rows = whole.chunk(self._world.size)  # as FSDP2 cuts them
-            own = rows[self._world.rank] if self._world.rank < len(rows) else whole[:0]
+            shards = whole.chunk(self._world.size)  # as FSDP2 cuts them
+            own = shards[self._world.rank] if self._world.rank < len(shards) else whole[:0]
         return own.to(self._device, copy=True)
 
     def shape(self, name: str) -> torch.Size:
-        """Of a whole parameter."""
+        """Shape of a whole parameter."""
         return self._trained[name].shape
 
 
 def whole_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """All that the model's files hold, one tensor after the other, whole. All ranks ask for all of them."""
+    """Yield every tensor of the model's files, whole, one after the other. All ranks iterate over all of them."""
     for name, tensor in model.state_dict().items():
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """This rank's rows, and not a copy of them."""
+    """This rank's shard itself, not a copy."""
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local

@@ -1,9 +1,10 @@
-"""LoRA models on one frozen base: each an adapter of its own rank, any number of them in one packed row.
+"""LoRA models on one frozen base: each has adapters of its own rank, and any number of them share a packed microbatch.
 
-Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. A model's tensors of
-equal matrices of all layers are one stack: an optimizer step, a copy or a sum is then a few operations, not hundreds.
+Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. A model's adapters of
+equal matrices of all layers are one layer-stacked tensor: an optimizer step, a copy or a sum is then a few operations,
+not hundreds.
 
-L matrices, r rank of a model, I inputs and O outputs of a matrix, R rank columns of a row's models
+L matrices, r rank of a model, I inputs and O outputs of a matrix, R summed ranks of a microbatch's models
 """
 
 import math
@@ -20,122 +21,39 @@ from transformers import PreTrainedModel
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
 from backends.families.lora_names import EXPERT_STACKS, name_in_files
-from backends.formats.stacked_adapters import Places
 from backends.kernels.pinned_copy import to_device
 from backends.protocol import InvalidInput
 from backends.trainer.lora.experts import ExpertAdapters, LoraExperts
-from backends.trainer.lora.linear import LoraLinear, RowScales
-
-ALPHA = 32
-"""Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Matrices of equal name and shape, in the order of their layers, and of the experts of a layer."""
-
-    flag: LoraFlag
-    names: tuple[str, ...]
-    """Of the matrices, as a PEFT file has them."""
-    places: tuple[LoraLinear | ExpertAdapters, ...]
-    """What computes with them: one matrix each, or those of a layer's experts."""
-    place_names: tuple[str, ...]
-    """Of the places, as the engine has them: a linear's own, and one for all experts of a layer."""
-    positions: tuple[int, ...]
-    """Where the matrices stand among all that take LoRA, in the model's own order."""
-
-    @property
-    def matrix_shape(self) -> torch.Size:
-        """Outputs and inputs."""
-        return self.places[0].matrix_shape
-
-
-@dataclass(frozen=True)
-class Stack:
-    """One model's tensors for a group of matrices."""
-
-    group: Group
-    a_LrI: nn.Parameter
-    b_LrO: nn.Parameter
-    """B, transposed."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One model's tensors."""
-
-    config: Trainable
-    stacks: tuple[Stack, ...]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """A [L, r, I] and B [L, O, r] of every stack."""
-        return [parameter for stack in self.stacks for parameter in (stack.a_LrI, stack.b_LrO)]
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Views of all tensors, A [r, I] and B [O, r], by their name in a PEFT file."""
-        return self.named([(stack.a_LrI.data, stack.b_LrO.data) for stack in self.stacks])
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """Views of the gradients, named and shaped as `tensors`; empty where there are none."""
-        return self.named([(stack.a_LrI.grad, stack.b_LrO.grad) for stack in self.stacks])
-
-    def named(self, halves: Sequence[tuple[Tensor | None, Tensor | None]]) -> dict[str, Tensor]:
-        """By name in a PEFT file, in the model's own order: layer by layer what there is per stack for A and B."""
-        places: list[tuple[int, str, Tensor, Tensor]] = []
-        for stack, (a_LrI, b_LrO) in zip(self.stacks, halves, strict=True):
-            if a_LrI is not None and b_LrO is not None:
-                places += zip(stack.group.positions, stack.group.names, a_LrI, b_LrO, strict=True)
-        parts = {}
-        for _, name, a_rI, b_rO in sorted(places, key=lambda place: place[0]):
-            parts[f"base_model.model.{name}.lora_A.weight"] = a_rI
-            parts[f"base_model.model.{name}.lora_B.weight"] = b_rO.T
-        return parts
-
-    @property
-    def places(self) -> list[Places]:
-        """Of every stack, as the engine has them."""
-        return [
-            [
-                (f"base_model.model.{name}", place.num_matrices if isinstance(place, ExpertAdapters) else None)
-                for place, name in zip(stack.group.places, stack.group.place_names, strict=True)
-            ]
-            for stack in self.stacks
-        ]
-
-    def stacked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """What `named` gave, as it stands for each of `parameters`."""
-        stacks = [torch.empty_like(parameter.data) for parameter in self.parameters]
-        for name, place in self.named(list(zip(stacks[::2], stacks[1::2], strict=True))).items():
-            place.copy_(tensors[name])
-        return stacks
+from backends.trainer.lora.linear import ALPHA, LoraLinear, TokenScales
+from backends.trainer.lora.model import Group, LoraModel, StackedAdapter
 
 
 class Adapters:
-    """Puts LoRA into a model's linears, makes adapters, and loads those of a row."""
+    """`TrainedWeights`: puts LoRA into a model's linears, makes models, and loads those of a microbatch."""
+
+    base_is_frozen = True
+    token_multiple = 1
 
     def __init__(self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int) -> None:
-        """Replaces linears and experts in place; before the model is sharded, which goes by its modules.
+        """Replace linears and experts in place; before the model is sharded, which goes by its modules.
 
         `modules` are the full names of those that each of a request's flags trains.
         """
         self._max_rank = max_rank
-        self._row, self._tower = RowScales(), RowScales()
+        self._text, self._tower = TokenScales(), TokenScales()
         self._tower.is_off = True
-        self._groups = _replace_modules(model, modules, self._row, self._tower)
+        self._groups = _replace_modules(model, modules, self._text, self._tower)
         weight = model.get_output_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         self.gradient_dtype = torch.promote_types(self._dtype, torch.float32)
-        self._columns: list[slice] = []
-        self._loaded: list[RowStack] = []
-        self._buffers: dict[int, list[RowStack]] = {}
-        """By R, kept: compiled code and graphs know their addresses."""
+        self._rank_slices: list[slice] = []
+        self._loaded: list[Buffers] = []
+        self._buffers: dict[int, list[Buffers]] = {}
+        """Buffers by R. They stay: compiled code and graphs hold their addresses."""
         model.get_input_embeddings().register_forward_hook(_want_gradient)
 
-    def create(self, config: Trainable) -> Adapter:
-        """A fresh adapter: A uniform as nn.Linear, drawn from `config.seed` in float32, and B zero.
+    def create(self, config: Trainable) -> LoraModel:
+        """Make a fresh model: A uniform as in nn.Linear, sampled from `config.seed` in float32, and B zero.
 
         The same seed gives the same tensors on every device and rank. Raises InvalidInput.
         """
@@ -156,42 +74,41 @@ class Adapters:
                 )
             if not any(group.flag == flag for group in self._groups):
                 raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
-        adapter = Adapter(
-            config, tuple(self._stack(group, config.rank) for group in self._groups if group.flag in flags)
-        )
-        _initialise(adapter)
-        return adapter
+        stacks = [self._stacked_adapter(group, config.rank) for group in self._groups if group.flag in flags]
+        model = LoraModel(config, stacks, fused=self._device.type == "cuda")
+        _initialise(model)
+        return model
 
-    def _stack(self, group: Group, rank: int) -> Stack:
+    def _stacked_adapter(self, group: Group, rank: int) -> StackedAdapter:
         outputs, inputs = group.matrix_shape
         halves = [
             nn.Parameter(torch.zeros(len(group.names), rank, width, dtype=self.gradient_dtype, device=self._device))
             for width in (inputs, outputs)
         ]
-        return Stack(group, *halves)
+        return StackedAdapter(group, *halves)
 
-    def load(self, adapters: Sequence[Adapter]) -> Tensor:
-        """Put the adapters of a row's models side by side, in the base's precision, with gradients of 0.
+    def load(self, models: Sequence[LoraModel]) -> Tensor:
+        """Put the models' adapters side by side, in the base's precision, with gradients of 0.
 
-        Returns [models, R], the scales of a token of each model; `use` takes a row's.
+        Return [models, R], the scales of a token of each model; `use` takes those of a microbatch's tokens.
         """
-        ends = list(accumulate(adapter.config.rank for adapter in adapters))
-        self._columns = [slice(end - a.config.rank, end) for end, a in zip(ends, adapters, strict=True)]
-        width = self._width(sum(adapter.config.rank for adapter in adapters))
+        ends = list(accumulate(model.config.rank for model in models))
+        self._rank_slices = [slice(end - model.config.rank, end) for end, model in zip(ends, models, strict=True)]
+        width = self._width(sum(model.config.rank for model in models))
         if width not in self._buffers:
-            self._buffers[width] = [RowStack.zeros(group, width, self._dtype, self._device) for group in self._groups]
+            self._buffers[width] = [Buffers.zeros(group, width, self._dtype, self._device) for group in self._groups]
         if self._loaded is not self._buffers[width]:
             self._loaded = self._buffers[width]
-            for row_stack in self._loaded:
-                row_stack.bind()
-        for row_stack in self._loaded:
-            row_stack.clear()
-        for columns, stack, row_stack in self._placed(adapters):
-            row_stack.a_LRI[:, columns].copy_(stack.a_LrI.data)
-            row_stack.b_LRO[:, columns].copy_(stack.b_LrO.data)
-        scales = torch.zeros(len(adapters), width, dtype=self.gradient_dtype)
-        for scale_R, columns in zip(scales, self._columns, strict=True):
-            scale_R[columns] = ALPHA / (columns.stop - columns.start)
+            for buffers in self._loaded:
+                buffers.bind()
+        for buffers in self._loaded:
+            buffers.clear()
+        for ranks, stack, buffers in self._slices(models):
+            buffers.a_LRI[:, ranks].copy_(stack.a_LrI.data)
+            buffers.b_LRO[:, ranks].copy_(stack.b_LrO.data)
+        scales = torch.zeros(len(models), width, dtype=self.gradient_dtype)
+        for scale_R, ranks in zip(scales, self._rank_slices, strict=True):
+            scale_R[ranks] = ALPHA / (ranks.stop - ranks.start)
         return to_device(scales, self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
@@ -199,12 +116,12 @@ class Adapters:
         return torch.zeros(num_tokens, self._width(0), dtype=self.gradient_dtype, device=self._device)
 
     def use(self, scales_TR: Tensor) -> None:
-        """The next forward is of a row whose tokens have these scales."""
-        self._row.scales_TR = scales_TR
+        """Set the scales of the next forward's tokens."""
+        self._text.scales_TR = scales_TR
 
     @property
     def train_vision(self) -> bool:
-        """Whether models may train the vision tower."""
+        """True if models may train the vision tower."""
         return any(group.flag == "train_vision" for group in self._groups)
 
     @contextmanager
@@ -217,35 +134,35 @@ class Adapters:
             self._tower.is_off = True
 
     @property
-    def gathered(self) -> list[Tensor]:
-        """The gradients of the rows since `load`, of all loaded adapters."""
-        return [total for row_stack in self._loaded for total in (row_stack.grad_a_LRI, row_stack.grad_b_LRO)]
+    def accumulated(self) -> list[Tensor]:
+        """The gradients of all loaded adapters, accumulated since `load`."""
+        return [gradient for buffers in self._loaded for gradient in (buffers.grad_a_LRI, buffers.grad_b_LRO)]
 
-    def collect(self, adapters: Sequence[Adapter]) -> None:
-        """Add the gradients of the rows since `load`, which had the loaded adapters, to each model's own: once."""
-        for columns, stack, row_stack in self._placed(adapters):
-            for parameter, total in ((stack.a_LrI, row_stack.grad_a_LRI), (stack.b_LrO, row_stack.grad_b_LRO)):
-                part = total[:, columns]
+    def collect(self, models: Sequence[LoraModel]) -> None:
+        """Add the gradients accumulated since `load`, which loaded these models, to each model's own, once."""
+        for ranks, stack, buffers in self._slices(models):
+            for parameter, total in ((stack.a_LrI, buffers.grad_a_LRI), (stack.b_LrO, buffers.grad_b_LRO)):
+                part = total[:, ranks]
                 parameter.grad = part.clone() if parameter.grad is None else parameter.grad.add_(part)
 
     def discard(self) -> None:
-        """Forget the gradients since `load`: of a row that failed."""
-        torch._foreach_zero_(self.gathered)
+        """Drop the gradients accumulated since `load`, after a failed microbatch."""
+        torch._foreach_zero_(self.accumulated)
 
-    def _placed(self, adapters: Sequence[Adapter]) -> Iterator[tuple[slice, Stack, "RowStack"]]:
-        by_group = {id(row_stack.group): row_stack for row_stack in self._loaded}
-        for columns, adapter in zip(self._columns, adapters, strict=True):
-            for stack in adapter.stacks:
-                yield columns, stack, by_group[id(stack.group)]
+    def _slices(self, models: Sequence[LoraModel]) -> Iterator[tuple[slice, StackedAdapter, "Buffers"]]:
+        by_group = {id(buffers.group): buffers for buffers in self._loaded}
+        for ranks, model in zip(self._rank_slices, models, strict=True):
+            for stack in model.stacks:
+                yield ranks, stack, by_group[id(stack.group)]
 
     def _width(self, rank: int) -> int:
-        """R for ranks that sum to `rank`. Few widths on a GPU: compiled code and graphs are made for each."""
+        """R for models whose ranks sum to `rank`. Few widths on a GPU: code and graphs are compiled for each."""
         return rank if self._device.type == "cpu" else max(16, 1 << max(0, rank - 1).bit_length())
 
 
 @dataclass(frozen=True)
-class RowStack:
-    """What the matrices of a group compute with: the adapters of a row's models, and their gradients."""
+class Buffers:
+    """The tensors that a group's matrices compute with: the loaded models' adapters, and their gradients."""
 
     group: Group
     a_LRI: Tensor
@@ -254,8 +171,8 @@ class RowStack:
     grad_b_LRO: Tensor
 
     @classmethod
-    def zeros(cls, group: Group, width: int, dtype: torch.dtype, device: torch.device) -> "RowStack":
-        """Of `width` rank columns; they add nothing."""
+    def zeros(cls, group: Group, width: int, dtype: torch.dtype, device: torch.device) -> "Buffers":
+        """Make buffers of rank `width` that add nothing."""
         outputs, inputs = group.matrix_shape
         wide = torch.promote_types(dtype, torch.float32)
         sizes = ((inputs, dtype), (outputs, dtype), (inputs, wide), (outputs, wide))
@@ -264,61 +181,60 @@ class RowStack:
         )
 
     def clear(self) -> None:
-        """Make all 0."""
-        torch._foreach_zero_(self._stacks())
+        """Set all to 0."""
+        torch._foreach_zero_(self._all())
 
     def bind(self) -> None:
-        """Have the group's matrices compute with it."""
-        stacks = self._stacks()
+        """Make the group's matrices compute with these."""
         begin = 0
-        for place in self.group.places:
+        for target in self.group.targets:
             # .data has a version counter of its own: backward adds to one layer's after another's.
-            place.take(*(stack[begin : begin + place.num_matrices].data for stack in stacks))
-            begin += place.num_matrices
+            target.take(*(tensor[begin : begin + target.num_matrices].data for tensor in self._all()))
+            begin += target.num_matrices
 
-    def _stacks(self) -> tuple[Tensor, ...]:
+    def _all(self) -> tuple[Tensor, ...]:
         return self.a_LRI, self.b_LRO, self.grad_a_LRI, self.grad_b_LRO
 
 
 def _want_gradient(embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Without it the first layer's adapters would get no gradient: nothing before them wants any.
+    """Make the embeddings require a gradient: nothing before the first layer's adapters does, and they would get none.
 
-    A copy, as an input with images is one too: code is compiled apart for what a graph begins with.
+    Returns a copy, as an input with images is one too: code is compiled separately for what a graph begins with.
     """
     return output.requires_grad_().clone() if torch.is_grad_enabled() else output
 
 
 def _replace_modules(
-    model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], of_tokens: RowScales, of_tower: RowScales
+    model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], of_text: TokenScales, of_tower: TokenScales
 ) -> list[Group]:
-    """Put one that takes adapters in the place of every linear and of every layer's experts."""
+    """Replace every linear and every layer's experts by a module that takes adapters."""
     flags = {name: flag for flag, names in modules.items() for name in names}
     found: dict[tuple[LoraFlag, str, torch.Size], list[tuple[str, list[str], LoraLinear | ExpertAdapters]]] = {}
     in_order: list[str] = []
     for name in [name for name, _ in model.named_modules() if name in flags]:
         parent_name, _, last = name.rpartition(".")
         base = model.get_submodule(name)
-        row = of_tower if flags[name] == "train_vision" else of_tokens
-        ours = LoraLinear(base, row) if isinstance(base, nn.Linear) else LoraExperts(base, row)
+        scales = of_tower if flags[name] == "train_vision" else of_text
+        ours = LoraLinear(base, scales) if isinstance(base, nn.Linear) else LoraExperts(base, scales)
         setattr(model.get_submodule(parent_name), last, ours)
-        for kind, place, place_name, own_names in _matrices(name, ours):
+        for kind, target, target_name, own_names in _matrices(name, ours):
             names = [name_in_files(model, one) for one in own_names]
             in_order += names
-            member = (name_in_files(model, place_name), names, place)
-            found.setdefault((flags[name], kind, place.matrix_shape), []).append(member)
+            member = (name_in_files(model, target_name), names, target)
+            found.setdefault((flags[name], kind, target.matrix_shape), []).append(member)
     positions = {name: position for position, name in enumerate(in_order)}
     groups = []
     for (flag, _, _), members in found.items():
-        place_names, names_of_places, places = zip(*members, strict=True)
-        all_names = tuple(name for names in names_of_places for name in names)
-        groups.append(Group(flag, all_names, places, place_names, tuple(positions[name] for name in all_names)))
+        target_names, names_by_target, targets = zip(*members, strict=True)
+        all_names = tuple(name for names in names_by_target for name in names)
+        groups.append(Group(flag, all_names, targets, target_names, tuple(positions[name] for name in all_names)))
     return groups
 
 
 def _matrices(
     name: str, module: LoraLinear | LoraExperts
 ) -> Iterator[tuple[str, LoraLinear | ExpertAdapters, str, list[str]]]:
-    """Of what `name` was: by kind, what computes with its adapters, its name and the matrices' own."""
+    """Yield each kind of matrix in the module `name`: kind, target module, its name, and the matrices' own names."""
     if isinstance(module, LoraLinear):
         yield name.rpartition(".")[2], module, name, [name]
         return
@@ -327,24 +243,11 @@ def _matrices(
         yield f"expert {projection}", adapters, f"{name}.{EXPERT_STACKS[projection]}", names
 
 
-def _initialise(adapter: Adapter) -> None:
-    """Draw each A in the model's own order of modules, so that grouping does not change the numbers."""
-    generator = torch.Generator().manual_seed((adapter.config.seed or 0) % 2**63)
-    for name, tensor in adapter.tensors.items():
+def _initialise(model: LoraModel) -> None:
+    """Sample each A in the base's own order of modules, so that grouping does not change the numbers."""
+    generator = torch.Generator().manual_seed((model.config.seed or 0) % 2**63)
+    for name, tensor in model.tensors.items():
         if name.endswith("lora_A.weight"):
             fresh = torch.empty(tensor.shape, dtype=torch.float32)
             nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
             tensor.copy_(fresh)
-
-
-def check_tensors(source: dict[str, Tensor], adapter: Adapter, where: str) -> None:
-    """Raises InvalidInput where names or shapes differ from the adapter's."""
-    tensors = adapter.tensors
-    if source.keys() != tensors.keys():
-        raise InvalidInput(f"{where}: the checkpoint trains other modules than this model")
-    for name, tensor in tensors.items():
-        if source[name].shape != tensor.shape:
-            raise InvalidInput(
-                f"{where}: {name} has shape {tuple(source[name].shape)}, this model's {tuple(tensor.shape)}:"
-                " the LoRA ranks differ"
-            )

@@ -1,10 +1,10 @@
-"""Frozen experts of a mixture with the LoRA adapters of all models of a packed row.
+"""Frozen experts of a mixture with the LoRA adapters of all models of a packed microbatch.
 
-Each expert has an adapter of its own on each of its three matrices, of its model's rank (what PEFT and vLLM have too).
-The router is frozen: gradients pass through its weights to what comes before, as in transformers.
+Each expert has an adapter of its own on each of its three matrices, of its model's rank (as in PEFT and vLLM). The
+router is frozen: gradients pass through its weights to earlier layers, as in transformers.
 
-T tokens of a row, K experts of a token, S = T * K pairs of both in the experts' order, E experts, H hidden width,
-I inputs and O outputs of a matrix, R rank columns of a row's models
+T tokens of a microbatch, K experts of a token, S = T * K (token, expert) pairs in the experts' order, E experts, H
+hidden width, I inputs and O outputs of a matrix, R summed ranks of the microbatch's models
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.trainer.lora.linear import RowScales, add_product, scaled
+from backends.trainer.lora.linear import TokenScales, add_product, scaled
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""The matrices of an expert as files name them; transformers holds the first two as one stack."""
+"""Matrices of an expert as files name them; transformers holds the first two as one tensor."""
 
 
 class StackedExperts(Protocol):
-    """What transformers calls a mixture's experts, where gate and up lie one after the other, without biases."""
+    """A mixture's experts as transformers has them, gate and up concatenated, without biases."""
 
     gate_up_proj: nn.Parameter
     """[E, 2 O, H]"""
@@ -32,7 +32,7 @@ class StackedExperts(Protocol):
 
 
 class ExpertAdapters:
-    """The adapters of one matrix of every expert of a layer, for the row at hand; `Adapters.load` sets them."""
+    """The adapters of one matrix of every expert of a layer for the current microbatch; `Adapters.load` sets them."""
 
     a: Tensor
     """[E, R, I]"""
@@ -46,22 +46,22 @@ class ExpertAdapters:
         self.matrix_shape = torch.Size((outputs, inputs))
 
     def take(self, a_ERI: Tensor, b_ERO: Tensor, grad_a_ERI: Tensor, grad_b_ERO: Tensor) -> None:
-        """Compute with these from now on."""
+        """Set the adapters and where their gradients are accumulated."""
         self.a, self.b, self.grad_a, self.grad_b = a_ERI, b_ERO, grad_a_ERI, grad_b_ERO
 
     @property
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A, B and where their gradients are gathered."""
+        """A, B and their accumulated gradients."""
         return self.a, self.b, self.grad_a, self.grad_b
 
 
 class LoraExperts(nn.Module):
-    """Stands in the place of a layer's experts."""
+    """Replaces a layer's experts."""
 
-    def __init__(self, base: StackedExperts, row: RowScales) -> None:
+    def __init__(self, base: StackedExperts, scales: TokenScales) -> None:
         super().__init__()
         # FSDP2 knows the experts by their module: it stays where their weights are.
-        self.base, self._row = base, row
+        self.base, self._scales = base, scales
         num_experts, hidden, inner = base.down_proj.shape
         self.adapters = {
             "gate_proj": ExpertAdapters(num_experts, inner, hidden),
@@ -70,14 +70,14 @@ class LoraExperts(nn.Module):
         }
 
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """[T, H]: the sum of each token's experts, by the router's weights."""
+        """[T, H]: the sum of each token's experts, weighted by the router."""
         num_experts, _, inner = self.base.down_proj.shape
         experts_S, order_S = experts_TK.flatten().sort(stable=True)
         ends_E = torch.searchsorted(
             experts_S, torch.arange(num_experts, device=experts_S.device), right=True, out_int32=True
         )
         token_S = order_S // experts_TK.shape[1]
-        x_SH, scales_SR = hidden_TH[token_S], self._row.scales_TR[token_S]
+        x_SH, scales_SR = hidden_TH[token_S], self._scales.scales_TR[token_S]
         gate_SI, up_SI = (
             lora_grouped(x_SH, weight, *self.adapters[name].all, scales_SR, ends_E)[0]
             for name, weight in zip(PROJECTIONS, self.base.gate_up_proj.split(inner, dim=1), strict=False)
@@ -86,8 +86,8 @@ class LoraExperts(nn.Module):
         y_SH = lora_grouped(inner_SI, self.base.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]
         y_SH = y_SH * weights_TK.flatten()[order_S, None]
         # Back to the tokens' order and summed there: adding by index is not deterministic on a GPU.
-        place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
-        y_TKH: Tensor = y_SH[place_S].unflatten(0, experts_TK.shape)
+        position_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+        y_TKH: Tensor = y_SH[position_S].unflatten(0, experts_TK.shape)
         return y_TKH.sum(1).to(hidden_TH.dtype)  # some routers' weights are in float32
 
 
@@ -102,8 +102,8 @@ def lora_grouped(  # noqa: PLR0913
     scales_SR: Tensor,
     ends_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[S, O], each row by its expert's matrix and adapter, and the scaled inner products [S, R] for backward, which
-    adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: where each expert's rows end."""
+    """[S, O], each pair by its expert's matrix and adapter, and the scaled inner products [S, R] for backward, which
+    adds to `grad_a_ERI` and `grad_b_ERO`. `ends_E` is int32: the end of each expert's pairs."""
     inner_SR = scaled(_grouped(x_SI, a_ERI.mT, ends_E), scales_SR)
     return _grouped(x_SI, weight_EOI.mT, ends_E).add_(_grouped(inner_SR, b_ERO, ends_E)), inner_SR
 
@@ -121,7 +121,7 @@ def lora_grouped_backward(  # noqa: PLR0913
     ends_E: Tensor,
     inner_SR: Tensor,
 ) -> Tensor:
-    """The gradient of x [S, I]; those of A and B are added where they are gathered."""
+    """Return the gradient of x [S, I]; accumulate those of A and B."""
     grad_inner_SR = scaled(_grouped(grad_y_SO, b_ERO.mT, ends_E), scales_SR)
     _add_grouped_product(grad_b_ERO, inner_SR, grad_y_SO, ends_E)
     _add_grouped_product(grad_a_ERI, grad_inner_SR, x_SI, ends_E)
@@ -129,34 +129,36 @@ def lora_grouped_backward(  # noqa: PLR0913
 
 
 def _grouped(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
-    """[S, O]: each expert's rows by its matrix."""
+    """[S, O]: each expert's pairs by its matrix."""
     if _in_one_kernel(x_SI):
         return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
     y_SO = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
-    for expert, rows in _rows_by_expert(ends_E):
-        torch.mm(x_SI[rows], weight_EIO[expert], out=y_SO[rows])
+    for expert, pairs in _pairs_by_expert(ends_E):
+        torch.mm(x_SI[pairs], weight_EIO[expert], out=y_SO[pairs])
     return y_SO
 
 
 def _add_grouped_product(total_ERN: Tensor, left_SR: Tensor, right_SN: Tensor, ends_E: Tensor) -> None:
     """Add each expert's left^T right to its part of `total_ERN`."""
     if _in_one_kernel(left_SR):
-        # Rounded once to the compute type, which the kernel gives alone; the sum over rows is in float32.
+        # Rounded once to the compute type, all that the kernel gives; the sum over pairs is in float32.
         product_ERN = F.grouped_mm(left_SR.mT, right_SN, offs=ends_E)
-        # Of an expert without rows it writes nothing on some GPUs (pytorch issue 172439): what was there is no number.
+        # On some GPUs it writes nothing for an expert without pairs (pytorch issue 172439) and leaves uninitialised
+        # memory.
         is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
         total_ERN.add_(product_ERN.masked_fill_(is_empty_E[:, None, None], 0))
         return
-    for expert, rows in _rows_by_expert(ends_E):
-        add_product(total_ERN[expert], left_SR[rows], right_SN[rows])
+    for expert, pairs in _pairs_by_expert(ends_E):
+        add_product(total_ERN[expert], left_SR[pairs], right_SN[pairs])
 
 
 def _in_one_kernel(x: Tensor) -> bool:
-    """torch's grouped product is for bfloat16 on CUDA; elsewhere it is as slow as one product after the other."""
+    """Return whether to use torch's grouped product: made for bfloat16 on CUDA, elsewhere as slow as single
+    products."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def _rows_by_expert(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+def _pairs_by_expert(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
     for expert, (begin, end) in enumerate(pairwise([0, *ends_E.tolist()])):
         if end > begin:
             yield expert, slice(begin, end)

@@ -1,80 +1,85 @@
-"""A tenant's weights in files. Rank 0 alone reads and writes, so that ranks cannot see different files.
+"""Files of a LoRA model. Rank 0 alone reads and writes, so that ranks cannot see different files.
 
-Whatever fails, fails on every rank, and leaves the tenant as it was.
+A failure is raised on every rank and leaves the model as it was.
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.protocol import InvalidInput
 from backends.trainer import checkpoint_files
-from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects, sum_gradients, told
-from backends.trainer.lora.adapters import Adapter
-from backends.trainer.lora.tenant import Tenant, all_finite
+from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects, on_rank_zero, sum_gradients
+from backends.trainer.lora.model import LoraModel
+from backends.trainer.optimizer import all_finite
+from backends.trainer.trained_weights import GradientState
 
-T = TypeVar("T")
 
+class LoraFiles:
+    """`ModelFiles` of LoRA models."""
 
-class WeightFiles:
-    """What the ranks save and load together."""
-
-    def __init__(self, base_model: str, dtype: torch.dtype, world: World) -> None:
+    def __init__(
+        self, base_model: str, dtype: torch.dtype, world: World, snapshots: checkpoint_files.SnapshotWriter
+    ) -> None:
         """`dtype` is the base's, and the engine's."""
         self._base_model = base_model
         self._dtype = dtype
         self._world = world
-        self._aside = ThreadPoolExecutor(1, "snapshots")
-        self._snapshots: dict[Path, Future[None]] = {}
+        self._snapshots = snapshots
 
-    def save_adapter(self, tenant: Tenant, directory: Path, canary: Canary, *, for_elsewhere: bool) -> None:
-        """The adapter alone, not durable yet: in float32 and as PEFT and vLLM load it where it is `for_elsewhere`,
-        else as the engine beside the trainer has it.
+    def save_sampler_weights(
+        self, model: LoraModel, directory: Path, load_check: LoadCheck, *, for_elsewhere: bool
+    ) -> None:
+        """Save the adapter alone, not durable yet: with `for_elsewhere` in float32 and as PEFT and vLLM load it, else
+        as the engine beside the trainer does.
 
-        Raises InvalidInput where it, or how it scores, is not finite.
+        Raises InvalidInput if the adapter or its scores are not finite.
         """
 
         def write(aside: Path) -> None:
-            canary.check_finite()
-            adapter = tenant.adapter
+            load_check.check_finite()
             if for_elsewhere:
-                halves = [(a_LrI, b_LOr.mT) for a_LrI, b_LOr in host_halves(adapter, torch.float32)]
-                checkpoint_files.write_adapter(aside, adapter.named(halves), adapter.config, self._base_model, canary)
+                halves = [(a_LrI, b_LOr.mT) for a_LrI, b_LOr in host_halves(model, torch.float32)]
+                tensors = model.named(halves)
+                checkpoint_files.write_adapter(aside, tensors, model.config, self._base_model, load_check)
             else:
-                halves = host_halves(adapter, self._dtype)
-                stacks = [(places, *half) for places, half in zip(adapter.places, halves, strict=True)]
-                checkpoint_files.write_stacks(aside, stacks, adapter.config, self._base_model, canary)
+                halves = host_halves(model, self._dtype)
+                stacks = [(targets, *half) for targets, half in zip(model.target_modules, halves, strict=True)]
+                checkpoint_files.write_stacked(aside, stacks, model.config, self._base_model, load_check)
 
-        self._write(tenant, directory, write, durable=False)
+        self._write(model, directory, write, durable=False)
 
-    def save_state(self, tenant: Tenant, directory: Path) -> None:
-        """Adapter and optimizer. Raises InvalidInput where the adapter is not finite."""
-        self._write(tenant, directory, lambda aside: self._write_state(tenant, aside))
+    def save_state(self, model: LoraModel, directory: Path) -> None:
+        """Save adapter and optimizer. Raises InvalidInput if the adapter is not finite."""
 
-    def load_state(self, tenant: Tenant, directory: Path, *, with_optimizer: bool) -> None:
-        """Read a saved state; the gradient is cleared, and without the optimizer's state that starts afresh."""
+        def write(aside: Path) -> None:
+            checkpoint_files.write_adapter(aside, model.tensors, model.config, self._base_model)
+            checkpoint_files.write_optimizer(aside, model.optimizer_state())
+
+        self._write(model, directory, write)
+
+    def load_state(self, model: LoraModel, directory: Path, *, with_optimizer: bool) -> None:
+        """Load a saved state; the gradient is cleared, and without its state the optimizer starts afresh."""
         weights = self._read(lambda: checkpoint_files.read_adapter(directory))
         moments = self._read(lambda: checkpoint_files.read_optimizer(directory)) if with_optimizer else {}
-        prepared = agreed(lambda: tenant.prepared(weights, moments), self._world)
-        tenant.clear_gradient()
-        tenant.restore(prepared)
+        prepared = agreed(lambda: model.prepared(weights, moments), self._world)
+        model.clear_gradient()
+        model.restore(prepared)
 
-    def begin_snapshot(self, tenant: Tenant, directory: Path) -> None:
-        """Copy adapter, optimizer and the gradient accumulated so far, and have rank 0's thread write the copy."""
-        if tenant.gradient == "whole":
-            sum_gradients(tenant.adapter.parameters, self._world)
-            if self._world.rank != 0:  # or it would be counted again by the next step
-                tenant.optimizer.zero_grad(set_to_none=True)
+    def begin_snapshot(self, model: LoraModel, directory: Path) -> None:
+        """Copy adapter, optimizer and the accumulated gradient; rank 0's thread writes the copy."""
+        if model.gradient == "whole":
+            sum_gradients(model.parameters, self._world)
+            if self._world.rank != 0:  # or the next step would count it again
+                model.optimizer.zero_grad(set_to_none=True)
 
         def copy() -> Callable[[Path], None]:
-            self._require_finite(tenant)
-            config, state = tenant.adapter.config, tenant.gradient
-            parts = (tenant.adapter.tensors, tenant.optimizer_state(), tenant.adapter.gradients)
+            self._require_finite(model)
+            config, state = model.config, model.gradient
+            parts = (model.tensors, model.optimizer_state(), model.gradients)
             weights, moments, gradient = (_copied(part) for part in parts)
 
             def write(aside: Path) -> None:
@@ -84,82 +89,59 @@ class WeightFiles:
 
             return write
 
-        write = agreed(self._on_rank_zero(copy), self._world)
+        write = on_rank_zero(copy, self._world)
         if write is not None:
-            self._snapshots[directory] = self._aside.submit(write_or_tell, directory, write)
+            self._snapshots.begin(directory, write)
 
-    def written(self, directory: Path) -> Future[None]:
-        """A snapshot that was begun: done when it is there."""
-        return self._snapshots.pop(directory)
+    def load_snapshot(self, model: LoraModel, directory: Path) -> None:
+        """Load a snapshot; rank 0 gets the gradient, which is the sum over ranks."""
+        self.load_state(model, directory, with_optimizer=True)
 
-    def load_all(self, tenant: Tenant, directory: Path) -> None:
-        """What a snapshot is of; rank 0 gets the gradient, which is the sum over ranks."""
-        self.load_state(tenant, directory, with_optimizer=True)
-
-        def read() -> tuple[list[Tensor], checkpoint_files.GradientState]:
+        def read() -> tuple[list[Tensor], GradientState]:
             gradient, state = checkpoint_files.read_gradient(directory)
-            return tenant.adapter.stacked(gradient) if gradient else [], state
+            return model.stacked(gradient) if gradient else [], state
 
-        gradient, state = agreed(self._on_rank_zero(read), self._world) or ([], "none")
-        for parameter, one in zip(tenant.adapter.parameters, gradient, strict=bool(gradient)):
+        gradient, state = on_rank_zero(read, self._world) or ([], "none")
+        for parameter, one in zip(model.parameters, gradient, strict=bool(gradient)):
             parameter.grad = one
-        tenant.gradient = gather_objects(state, self._world)[0]
+        model.gradient = gather_objects(state, self._world)[0]
 
-    def _write_state(self, tenant: Tenant, directory: Path) -> None:
-        self._write_adapter(tenant, directory)
-        checkpoint_files.write_optimizer(directory, tenant.optimizer_state())
-
-    def _write_adapter(self, tenant: Tenant, directory: Path) -> None:
-        checkpoint_files.write_adapter(directory, tenant.adapter.tensors, tenant.adapter.config, self._base_model)
-
-    def _write(self, tenant: Tenant, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
+    def _write(self, model: LoraModel, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
         def write_finite() -> None:
-            self._require_finite(tenant)
+            self._require_finite(model)
             checkpoint_files.write_directory(directory, write, durable=durable)
 
-        agreed(self._on_rank_zero(write_finite), self._world)
+        on_rank_zero(write_finite, self._world)
 
-    def _require_finite(self, tenant: Tenant) -> None:
-        if not all_finite(list(tenant.adapter.parameters)):
+    def _require_finite(self, model: LoraModel) -> None:
+        if not all_finite(list(model.parameters)):
             raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
     def _read(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] | None = agreed(self._on_rank_zero(read), self._world)
-        return from_rank_zero(tensors or {}, self._world)
-
-    def _on_rank_zero(self, action: Callable[[], T]) -> Callable[[], T | None]:
-        return lambda: action() if self._world.rank == 0 else None
+        return from_rank_zero(on_rank_zero(read, self._world) or {}, self._world)
 
 
-def host_halves(adapter: Adapter, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Copies of an adapter's stacks in host memory, laid out as files have them: A [L, r, I] and B [L, O, r].
+def host_halves(model: LoraModel, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Copy layer-stacked adapters to host memory, laid out as files have them: A [L, r, I] and B [L, O, r].
 
-    A few large copies from the device instead of two for each linear, after it has rounded and transposed them.
+    A few large copies instead of two per linear; the device has rounded and transposed them before.
     """
     halves = []
-    for stack in adapter.stacks:
+    for stack in model.stacks:
         a_LrI, b_LOr = stack.a_LrI.data.to(dtype), stack.b_LrO.data.to(dtype).transpose(1, 2).contiguous()
         halves.append((_on_host(a_LrI), _on_host(b_LOr)))
-    if adapter.stacks[0].a_LrI.is_cuda:
+    if model.stacks[0].a_LrI.is_cuda:
         torch.cuda.synchronize()
     return halves
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Pinned where it comes from a GPU, whose copy may still be under way."""
+    """Copy from a GPU to pinned memory; the copy may still be under way."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, in memory of their own: what later operations change, they change elsewhere."""
+    """Copy to CPU memory that later operations do not change."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def write_or_tell(directory: Path, write: Callable[[Path], None]) -> None:
-    """Raises what the server is to be told where a file cannot be written: the model is not at fault."""
-    try:
-        checkpoint_files.write_directory(directory, write)
-    except Exception as error:
-        raise told(error) from error

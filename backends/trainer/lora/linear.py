@@ -1,11 +1,12 @@
-"""Frozen linear layers with the LoRA adapters of all models of a packed row (Hu et al. 2021, arXiv:2106.09685).
+"""Frozen linear layers with the LoRA adapters of all models of a packed microbatch (Hu et al. 2021, arXiv:2106.09685).
 
 For a token x of model m, of rank r:  y = W x + (alpha / r) B_m A_m x.
 
-The adapters of a row's models lie side by side, as R columns; a token has its model's scale in that model's columns
-and 0 in all others. Two plain products so serve any mix of models and ranks.
+The models' adapters lie side by side, as R ranks; a token has its model's scale in that model's rank slice and 0 in all
+others. Two plain products so serve any mix of models and ranks.
 
-T tokens of a row, I inputs and O outputs of a linear, R rank columns of a row's models, N = R for each of some linears
+T tokens of a microbatch, I inputs and O outputs of a linear, R summed ranks of its models, N = R for each of some
+linears
 """
 
 from collections.abc import Sequence
@@ -14,29 +15,31 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+ALPHA = 32
+"""Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
 SUMMED_TOKENS = 64
 """Tokens that one step of a matrix kernel sums."""
 _FEW_TOKENS = 8
-"""cuBLAS 13.1 leaves out what is left for the last step where that is 1 to 3 tokens, in its split-K kernels on Hopper
-(`nvjet_sm90_tss_..._splitK`): a model that ends a row of 14,593 tokens then loses its last token's gradient, and no
-error is raised. Twice as many as were seen to be lost are summed apart."""
+"""cuBLAS 13.1 drops the last step's tokens if they are 1 to 3, in its split-K kernels on Hopper
+(`nvjet_sm90_tss_..._splitK`): a model that ends a microbatch of 14,593 tokens then loses its last token's gradient, and
+no error is raised. Twice as many as were seen to be lost are summed separately."""
 
 
-class RowScales:
-    """What all linears of a model read of the row at hand."""
+class TokenScales:
+    """The scales of the current microbatch, which all linears of a model read."""
 
     def __init__(self) -> None:
         self.scales_TR: Tensor = torch.empty(0, 0)
-        """alpha / rank in the columns of the token's own model, else 0; of one row where all tokens are its."""
+        """alpha / rank in the rank slice of the token's own model, else 0; [1, R] if all tokens are one model's."""
         self.is_off = False
-        """Whether the linears compute alone, whatever adapters are there: to the bit as before they took LoRA."""
+        """If true, bypass LoRA; outputs are bitwise those of the base."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear and the adapters of the row at hand, which `Adapters.load` sets.
+    """A frozen linear and the adapters of the current microbatch, which `Adapters.load` sets.
 
-    Gradients of the adapters are added to `grad_a_RI` and `grad_b_RO`, in float32: autograd would round them to the
-    compute type, and keep each tensor's apart.
+    The adapters' gradients are accumulated in `grad_a_RI` and `grad_b_RO`, in float32: autograd would round them to the
+    compute type, and hold one for each tensor.
     """
 
     a_RI: Tensor
@@ -45,21 +48,21 @@ class LoraLinear(nn.Module):
     grad_a_RI: Tensor
     grad_b_RO: Tensor
 
-    def __init__(self, base: nn.Linear, row: RowScales) -> None:
+    def __init__(self, base: nn.Linear, scales: TokenScales) -> None:
         super().__init__()
         # FSDP2 knows the linear by its module: it stays where its weight is.
-        self.base, self._row = base, row
+        self.base, self._scales = base, scales
 
     num_matrices = 1
 
     @property
     def weight(self) -> Tensor:
-        """[O, I], the linear's own."""
+        """[O, I], the base's."""
         return self.base.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """[O], the linear's own."""
+        """[O], the base's."""
         return self.base.bias
 
     @property
@@ -68,21 +71,21 @@ class LoraLinear(nn.Module):
         return self.weight.shape
 
     def take(self, a_1RI: Tensor, b_1RO: Tensor, grad_a_1RI: Tensor, grad_b_1RO: Tensor) -> None:
-        """Compute with these from now on."""
+        """Set the adapters and where their gradients are accumulated."""
         self.a_RI, self.b_RO, self.grad_a_RI, self.grad_b_RO = a_1RI[0], b_1RO[0], grad_a_1RI[0], grad_b_1RO[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O], with the scales of the row's tokens."""
-        if self._row.is_off:
+        """[..., I] to [..., O], with the scales of the microbatch's tokens."""
+        if self._scales.is_off:
             return cast(Tensor, self.base(x))
         adapters = ([self.a_RI], [self.b_RO], [self.grad_a_RI], [self.grad_b_RO])
-        y: Tensor = lora_linears(x, [self.weight], *adapters, self._row.scales_TR)[0]
+        y: Tensor = lora_linears(x, [self.weight], *adapters, self._scales.scales_TR)[0]
         return y if self.bias is None else y + self.bias
 
 
 def scaled(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
-    """`product_TN` * `scales_TR` in place, for each of its linears. A scale of 0 gives 0, whatever another model's
-    adapter made of the token."""
+    """Multiply `product_TN` in place by `scales_TR`, for each of its linears. A scale of 0 gives 0, whatever another
+    model's adapter made of the token."""
     if product_TN.is_cuda:
         from backends.kernels.lora_scale import scale
 
@@ -91,8 +94,8 @@ def scaled(product_TN: Tensor, scales_TR: Tensor) -> Tensor:
     return product_TN.mul_(scales_TN).masked_fill_(scales_TN == 0, 0)
 
 
-# Custom operators: torch.compile leaves their inside alone. It would copy y before adding to it, round the adapters'
-# gradients to the compute type, and compile again for every R.
+# Custom operators: torch.compile does not trace them. It would copy y before adding to it, round the adapters'
+# gradients to the compute type, and recompile for every R.
 @torch.library.custom_op("tinker_server::lora_linears", mutates_args=())
 def lora_linears(  # noqa: PLR0913
     x: Tensor,
@@ -103,8 +106,8 @@ def lora_linears(  # noqa: PLR0913
     grad_bs_RO: Sequence[Tensor],
     scales_TR: Tensor,
 ) -> list[Tensor]:
-    """Of each linear [..., O], of the same x [..., I]; last the scaled inner products [T, N] for backward, which adds
-    to `grad_as_RI` and `grad_bs_RO`.
+    """Return y [..., O] of each linear, of the same x [..., I]; last the scaled inner products [T, N] for backward,
+    which adds to `grad_as_RI` and `grad_bs_RO`.
 
     The large product is added to the small one, not the other way round: y is then read once less, and rounded once.
     """
@@ -117,7 +120,7 @@ def lora_linears(  # noqa: PLR0913
     return [*ys, inner_TN]
 
 
-# Two operators: what a layer computes again for its adapters' gradients alone is then computed with what follows.
+# Two operators: what a layer recomputes for its adapters' gradients alone is then computed with what follows.
 @torch.library.custom_op("tinker_server::lora_linears_backward", mutates_args=())
 def lora_linears_backward(
     grad_ys: Sequence[Tensor],
@@ -126,7 +129,7 @@ def lora_linears_backward(
     bs_RO: Sequence[Tensor],
     scales_TR: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x [..., I], and the scaled ones of the inner products [T, N]."""
+    """Return the gradients of x [..., I] and of the inner products [T, N], scaled."""
     grads_TO = [grad_y.flatten(0, -2) for grad_y in grad_ys]
     grad_inner_TN = grads_TO[0].new_empty(grads_TO[0].shape[0], sum(b_RO.shape[0] for b_RO in bs_RO))
     for grad_TO, b_RO, grad_inner_TR in zip(grads_TO, bs_RO, _parts(grad_inner_TN, len(bs_RO)), strict=True):
@@ -147,7 +150,7 @@ def add_lora_gradients(  # noqa: PLR0913
     grad_as_RI: Sequence[Tensor],
     grad_bs_RO: Sequence[Tensor],
 ) -> None:
-    """Those of A and B, added where they are gathered."""
+    """Accumulate the gradients of A and B."""
     for grad_b_RO, inner_TR, grad_y in zip(grad_bs_RO, _parts(inner_TN, len(grad_bs_RO)), grad_ys, strict=True):
         add_product(grad_b_RO, inner_TR, grad_y.flatten(0, -2))
     x_TI = x.flatten(0, -2)
@@ -160,14 +163,14 @@ def add_lora_gradients(  # noqa: PLR0913
 
 
 def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
-    """`total_RN` += left^T right, summed in `total_RN`'s own precision."""
+    """Compute `total_RN` += left^T right, summed in `total_RN`'s own precision."""
     if not total_RN.is_cuda or left_TR.dtype == total_RN.dtype:
         total_RN.addmm_(left_TR.T.to(total_RN.dtype), right_TN.to(total_RN.dtype))
         return
     num_tokens = left_TR.shape[0]
     num_left = num_tokens % SUMMED_TOKENS
-    apart = num_left if num_left < min(_FEW_TOKENS, num_tokens) else 0
-    for tokens in (slice(0, num_tokens - apart), slice(num_tokens - apart, num_tokens)):
+    separate = num_left if num_left < min(_FEW_TOKENS, num_tokens) else 0
+    for tokens in (slice(0, num_tokens - separate), slice(num_tokens - separate, num_tokens)):
         if tokens.start < tokens.stop:
             torch.addmm(total_RN, left_TR[tokens].T, right_TN[tokens], out_dtype=total_RN.dtype, out=total_RN)
 

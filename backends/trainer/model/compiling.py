@@ -1,4 +1,4 @@
-"""The decoder's layers compiled before the first request, once for all layers, lengths, ranks and mixes of models."""
+"""Compile the decoder's layers before the first request, once for all layers, lengths, ranks and mixes of models."""
 
 import logging
 import time
@@ -18,19 +18,19 @@ from backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
 _WARM_UP_LENGTHS = (2003, 1998)
-"""Their sum should be no width of a model: a length that equals one is taken for it. And large, as rows are that take
-long: kernels are chosen by what is fastest for it."""
+"""Their sum should be no width of a model: a length that equals one is taken for it. It should be large, as in slow
+microbatches: the kernels chosen are the fastest for it."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Have each layer compiled when it is first called, but for those of linear attention: transformers computes that
-    in a loop over a row, and what is compiled of it would be of one length."""
+    """Compile each layer at its first call, except linear attention: transformers computes that in a loop over tokens,
+    and the compiled code would be for one length."""
     layers = list(layers)
-    # Norms and silu(gate) * up are then computed again in backward, not kept: a quarter less memory, 1 % more time.
+    # Norms and silu(gate) * up are then recomputed in backward, not saved: a quarter less memory, 1 % more time.
     targets.KEEP_MATERIALIZED.replace(False)
     targets.KEEP_FAR_APART.replace(False)
-    # Rotated queries and keys too, which hold a concatenation. Our own operators are never computed again; nor is what
-    # a router chooses, which could be another where two experts are equal.
+    # Rotated queries and keys too, which hold a concatenation. Our own operators are never recomputed; nor is a
+    # router's choice, which could differ if two experts are equal.
     has_experts = any(isinstance(module, LoraExperts) for layer in layers for module in layer.modules())
     targets.KEEP_NOT_ALLOWED.replace(has_experts)
     targets.KEEP_OPERATORS.replace(not has_experts)
@@ -46,8 +46,8 @@ def _with_linears_merged(module: fx.GraphModule, inputs: list[Any]) -> Callable[
 
 
 def merge_linears(graph: fx.Graph) -> None:
-    """Those that take the same x, as queries, keys and values do, become one operator: it reads x once for the adapters
-    of all, and gives one gradient of it."""
+    """Merge linears of the same x, such as queries, keys and values, into one operator: it reads x once for the
+    adapters of all, and gives one gradient of it."""
     siblings: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = {}
     operator = torch.ops.tinker_server.lora_linears.default
     for node in graph.find_nodes(op="call_function", target=operator):
@@ -59,15 +59,15 @@ def merge_linears(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(nodes[0]):
             merged = graph.call_function(operator, (x, *tensors, scales_TR))
-        for place, node in enumerate(nodes):
+        for index, node in enumerate(nodes):
             for output in list(node.users):
-                assert output.args == (node, 0)  # what its adapter's gradients are made of is for backward alone
-                output.args = (merged, place)
+                assert output.args == (node, 0)  # the inner products are for backward alone
+                output.args = (merged, index)
             graph.erase_node(node)
 
 
 def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
-    """Compile what serving needs, with a gradient and without: then nothing is compiled while it serves."""
+    """Compile what serving needs, with a gradient and without: nothing is then compiled while it serves."""
     began = time.monotonic()
     log.info("compiling the decoder's layers, which takes about half a minute")
     for with_gradient in (True, False):
@@ -77,15 +77,15 @@ def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
 
 
 def run_text(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int]) -> None:
-    """A row of made-up texts through the base alone, and back where gradients are enabled."""
-    scorer.adapters.load([])
-    batch = text_row(renderer, world, lengths)
-    logprobs_TK = scorer(batch, scorer.adapters.blank(sum(lengths)))
+    """Run a microbatch of made-up texts through the base alone, and backward if gradients are enabled."""
+    scorer.weights.load([])
+    batch = text_microbatch(renderer, world, lengths)
+    logprobs_TK = scorer(batch, scorer.weights.blank(sum(lengths)))
     if torch.is_grad_enabled():
         logprobs_TK.sum().backward()
 
 
-def text_row(renderer: Renderer, world: World, lengths: Sequence[int]) -> Microbatch:
-    """A row of made-up texts."""
+def text_microbatch(renderer: Renderer, world: World, lengths: Sequence[int]) -> Microbatch:
+    """Pack made-up texts of these lengths."""
     texts = [np.zeros(length, np.int64) for length in lengths]
     return pack([(Rendered(text, [], []), text) for text in texts], renderer.family, world.device)

@@ -1,9 +1,9 @@
-"""Small rows of text as CUDA graphs: what their kernels take is then all that they cost, not the launching of each.
+"""CUDA graphs for small text microbatches, which are launch-bound.
 
-A graph is recorded for a number of tokens and samples and a width of the adapters; a smaller row is filled up with
-samples that are nobody's and have no gradient. Recorded at first use, which takes about a second.
+A graph is captured for a number of tokens and samples and a summed rank; a smaller microbatch is padded with samples
+of no request, which have no gradient. Capturing, at first use, takes about a second.
 
-T tokens of a row, K = 1 target of a token, R rank columns of its models
+T tokens of a microbatch, K = 1 target of a token, R summed ranks of its models
 """
 
 import logging
@@ -16,32 +16,34 @@ from torch import Tensor
 from backends.kernels.varlen_attention import LONG
 from backends.protocol import BackendFailed
 from backends.trainer.model.packing import Microbatch
-from backends.trainer.model.router_replay import OWN
+from backends.trainer.model.router_replay import UNKNOWN
 from backends.trainer.model.token_logprobs import Scorer
 
 log = logging.getLogger(__name__)
 TOKENS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Of a graph. Above, launching takes less time than computing, on an H200 and a model of 4 billion parameters."""
+"""Tokens of a graph. Above, launching takes less time than computing, on an H200 and a model of 4 billion
+parameters."""
 _FEW_SAMPLES = 64
 _TOKENS_PER_SAMPLE, _MANY_IN = 8, 2048
-"""A graph takes up to 64 samples, with the one that fills it up, or in 2,048 tokens or fewer one for every 8 of them.
-For each that there could be attention launches blocks for as many tokens as the row has: a row of 4,096 with room for
-512 samples took 380 ms on an H200, of which that was 150."""
+"""A graph takes up to 64 samples, padding included, or in 2,048 tokens or fewer one for every 8 of them. For each
+possible sample attention launches blocks for all tokens of the microbatch: one of 4,096 tokens with room for 512
+samples took 380 ms on an H200, 150 of them for this."""
 _WARM_UPS = 2
 _CLOSE, _CLOSE_PART = 0.1, 0.02
-"""Nats, and of their mean magnitude: the mean difference between a graph's and launched kernels'. Rows of different
-lengths were seen to differ by 0.016 nats, by 0.04 in a mixture of experts; what is computed wrongly, by 1.2."""
+"""Bound of the mean difference between a graph's and eager log probabilities: nats, and part of their mean magnitude.
+Microbatches of different lengths were seen to differ by 0.016 nats, by 0.04 in a mixture of experts; wrong kernels by
+1.2."""
 
 _Key = tuple[int, int, int]
-"""Tokens, rank columns and samples of a graph."""
+"""Tokens, summed rank and samples of a graph."""
 
 
 class Graphs:
-    """Rows through the scorer, with a gradient or without: one graph serves both. What they compute with is kept: a few
-    GiB."""
+    """Run microbatches through the scorer by graphs, with a gradient or without: one graph serves both. Graphs hold
+    their tensors: a few GiB."""
 
     def __init__(self, scorer: Scorer, device: torch.device, max_tokens: int = TOKENS[-1]) -> None:
-        """`max_tokens` of a row: larger graphs would keep too much memory."""
+        """`max_tokens` of a microbatch: larger graphs would hold too much memory."""
         self._scorer = scorer
         self._device = device
         self._sizes = [size for size in TOKENS if size <= max(max_tokens, TOKENS[0])]
@@ -50,69 +52,68 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         """One for all graphs: no two are ever in use at once."""
         self.memory_bytes = 0
-        """Taken by what was recorded."""
+        """Bytes that the captured graphs hold."""
 
     def test(self, batch: Microbatch) -> None:
-        """Record a graph, and see that it gives what the scorer gives for the row that it computes. Raises
-        BackendFailed."""
-        scales_TR = self._scorer.adapters.blank(len(batch.targets_TK))
+        """Capture a graph and compare it with the scorer on the graph's own padded microbatch. Raises BackendFailed."""
+        scales_TR = self._scorer.weights.blank(len(batch.targets_TK))
         self(batch, scales_TR)
         graph = next(iter(self._graphs.values()))
         replayed_TK = graph.forward(batch, scales_TR).clone()
-        # With a gradient, too: without one other kernels are compiled, which round otherwise.
-        computed_TK = self._scorer(graph.row, graph.scales_TR).detach()[: len(replayed_TK)]
+        # With a gradient, too: without one, other kernels are compiled, which round differently.
+        computed_TK = self._scorer(graph.batch, graph.scales_TR).detach()[: len(replayed_TK)]
         if not torch.equal(replayed_TK, computed_TK):
-            raise BackendFailed("recorded kernels give other log probabilities than launched ones")
+            raise BackendFailed("captured kernels give other log probabilities than eager ones")
 
     def takes(self, batch: Microbatch) -> bool:
-        """Whether a row is of those that have a graph."""
+        """Return whether a graph can compute this microbatch."""
         return (
             not batch.images
-            and batch.max_seqlen < LONG  # or attention has a faster kernel, which must know the lengths
+            and batch.max_seqlen < LONG  # above, attention has a faster kernel, which must know the lengths
             and batch.targets_TK.shape[1] == 1
             and self._size(batch) is not None
         )
 
     def __call__(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
-        """[T, 1], as the scorer gives it for the same row filled up to the graph's tokens. Raises BackendFailed where
-        there is no recording the model's kernels, OutOfMemoryError."""
+        """[T, 1], as the scorer gives it for the same microbatch padded to the graph's tokens. Raises BackendFailed if
+        the model's kernels cannot be captured, and OutOfMemoryError."""
         size = self._size(batch)
         assert size is not None
         num_tokens, num_samples = size
         key = (num_tokens, scales_TR.shape[1], num_samples)
         if key not in self._graphs:
-            torch.cuda.empty_cache()  # as recording does
+            torch.cuda.empty_cache()  # as capturing does
             before = torch.cuda.memory_reserved(self._device)
             try:
                 self._graphs[key] = _Graph(self._scorer, batch, key, self._pool)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise BackendFailed(f"its kernels cannot be recorded ({error})") from error
+                raise BackendFailed(f"its kernels cannot be captured ({error})") from error
             self.memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
-            log.info("recorded a graph of %d tokens, %d rank columns, %d samples", *key)
+            log.info("captured a graph of %d tokens, summed rank %d, %d samples", *key)
             self._check(self._graphs[key], batch, scales_TR)
-        return cast(Tensor, _Replay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _GraphReplay.apply(self._anchor, self._graphs[key], batch, scales_TR))  # type: ignore[no-untyped-call]
 
     def _check(self, graph: "_Graph", batch: Microbatch, scales_TR: Tensor) -> None:
-        """Raises BackendFailed where a fresh graph does not score as the scorer does the row that it is first for."""
+        """Raises BackendFailed if a fresh graph scores its first microbatch otherwise than the scorer."""
         replayed_TK = graph.forward(batch, scales_TR).clone()
         computed_TK = self._scorer(batch, scales_TR).detach()
-        known = computed_TK.isfinite()  # or the row's own model has diverged
+        known = computed_TK.isfinite()  # others: the model itself has diverged
         difference = (replayed_TK - computed_TK)[known].abs().mean()
         if known.any() and not difference < _CLOSE + _CLOSE_PART * computed_TK[known].abs().mean():
-            raise BackendFailed(f"recorded kernels give log probabilities {difference:.3g} nats from launched ones")
+            raise BackendFailed(f"captured kernels give log probabilities {difference:.3g} nats from eager ones")
 
     def _size(self, batch: Microbatch) -> tuple[int, int] | None:
-        """Tokens and samples of the graph that takes a row of so many."""
+        """Tokens and samples of the graph that takes this microbatch; None without one."""
         num_tokens = next((size for size in self._sizes if len(batch.targets_TK) <= size), None)
         num_samples = None if num_tokens is None else samples_of_graph(batch, num_tokens)
         return None if num_tokens is None or num_samples is None else (num_tokens, num_samples)
 
 
 def samples_of_graph(batch: Microbatch, num_tokens: int) -> int | None:
-    """Of the graph of so many tokens that takes the row; None where none does."""
-    # What is in no sample would be left as it is in memory, and its gradient, which is 0, times that.
+    """Samples of the graph of `num_tokens` that takes the microbatch; None if none does."""
+    # Padding must belong to a sample: uninitialised memory times a zero gradient can be NaN.
     needed = len(batch.cu_seqlens) - 1 + (len(batch.targets_TK) < num_tokens)
     every = num_tokens // _TOKENS_PER_SAMPLE
     allowed = [min(_FEW_SAMPLES, every)] + ([every] if num_tokens <= _MANY_IN else [])
@@ -120,7 +121,7 @@ def samples_of_graph(batch: Microbatch, num_tokens: int) -> int | None:
 
 
 class _Graph:
-    """Forward and backward of rows of one size, each at fixed places in memory."""
+    """Forward and backward of microbatches of one size, at fixed addresses."""
 
     def __init__(self, scorer: Scorer, like: Microbatch, key: _Key, pool: Any) -> None:
         num_tokens, width, num_samples = key
@@ -129,62 +130,62 @@ class _Graph:
         inputs = {
             name: zeros(*value.shape[:-1], num_tokens, dtype=value.dtype) for name, value in like.model_inputs.items()
         }
-        bounds = torch.full((num_samples + 1,), num_tokens, dtype=torch.int32, device=device)
-        bounds[0] = 0
-        unknown = torch.zeros(2, dtype=torch.int32)  # on the host; what is recorded serves rows of any lengths
+        cu_seqlens = torch.full((num_samples + 1,), num_tokens, dtype=torch.int32, device=device)
+        cu_seqlens[0] = 0
+        unknown = torch.zeros(2, dtype=torch.int32)  # on the host: a graph serves samples of any lengths
         targets_TK = zeros(num_tokens, 1, dtype=torch.int64)
-        experts_LTK = None if scorer.replay is None else scorer.replay.blank(num_tokens)
-        self.row = Microbatch(
-            inputs, [], bounds, unknown, num_tokens, targets_TK, [num_tokens], experts_LTK=experts_LTK
+        experts_LTK = None if scorer.router_replay is None else scorer.router_replay.blank(num_tokens)
+        self.batch = Microbatch(
+            inputs, [], cu_seqlens, unknown, num_tokens, targets_TK, [num_tokens], experts_LTK=experts_LTK
         )
         self.scales_TR = zeros(num_tokens, width, dtype=torch.float32)
         self.grad_TK = zeros(num_tokens, 1, dtype=torch.float32)
-        gathered = [gradient.clone() for gradient in scorer.adapters.gathered]
+        accumulated = [gradient.clone() for gradient in scorer.weights.accumulated]
         try:
-            self._record(scorer, pool)
+            self._capture(scorer, pool)
         finally:
-            for gradient, before in zip(scorer.adapters.gathered, gathered, strict=True):
-                gradient.copy_(before)  # recording added to it
+            for gradient, before in zip(scorer.weights.accumulated, accumulated, strict=True):
+                gradient.copy_(before)  # capturing added to it
 
     @torch.enable_grad()  # type: ignore[untyped-decorator, unused-ignore]
-    def _record(self, scorer: Scorer, pool: Any) -> None:
+    def _capture(self, scorer: Scorer, pool: Any) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                scorer(self.row, self.scales_TR).backward(self.grad_TK)
+                scorer(self.batch, self.scales_TR).backward(self.grad_TK)
         torch.cuda.current_stream().wait_stream(side)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._forward, pool=pool):
-            output = scorer(self.row, self.scales_TR)
+            output = scorer(self.batch, self.scales_TR)
         with torch.cuda.graph(self._backward, pool=pool):
             output.backward(self.grad_TK)
         self._logprobs_TK = output.detach()
 
     def forward(self, batch: Microbatch, scales_TR: Tensor) -> Tensor:
-        """[T, 1], of the row's own tokens; valid until the next."""
+        """[T, 1], of the microbatch's own tokens; valid until the next call."""
         count, ends = len(batch.targets_TK), len(batch.cu_seqlens)
         for name, value in batch.model_inputs.items():
-            self.row.model_inputs[name].zero_()[..., :count] = value
-        self.row.targets_TK.zero_()[:count] = batch.targets_TK
+            self.batch.model_inputs[name].zero_()[..., :count] = value
+        self.batch.targets_TK.zero_()[:count] = batch.targets_TK
         self.scales_TR.zero_()[:count] = scales_TR
-        if self.row.experts_LTK is not None:
-            self.row.experts_LTK.fill_(OWN)
+        if self.batch.experts_LTK is not None:
+            self.batch.experts_LTK.fill_(UNKNOWN)
             if batch.experts_LTK is not None:
-                self.row.experts_LTK[:, :count] = batch.experts_LTK
-        # The rest is one sample, and others of no token.
-        self.row.cu_seqlens.fill_(len(self.row.targets_TK))[:ends] = batch.cu_seqlens
+                self.batch.experts_LTK[:, :count] = batch.experts_LTK
+        # The padding is one sample, and others of no token.
+        self.batch.cu_seqlens.fill_(len(self.batch.targets_TK))[:ends] = batch.cu_seqlens
         self._forward.replay()
         logprobs_TK: Tensor = self._logprobs_TK[:count]
         return logprobs_TK
 
     def backward(self, grad_TK: Tensor) -> None:
-        """Of the latest forward; adds to the loaded adapters' gradients."""
+        """Backward of the latest forward; adds to the loaded adapters' gradients."""
         self.grad_TK.zero_()[: len(grad_TK)] = grad_TK
         self._backward.replay()
 
 
-class _Replay(torch.autograd.Function):
+class _GraphReplay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, graph: _Graph, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         ctx.graph = graph

@@ -1,11 +1,14 @@
-"""The frozen base from its files. Where ranks share it, each keeps its own part of every tensor: none holds it whole.
+"""Load the frozen base from its files. If ranks share it, each keeps its own shard of every tensor: none holds it
+whole.
 
-transformers reads the files, renames and stacks what they hold, and sets one finished tensor after the other in a model
-without memory. Here each is taken as it is set, and its place stays without memory until all have come. So whatever
-transformers can read is sharded, and not a tensor more than the one at hand is whole.
+transformers reads the files, renames and stacks their tensors, and sets one finished tensor after the other in a model
+without memory. A hook takes each as it is set and leaves a placeholder without memory until all have come. So whatever
+transformers can read is sharded, and only the tensor at hand is ever whole.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,39 +16,44 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
+from transformers.utils.logging import set_tqdm_hook
 
 from backends.families.family import Family
+from backends.formats.model_files import tensor_bytes
 from backends.model_spec import ModelSpec
+from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root, World, shard
 from backends.trainer.model import attention
 
 _MAX_NAMES = 5
-"""In one error."""
+"""Names listed in one error."""
+_LOADING = "Loading weights"
+"""Label of transformers' progress bar, which goes over the model's parameters by name, each with its tensors."""
 
 
 def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -> Root:
-    """The frozen base on this rank's device: its part of each parameter where `is_sharded`, else the whole.
+    """Load the frozen base to this rank's device: its shard of each parameter if `is_sharded`, else the whole.
 
     Raises BackendFailed with the names of tensors that the files lack, that have another shape than the model's, or
     that the model does not have.
     """
     dtype = getattr(torch, config.dtype)
     attention_name = family.attention(attention.implementation(world.device, dtype))
-    parts = _Parts(world, is_sharded=is_sharded)
-    hook = register_module_parameter_registration_hook(parts.take)  # type: ignore[arg-type]
+    shards = _Shards(world, is_sharded=is_sharded)
+    hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
         model, found = family.model_class.from_pretrained(
             config.directory,
             dtype=dtype,
             attn_implementation=attention_name,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, with their names
+            ignore_mismatched_sizes=True,  # they are named below
         )
     finally:
         hook.remove()
     _check(found, config.directory)
-    own = parts.of(model, config.directory)
+    own = shards.of(model, config.directory)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
@@ -55,47 +63,49 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     return root
 
 
-class _Parts:
-    """What this rank keeps of the parameters that were read so far."""
+class _Shards:
+    """This rank's shards of the parameters that were read so far."""
 
     def __init__(self, world: World, *, is_sharded: bool) -> None:
         self._device = world.device
         self._index, self._count = (world.rank, world.size) if is_sharded else (0, 1)
-        self._kept: dict[nn.Parameter, Tensor] = {}
-        """By the parameter without memory that stands in its place: tied ones share it."""
+        self._shards: dict[nn.Parameter, Tensor] = {}
+        """By the placeholder without memory: tied parameters share it."""
 
     def take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Called with every parameter that is about to be set in any module; what it returns is set instead."""
+        """Called with every parameter that is about to be set in any module; the returned one is set instead."""
         if parameter is None or not _was_read(parameter):
             return None
-        place = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
-        place._is_hf_initialized = True  # type: ignore[attr-defined]
-        self._kept[place] = self._part(parameter.detach())
-        return place
+        placeholder = nn.Parameter(
+            torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False
+        )
+        placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
+        self._shards[placeholder] = self._shard(parameter.detach())
+        return placeholder
 
-    def _part(self, whole: Tensor) -> Tensor:
-        """The rows that FSDP2 gives this rank: as torch.chunk cuts them, and none where there are too few."""
+    def _shard(self, whole: Tensor) -> Tensor:
+        """The shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows."""
         if self._count == 1:
             return whole.to(self._device)
-        rows = whole.chunk(self._count)
-        own = rows[self._index] if self._index < len(rows) else whole[:0]
+        shards = whole.chunk(self._count)
+        own = shards[self._index] if self._index < len(shards) else whole[:0]
         # Memory of its own: a view would keep the whole alive.
         return torch.empty(own.shape, dtype=own.dtype, device=self._device).copy_(own)
 
     def of(self, model: nn.Module, source: str) -> dict[str, Tensor]:
-        """By name, the part of every parameter of the model. Raises BackendFailed where one was never read."""
+        """The shard of every parameter of the model by name. Raises BackendFailed if one was never read."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        _refuse(source, "lacks", [name for name, place in parameters.items() if place not in self._kept])
-        return {name: self._kept[place] for name, place in parameters.items()}
+        _refuse(source, "lacks", [name for name, one in parameters.items() if one not in self._shards])
+        return {name: self._shards[placeholder] for name, placeholder in parameters.items()}
 
 
 def _was_read(parameter: nn.Parameter) -> bool:
-    """Whether transformers has it from the files: so it marks what it must not initialise."""
+    """Return whether transformers read it from the files: it marks what it must not initialise."""
     return not parameter.is_meta and getattr(parameter, "_is_hf_initialized", False)
 
 
 def _check(found: Mapping[str, Any], source: str) -> None:
-    """`found` is what transformers says of the files."""
+    """Raises BackendFailed for what transformers reports as missing, unexpected or mismatched in `found`."""
     _refuse(source, "lacks", found["missing_keys"])
     _refuse(source, "has tensors that the model has not:", found["unexpected_keys"])
     shapes = [f"{name} {tuple(has)} instead of {tuple(wanted)}" for name, has, wanted in found["mismatched_keys"]]
@@ -103,7 +113,7 @@ def _check(found: Mapping[str, Any], source: str) -> None:
 
 
 def _refuse(source: str, fault: str, names: Iterable[str]) -> None:
-    """Nothing happens where there are no names."""
+    """Raises BackendFailed if there are names."""
     found = sorted(names)
     if found:
         others = f" and {len(found) - _MAX_NAMES} others" if len(found) > _MAX_NAMES else ""
@@ -111,7 +121,7 @@ def _refuse(source: str, fault: str, names: Iterable[str]) -> None:
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """transformers has computed what is not in the files, on the CPU."""
+    """Move the buffers, which transformers has computed on the CPU: they are not in the files."""
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, buffer.to(device))
@@ -120,18 +130,41 @@ def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def _fill(model: PreTrainedModel, own: Mapping[str, Tensor]) -> None:
     """Give every parameter its memory; what is tied stays tied."""
     filled: dict[nn.Parameter, nn.Parameter] = {}
-    for name, place in list(model.named_parameters(remove_duplicate=False)):
-        if place not in filled:
-            filled[place] = nn.Parameter(placed(own[name], place), requires_grad=False)
+    for name, placeholder in list(model.named_parameters(remove_duplicate=False)):
+        if placeholder not in filled:
+            filled[placeholder] = nn.Parameter(as_sharded(own[name], placeholder), requires_grad=False)
         module, _, last = name.rpartition(".")
-        setattr(model.get_submodule(module), last, filled[place])
+        setattr(model.get_submodule(module), last, filled[placeholder])
 
 
-def placed(part: Tensor, place: Tensor) -> Tensor:
-    """As FSDP2 holds it, where it has sharded the place."""
-    if not isinstance(place, DTensor):
-        return part
-    assert part.shape == place.to_local().shape
+def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
+    """Wrap a shard as FSDP2 holds it, if FSDP2 has sharded `like`."""
+    if not isinstance(like, DTensor):
+        return shard
+    assert shard.shape == like.to_local().shape
     return DTensor.from_local(
-        part, place.device_mesh, place.placements, run_check=False, shape=place.shape, stride=place.stride()
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+@contextmanager
+def reporting_progress(directory: Path, progress: Progress) -> Iterator[None]:
+    """Inside, report to `progress` the bytes that transformers has loaded of the files in `directory`, in place of its
+    own progress bar."""
+    sizes = tensor_bytes(directory)
+
+    def hook(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return each(args[0]) if kwargs.get("desc") == _LOADING else bar(*args, **kwargs)
+
+    def each(parameters: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, mapping in parameters:
+            read = [key for keys in mapping.layer_targets.values() for key in keys]
+            yield name, mapping  # and goes on when it is loaded
+            progress.loaded(sum(sizes.get(key, 0) for key in read))
+
+    progress.does("reads weights", sum(sizes.values()))
+    before = set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(before)

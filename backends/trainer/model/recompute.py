@@ -1,7 +1,7 @@
-"""How much memory a row's activations take, and how many layers compute theirs again so that the row fits.
+"""Activation memory model; picks how many layers to checkpoint so that a microbatch fits.
 
-Measured at start on rows of made-up text, so that it holds for any architecture: what a row takes is a constant and
-so much per token, less for each layer that keeps its input alone.
+Measured at start on made-up text, so that it holds for any architecture: a microbatch takes a constant and an amount
+per token, less for each checkpointed layer, which saves its input alone.
 """
 
 import math
@@ -18,13 +18,13 @@ from backends.kernels.varlen_attention import LONG
 
 GIB = 2**30
 MEASURED_TOKENS = (1024, LONG)
-"""Of the two rows that tell the constant and the part per token: a short sample and a long one."""
+"""Tokens of the two microbatches that give the constant and the amount per token: a short sample and a long one."""
 MARGIN = 0.05
-"""Part of the memory that is left free: fragments, and operations larger than those measured."""
+"""Part of the memory that stays free: fragments, and operations larger than those measured."""
 
 
 class Recomputation:
-    """Lets the first layers keep their input alone, and compute the rest again in backward."""
+    """Checkpoints the first layers: they save their input alone, and recompute the rest in backward."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
@@ -33,68 +33,70 @@ class Recomputation:
 
     @property
     def num_layers(self) -> int:
-        """How many can."""
+        """Number of layers that can be checkpointed."""
         return len(self._layers)
 
     def use(self, num_layers: int) -> None:
-        """From the next row on so many layers do; nothing is compiled again."""
+        """Checkpoint this many layers from the next microbatch on; nothing is recompiled."""
         for index, layer in enumerate(self._layers):
-            # transformers asks for both; the layer's own modules stay as they are in evaluation.
+            # transformers requires both; the layer's own modules stay in evaluation mode.
             layer.gradient_checkpointing = layer.training = index < num_layers
 
 
 @dataclass(frozen=True)
 class ActivationCosts:
-    """What a row of a number of tokens takes, in bytes."""
+    """Bytes that the activations of a microbatch take."""
 
     constant: float
     per_token: float
     saved_per_token: float
-    """By each layer that computes again."""
+    """Saved by each checkpointed layer."""
     num_layers: int
-    """That can compute again."""
+    """Layers that can be checkpointed."""
 
     def layers_for(self, num_tokens: int, free_bytes: float) -> int:
-        """How many layers must compute again for a row to fit; all of them where that is not enough."""
+        """Number of layers to checkpoint so that a microbatch fits; all of them if that is not enough."""
         missing = self.constant + self.per_token * num_tokens - free_bytes
         if missing <= 0 or self.saved_per_token <= 0:
             return 0
         return min(self.num_layers, math.ceil(missing / (self.saved_per_token * num_tokens)))
 
     def longest(self, free_bytes: float) -> int:
-        """Tokens of the largest row that fits at all."""
+        """Tokens of the largest microbatch that fits at all."""
         return max(0, int((free_bytes - self.constant) / self.least_per_token))
 
     @property
     def least_per_token(self) -> float:
-        """Where all layers compute again."""
+        """Bytes per token if all layers are checkpointed."""
         return self.per_token - self.saved_per_token * self.num_layers
 
 
 class Memory:
-    """The memory of one GPU that rows share with weights, adapters and optimizers."""
+    """The memory of one GPU, which microbatches share with weights, adapters and optimizers."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], run_row: Callable[[int], None], device: torch.device, limit_bytes: int
+        self, layers: Sequence[nn.Module], run: Callable[[int], None], device: torch.device, limit_bytes: int
     ) -> None:
-        """`run_row` runs forward and backward of made-up text of so many tokens; what it compiles is compiled."""
-        self.set_aside_bytes = 0
-        """Reserved for other rows than those that are planned."""
+        """`run` runs forward and backward of made-up text of so many tokens; its code is compiled already."""
+        self.graphs_bytes = 0
+        """Reserved for graphs, which compute other microbatches than those planned here."""
+        self.models_bytes = 0
+        """Reserved for what models will still take."""
         self.recomputes = False
-        """Whether layers of the next row compute again."""
+        """True if layers of the next microbatch are checkpointed."""
         self._device = device
         self._limit_bytes = limit_bytes
         self._recomputation = Recomputation(layers)
-        self._costs = self._measure(run_row)
+        self._costs = self._measure(run)
 
-    def _measure(self, run_row: Callable[[int], None]) -> ActivationCosts:
+    def _measure(self, run: Callable[[int], None]) -> ActivationCosts:
         num_layers = self._recomputation.num_layers
 
         def peak(num_tokens: int, recomputing: int) -> float:
             self._recomputation.use(recomputing)
             before = torch.cuda.memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            run_row(num_tokens)
+            run(num_tokens)
             return torch.cuda.max_memory_allocated(self._device) - before
 
         short, long = MEASURED_TOKENS
@@ -109,23 +111,24 @@ class Memory:
 
     @property
     def _free_bytes(self) -> float:
-        return self._limit_bytes * (1 - MARGIN) - self.set_aside_bytes - torch.cuda.memory_allocated(self._device)
+        reserved_bytes = self.graphs_bytes + self.models_bytes
+        return self._limit_bytes * (1 - MARGIN) - reserved_bytes - torch.cuda.memory_allocated(self._device)
 
     @property
-    def longest_row(self) -> int:
-        """Tokens of the largest row that fits now."""
+    def fitting_tokens(self) -> int:
+        """Tokens of the largest microbatch that fits now."""
         return self._costs.longest(self._free_bytes)
 
     def tokens_in(self, part: float) -> int:
-        """Of the largest row that takes this part of all memory while no layer computes again."""
+        """Tokens of the largest microbatch that takes this part of all memory without checkpointing."""
         return max(0, int((part * self._limit_bytes - self._costs.constant) / self._costs.per_token))
 
     def prepare(self, num_tokens: int) -> None:
-        """Have as many layers compute again as a row of so many tokens needs."""
+        """Checkpoint as many layers as a microbatch of this many tokens needs."""
         self._recompute(self._costs.layers_for(num_tokens, self._free_bytes))
 
     def prepare_least(self) -> None:
-        """Have all layers compute again, and give back what is kept for later."""
+        """Checkpoint all layers, and empty the allocator's cache."""
         self._recompute(self._costs.num_layers)
         torch.cuda.empty_cache()
 
@@ -134,10 +137,10 @@ class Memory:
         self._recomputation.use(num_layers)
 
     def describe(self) -> str:
-        """For the operator, in one line."""
+        """Describe the costs to the operator, in one line."""
         costs = self._costs
         return (
-            f"a row of training takes {costs.constant / GIB:.1f} GiB and {costs.per_token / 2**20:.2f} MiB a token,"
-            f" {costs.least_per_token / 2**20:.2f} where all layers compute again; {self._free_bytes / GIB:.1f} GiB are"
-            f" free, for at most {self.longest_row} tokens"
+            f"a training microbatch takes {costs.constant / GIB:.1f} GiB and {costs.per_token / 2**20:.2f} MiB a token,"
+            f" {costs.least_per_token / 2**20:.2f} if all layers recompute; {self._free_bytes / GIB:.1f} GiB are"
+            f" free, for at most {self.fitting_tokens} tokens"
         )

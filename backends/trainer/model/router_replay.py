@@ -1,8 +1,8 @@
-"""A mixture's routers that choose as the sampler did, where that is known (`backends/formats/expert_routing.py`).
+"""Router replay: a mixture's routers choose the experts that the sampler chose, if known (`formats/expert_routing.py`).
 
 A token's weights for its experts are still the trainer's own, so that gradients pass through the router as always.
 
-T tokens of a row, L layers of the decoder, K experts of a token, E experts
+T tokens of a microbatch, L layers of the decoder, K experts of a token, E experts
 """
 
 from pathlib import Path
@@ -19,39 +19,39 @@ from backends.inputs.rendering import Rendered
 from backends.kernels.pinned_copy import to_device
 from backends.protocol import BackendFailed
 
-OWN = -1
-"""In the place of an expert: the router's own choice."""
+UNKNOWN = -1
+"""Instead of an expert's number: the router chooses."""
 
 
 class ReplayingRouter(nn.Module):
-    """Stands in the place of a layer's router."""
+    """Replaces a layer's router."""
 
     experts_TK: Tensor
-    """Of the row at hand, or `OWN`."""
+    """Experts of the current microbatch, or `UNKNOWN`."""
 
     def __init__(self, base: Any) -> None:
         """`base` is one of transformers' top-k routers."""
         super().__init__()
         self.base = base
-        # Of those without the attribute, all do.
+        # Those without the attribute all normalise.
         self._normalises: bool = getattr(base, "norm_topk_prob", True)
 
     def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [T, E], and experts and their weights [T, K], as `base` gives them."""
         logits_TE, own_weights_TK, own_TK = self.base(hidden_TH)
         replayed_TK = self.experts_TK.to(own_TK.dtype)
-        experts_TK = torch.where(replayed_TK == OWN, own_TK, replayed_TK)
+        experts_TK = torch.where(replayed_TK == UNKNOWN, own_TK, replayed_TK)
         weights_TK = F.softmax(logits_TE, dtype=torch.float32, dim=-1).gather(-1, experts_TK)
         if self._normalises:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return logits_TE, weights_TK.to(own_weights_TK.dtype), experts_TK
 
 
-class Replay:
+class RouterReplay:
     """All routers of a decoder."""
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
-        """Replaces the routers in place. `directory` is where the sampler of this model keeps its routing. Raises
+        """Replace the routers in place. `directory` is where the sampler of this model writes its routing. Raises
         BackendFailed for routers that are not known here."""
         self._directory = directory
         self._layers = model.get_decoder().layers
@@ -71,22 +71,22 @@ class Replay:
         self._device = next(iter(self._routers.values())).base.weight.device
 
     def find(self, owner: str, model_id: str, rendered: Rendered) -> np.ndarray | None:
-        """[T, L, K] int16, the experts of an input of a user's model; None where it was not sampled here, or that is
-        forgotten. Raises BackendFailed for what cannot be of this model."""
+        """[T, L, K] int16, the experts of an input of a user's model; None if it was not sampled here, or its file is
+        evicted. Raises BackendFailed for routing that cannot be of this model."""
         found = read_routing(self._directory, routing_name(owner, model_id, rendered))
         if found is None:
             return None
         shape = (len(rendered.token_ids_T), len(self._layers), self._top_k)
         if found.shape != shape or found.max(initial=0) >= self._num_experts:
             raise BackendFailed(
-                f"the sampler kept routing of shape {found.shape}, to experts up to {found.max(initial=0)}, where"
+                f"the sampler wrote routing of shape {found.shape}, to experts up to {found.max(initial=0)}, but"
                 f" {shape} and fewer than {self._num_experts} were due"
             )
         return found.astype(np.int16)
 
-    def row(self, parts: list[tuple[int, np.ndarray | None]], num_tokens: int) -> Tensor:
-        """[L, T, K] int16 on the device: of a row of samples of so many tokens each, and what `find` gave of them."""
-        experts_TLK = np.full((num_tokens, len(self._layers), self._top_k), OWN, np.int16)
+    def batch(self, parts: list[tuple[int, np.ndarray | None]], num_tokens: int) -> Tensor:
+        """[L, T, K] int16 on the device; `parts` are each sample's tokens and what `find` gave."""
+        experts_TLK = np.full((num_tokens, len(self._layers), self._top_k), UNKNOWN, np.int16)
         begin = 0
         for length, found in parts:
             if found is not None:
@@ -95,12 +95,12 @@ class Replay:
         return to_device(torch.from_numpy(np.ascontiguousarray(experts_TLK.transpose(1, 0, 2))), self._device)
 
     def blank(self, num_tokens: int) -> Tensor:
-        """[L, T, K]: of a row of which nothing is known."""
+        """[L, T, K] of a microbatch without known routing."""
         shape = (len(self._layers), num_tokens, self._top_k)
-        return torch.full(shape, OWN, dtype=torch.int16, device=self._device)
+        return torch.full(shape, UNKNOWN, dtype=torch.int16, device=self._device)
 
     def use(self, experts_LTK: Tensor) -> None:
-        """The next forward is of a row with this routing."""
+        """Set the routing of the next forward."""
         for index, router in self._routers.items():
-            # .data: code is compiled for a tensor, and apart for a view of another.
+            # .data: code compiled for a tensor is recompiled for a view of another.
             router.experts_TK = experts_LTK[index].data

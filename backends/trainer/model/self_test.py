@@ -1,4 +1,4 @@
-"""What is asked of a model at start, by its numbers: whether our way of scoring it is its own."""
+"""Start-up check: packed scoring must equal the model's own forward."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -17,34 +17,35 @@ from backends.trainer.model.token_logprobs import Scorer
 
 Sample = tuple[Rendered, np.ndarray]
 _WIDTHS = (8, 40, 128)
-"""Rank columns of a row that products are tried with at start, and tokens."""
+"""Summed ranks with which products are tried at start."""
 _SUMMED = (4096, 8192, 14592)
+"""Tokens of these products; up to 9 are added."""
 _TOLERANCE = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.1, 0.3)}
-"""Nats: what the mean and the largest difference of a text's log probabilities may be. In bfloat16, rounding alone made
-0.018 and 0.076 on a CPU (36 layers), and 0.037 on average between engine and trainer of a mixture on an H200. Samples
-that attend to each other differ by 0.25 and 0.96 and more."""
+"""Bounds of the mean and the largest difference of a text's log probabilities, in nats. In bfloat16, rounding alone
+made 0.018 and 0.076 on a CPU (36 layers), and 0.037 on average between engine and trainer of a mixture on an H200.
+Samples that attend to each other differ by 0.25 and 0.96 and more."""
 
 
 def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
-    """[T, 1] nats of each of two short texts, by the model's own forward, as it was loaded.
+    """[T, 1] nats of each of two short texts, by the forward of the model as loaded.
 
-    Raises BackendFailed where that does something beside its decoder and its head, which we would leave out.
+    Raises BackendFailed if that forward does more than its decoder and its head, which we would leave out.
     """
     return [_own_logprobs(root, *sample, device) for sample in _samples(renderer)]
 
 
 def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], device: torch.device) -> bool:
-    """Compare our way of scoring with what `own_logprobs` gave before the model took LoRA.
+    """Compare our scoring with what `own_logprobs` gave before the model took LoRA.
 
-    Raises BackendFailed where one text alone already differs. Returns whether packing the two changes nothing.
+    Raises BackendFailed if one text alone already differs. Returns whether packing the two changes nothing.
     """
     samples = _samples(renderer)
-    scorer.adapters.load([])
+    scorer.weights.load([])
 
     def scored(*packed: Sample) -> Tensor:
         batch = pack(packed, renderer.family, device)
         with torch.no_grad():
-            scores: Tensor = scorer(batch, scorer.adapters.blank(len(batch.targets_TK)))
+            scores: Tensor = scorer(batch, scorer.weights.blank(len(batch.targets_TK)))
         return scores
 
     alone = [scored(sample) for sample in samples]
@@ -59,16 +60,16 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], devi
 
 
 def _agree(scores: Sequence[Tensor], others: Sequence[Tensor], tolerance: tuple[float, float]) -> bool:
-    """Tell whether each text's log probabilities differ by the tolerance's mean and largest difference at most."""
+    """Return whether each text's log probabilities differ by at most the tolerance's mean and largest difference."""
     differences = [(one - other).abs() for one, other in zip(scores, others, strict=True)]
     mean, largest = tolerance
     return all(bool(one.mean() <= mean and one.max() <= largest) for one in differences)
 
 
 def require_whole_products(sizes: Iterable[int], device: torch.device) -> None:
-    """Raises BackendFailed where the gradient of an adapter of so many inputs or outputs lacks a row's last tokens.
+    """Raises BackendFailed if the gradient of an adapter of these inputs or outputs lacks a microbatch's last tokens.
 
-    `lora_linear.add_product` says which kernels are known to lose them; this finds others. The numbers are small and
+    `lora/linear.py:add_product` names the kernels known to lose them; this finds others. The numbers are small and
     whole, so that their sums are exact.
     """
     for size in sizes:
@@ -81,7 +82,7 @@ def require_whole_products(sizes: Iterable[int], device: torch.device) -> None:
             add_product(total, left, right[:num_tokens])
             if not torch.equal(total[0], right[num_tokens - SUMMED_TOKENS : num_tokens].sum(0, dtype=torch.float32)):
                 raise BackendFailed(
-                    f"a product of {num_tokens} tokens, {width} columns and {size} outputs lacks the last of them on"
+                    f"a product of {num_tokens} tokens, rank {width} and {size} outputs lacks the last of them on"
                     f" this GPU ({torch.version.cuda}): gradients would be wrong; another version of cuBLAS is needed"
                 )
 
@@ -100,8 +101,8 @@ def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
 def _own_logprobs(root: Root, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
     input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
     length = input_ids.shape[1]
-    bounds = torch.tensor([0, length], dtype=torch.int32)
-    extra = attention.bounds(bounds.to(device), bounds, length)
+    cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    extra = attention.varlen_arguments(cu_seqlens.to(device), cu_seqlens, length)
     seen: list[Tensor] = []
     hooks = [
         root.model.base_model.register_forward_hook(lambda _, __, output: seen.append(output.last_hidden_state)),

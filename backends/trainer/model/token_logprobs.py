@@ -1,6 +1,6 @@
-"""Log probabilities of targets, without ever holding [tokens, vocabulary] for a whole row.
+"""Log probabilities of targets, without ever holding [tokens, vocabulary] for a whole microbatch.
 
-T tokens, H hidden width, V vocabulary, K targets of a token, R rank columns of the row's models
+T tokens, H hidden width, V vocabulary, K targets of a token, R summed ranks of the microbatch's models
 """
 
 from collections.abc import Iterator
@@ -22,29 +22,34 @@ from backends.trainer.lora.linear import (
 )
 from backends.trainer.model import attention
 from backends.trainer.model.packing import Microbatch
-from backends.trainer.model.router_replay import Replay
+from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.vision import ImageEncoder
 from backends.trainer.trained_weights import TrainedWeights
 
 MAX_LOGITS = 5 * 2**25
 """Logits held at once, in float32: 640 MiB."""
 _TILE = 256
-"""Tokens, of which whole ones make a product faster."""
+"""Tokens: products of a multiple of them are faster."""
 MANY_TOKENS = 1024
-"""Of a row, from which it is worth copying the head's weight; both rows that tell what rows take are of as many."""
+"""Tokens of a microbatch from which it is worth copying the head's weight; both microbatches by which memory is
+measured have as many."""
 
 
 class Scorer(nn.Module):
-    """A model whose forward gives target log probabilities."""
+    """A module whose forward gives target log probabilities."""
 
     def __init__(
-        self, root: Root, vision: ImageEncoder | None, adapters: TrainedWeights, replay: Replay | None = None
+        self,
+        root: Root,
+        vision: ImageEncoder | None,
+        weights: TrainedWeights[Any],
+        router_replay: RouterReplay | None = None,
     ) -> None:
         super().__init__()
         self._root = root
         self._vision = vision
-        self.adapters = adapters
-        self.replay = replay
+        self.weights = weights
+        self.router_replay = router_replay
 
     @property
     def model(self) -> PreTrainedModel:
@@ -52,22 +57,22 @@ class Scorer(nn.Module):
         return self._root.model
 
     def forward(self, batch: Microbatch, scales_TR: Tensor, gradient: "TokenGradient | None" = None) -> Tensor:
-        """[T, K] float32, nats: of a packed row's targets, whose tokens have these scales of the loaded adapters.
+        """[T, K] float32, nats, of a microbatch's targets; `scales_TR` are its tokens' scales of the loaded adapters.
 
-        With `gradient` backward is faster, and wants just this: what would come from it.
+        With `gradient` backward is faster, and must then get just the gradient that this function gives.
         """
         return cast(Tensor, self._root(self._scored, batch, scales_TR, gradient))
 
     def _scored(self, batch: Microbatch, scales_TR: Tensor, gradient: "TokenGradient | None") -> Tensor:
-        self.adapters.use(scales_TR)
-        if self.replay is not None:
+        self.weights.use(scales_TR)
+        if self.router_replay is not None:
             known = batch.experts_LTK
-            self.replay.use(self.replay.blank(len(batch.targets_TK)) if known is None else known)
+            self.router_replay.use(self.router_replay.blank(len(batch.targets_TK)) if known is None else known)
         with ExitStack() as forward:
             image_inputs: dict[str, Tensor] = {}
             if self._vision is not None:
                 image_inputs = forward.enter_context(self._vision.shown(batch, scales_TR.device))
-            extra = attention.bounds(batch.cu_seqlens, batch.bounds, batch.max_seqlen)
+            extra = attention.varlen_arguments(batch.cu_seqlens, batch.cu_seqlens_host, batch.max_seqlen)
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
         head, hidden_TH = self.model.get_output_embeddings(), output.last_hidden_state[0]
         if isinstance(head, LoraLinear):
@@ -76,18 +81,18 @@ class Scorer(nn.Module):
 
 
 class TokenGradient(Protocol):
-    """The gradient of a loss where that of a token depends on no other one's log probabilities."""
+    """The gradient of a loss in which a token's depends on no other token's log probabilities."""
 
     def __call__(self, logprobs_TK: Tensor, begin: int) -> Tensor:
-        """[T, K], by the log probabilities of the row's tokens from `begin` on."""
+        """[T, K], from the log probabilities of the microbatch's tokens from `begin` on."""
 
 
 def target_logprobs(
     hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor, targets_TK: Tensor, gradient: TokenGradient | None = None
 ) -> Tensor:
-    """[T, K] float32, nats. Backward adds the head's own gradients to where the head gathers them.
+    """[T, K] float32, nats. Backward accumulates the gradients of the head's adapters.
 
-    With `gradient` that is done in forward, while a chunk's logits are there.
+    With `gradient` forward does that, while a chunk's logits are there.
     """
     if not torch.is_grad_enabled():
         gradient = None
@@ -95,7 +100,7 @@ def target_logprobs(
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """A chunk of tokens at a time; where the gradient is not known, backward computes a chunk's logits again."""
+    """Computes a chunk of tokens at a time; if the gradient is not known, backward recomputes a chunk's logits."""
 
     @staticmethod
     def forward(  # noqa: PLR0913
@@ -129,7 +134,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.is_known:
             known_TK, grad_TH = ctx.saved_tensors
-            # Another than was said gives no wrong numbers: what is not finite is refused.
+            # Another gradient than was promised gives no wrong numbers: NaN is refused.
             is_known_T1 = torch.isclose(grad_TK, known_TK, rtol=1e-3, atol=0).all(-1, keepdim=True)
             return torch.where(is_known_T1, grad_TH, torch.nan), None, None, None, None
         *of_tokens, widened_VH = ctx.saved_tensors
@@ -144,7 +149,7 @@ class _TargetLogprobs(torch.autograd.Function):
 def _add_gradients(
     grad_logits_TV: Tensor, hidden_TH: Tensor, inner_TR: Tensor, head: LoraLinear, scales_TR: Tensor
 ) -> Tensor:
-    """The gradient of hidden [T, H]; those of the head's adapters are added where it gathers them."""
+    """Return the gradient of hidden [T, H]; accumulate those of the head's adapters."""
     grad_TH: Tensor
     grad_TH, grad_inner_TR = lora_linears_backward([grad_logits_TV], [head.weight], [head.a_RI], [head.b_RO], scales_TR)
     add_lora_gradients([grad_logits_TV], hidden_TH, inner_TR, grad_inner_TR, [head.grad_a_RI], [head.grad_b_RO])
@@ -152,13 +157,13 @@ def _add_gradients(
 
 
 def _widened(head: LoraLinear, num_tokens: int) -> Tensor | None:
-    """[V, H + R], the weight and B, for rows of many tokens: adding one's product to the other's would write and read
-    all logits once more. For few that takes less than to copy the weight."""
+    """[V, H + R], the weight and B, for many tokens: adding one's product to the other's would write and read all
+    logits once more. For few tokens that costs less than copying the weight."""
     if num_tokens < MANY_TOKENS:
         return None
     num_outputs, width = head.weight.shape
     weight_VH = head.weight.new_empty(num_outputs, width + head.b_RO.shape[0])
-    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.b_RO.T  # torch.cat takes half as long again
+    weight_VH[:, :width], weight_VH[:, width:] = head.weight, head.b_RO.T  # torch.cat takes 1.5x as long
     return weight_VH
 
 
@@ -173,7 +178,7 @@ def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scal
 
 
 def trained_target_logprobs(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
-    """[T, K] float32, nats, by a head that is itself in training."""
+    """[T, K] float32, nats, with a head that is itself in training."""
     return cast(Tensor, _TrainedHead.apply(hidden_TH, weight_VH, bias_V, targets_TK))  # type: ignore[no-untyped-call]
 
 
@@ -240,7 +245,7 @@ def _normaliser(logits_TV: Tensor) -> Tensor:
 def _logits_gradient(
     logits_TV: Tensor, lse_T1: Tensor, targets_TK: Tensor, grad_TK: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[T, V] in `dtype`, rounded once: the gradient of the logits for one of the log probabilities."""
+    """[T, V] in `dtype`, rounded once: the gradient of the logits, given that of the log probabilities."""
     weight_T1 = grad_TK.sum(-1, keepdim=True)
     gradient_TV = _probabilities(logits_TV, lse_T1, weight_T1, dtype)
     if targets_TK.shape[1] > 1:
@@ -259,9 +264,9 @@ def _probabilities(logits_TV: Tensor, lse_T1: Tensor, weight_T1: Tensor, dtype: 
 
 
 def _summed_by_target(targets_TK: Tensor, grad_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets in order, and with each the sum of the gradients of all that are the same."""
+    """Sort targets; give each the sum of the gradients of all that equal it."""
     targets_TK, order_TK = targets_TK.sort(-1)
-    # Which of a token's different targets each is.
-    place_TK = F.pad((targets_TK.diff(dim=-1) != 0).cumsum(-1), (1, 0))
-    sums_TK = torch.zeros_like(grad_TK).scatter_add_(-1, place_TK, grad_TK.gather(-1, order_TK))
-    return targets_TK, sums_TK.gather(-1, place_TK)
+    # Index of each among a token's different targets.
+    index_TK = F.pad((targets_TK.diff(dim=-1) != 0).cumsum(-1), (1, 0))
+    sums_TK = torch.zeros_like(grad_TK).scatter_add_(-1, index_TK, grad_TK.gather(-1, order_TK))
+    return targets_TK, sums_TK.gather(-1, index_TK)

@@ -1,11 +1,13 @@
-"""The losses of the protocol (docs/protocol.md, Training): one pure function each, and the table that names them.
+"""The losses of the protocol (docs/protocol.md, Training), the table that names them, and their metrics.
 
-Every loss is a sum over positions, never a mean: requests, microbatches and ranks then add up.
+Each is one pure function. Every loss is a sum over positions, never a mean: requests, microbatches and ranks then add
+up.
 
-T positions of a microbatch, K alternatives of a position, B datums
+T positions of a microbatch, K targets of a position, B datums
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,10 +27,10 @@ def cross_entropy(logprobs_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def importance_sampling(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """-sum(ratio * advantage), ratio = exp(logprob - old logprob): REINFORCE corrected for the drawing policy.
+    """-sum(ratio * advantage), ratio = exp(logprob - old logprob): REINFORCE corrected for the sampling policy.
 
     logprobs_T      [T] float32, nats: current policy, carries the gradient
-    old_logprobs_T  [T] float32, nats: the policy that drew the tokens
+    old_logprobs_T  [T] float32, nats: the policy that sampled the tokens
     advantages_T    [T] float32: 0 where a token must not train
     """
     return -(_ratio(logprobs_T, old_logprobs_T, advantages_T) * advantages_T).sum()
@@ -45,8 +47,8 @@ def ppo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, low_T:
 
 
 def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """[T] exp(logprob - old logprob), with its gradient; 1 where the advantage is 0, so that whatever stands for
-    the old log probability of a token that must not train cannot make inf * 0."""
+    """[T] exp(logprob - old logprob), with its gradient; 1 where the advantage is 0, so that no old log probability of
+    a token that must not train can make inf * 0."""
     log_ratio_T = torch.where(advantages_T == 0, 0.0, logprobs_T - old_logprobs_T)
     # Not a clamp alone, whose gradient would be 0: the token would silently not train.
     excess_T = (log_ratio_T - log_ratio_T.clamp(max=LARGEST_LOG_RATIO)).detach()
@@ -103,7 +105,7 @@ def _sequence_ratio(
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a microbatch gives its loss."""
+    """Inputs of a loss for one microbatch."""
 
     logprobs_TK: Tensor
     tensors: Mapping[str, Tensor]
@@ -115,20 +117,20 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and what it takes besides target_tokens."""
+    """A loss, and its inputs besides target_tokens."""
 
     compute: Callable[[LossInputs], Tensor]
     required: tuple[str, ...] = ()
     optional: Mapping[str, str | float] = field(default_factory=dict)
-    """Inputs that may be absent, and what then stands at every position: a number, or a config key's value."""
+    """Inputs that may be absent, and the value that every position then has: a number, or a config key's value."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Config keys and their defaults."""
     soft_targets: bool = False
     """Takes target_tokens of shape [N, K]."""
     by_token: bool = True
-    """Whether the gradient of a token depends on no other one's log probability."""
+    """True if the gradient of a token depends on no other token's log probability."""
     ratio: Callable[[LossInputs], Tensor] | None = None
-    """[T] of the current policy's probability to that of the one that drew the tokens, as the loss clips it."""
+    """[T] ratio of the current policy's probability to the sampling policy's, as the loss clips it."""
 
 
 _RL = ("logprobs", "advantages")
@@ -167,3 +169,41 @@ LOSSES: dict[str, Loss] = {
         ),
     ),
 }
+
+
+_SUMS = ("loss", "tokens", "sampler_gap", "kl_k1", "kl_k3", "ratio", "clip_fraction", "advantage")
+_NUM_VALUES = len(_SUMS) + 1
+
+
+def observe(loss: Loss, x: LossInputs, value: Tensor) -> Tensor:
+    """[9] float32: sums over the positions that train, and the largest gap; `metrics` combines microbatches."""
+    weights = x.tensors["advantages" if loss.ratio is not None else "weights"]
+    trains_T = weights != 0
+    observed = torch.zeros(_NUM_VALUES, device=value.device)
+    observed[0], observed[1] = value.detach(), trains_T.sum()
+    if loss.ratio is None:
+        return observed
+    logprobs_T = x.logprobs_TK.detach()[:, 0]
+    gap_T = torch.where(trains_T, logprobs_T - x.tensors["logprobs"], 0.0)
+    # k1 and k3 estimate KL(sampling policy, current one): J. Schulman, "Approximating KL divergence", 2020.
+    k3_T = gap_T.exp() - 1 - gap_T
+    ratio_T = loss.ratio(x).detach() * trains_T
+    clipped_T = torch.zeros_like(trains_T)
+    if CLIP_LOW in x.tensors:
+        clipped_T = trains_T & ((ratio_T < x.tensors[CLIP_LOW]) | (ratio_T > x.tensors[CLIP_HIGH]))
+    for index, values_T in enumerate((gap_T.abs(), -gap_T, k3_T, ratio_T, clipped_T, weights), start=2):
+        observed[index] = values_T.sum()
+    observed[-1] = gap_T.abs().max()
+    return observed
+
+
+def metrics(observations: Iterable[Sequence[float]], loss: Loss) -> dict[str, float]:
+    """Metrics by name and reduction: how the SDK combines several requests' (protocol section 6.4). Means are over
+    positions that train; without any, or if one is not finite, they are left out."""
+    observations = list(observations)
+    sums = {name: math.fsum(one[index] for one in observations) for index, name in enumerate(_SUMS)}
+    named = {"loss:sum": sums["loss"], "tokens:sum": sums["tokens"]}
+    if loss.ratio is not None and sums["tokens"]:
+        named |= {f"{name}:mean": sums[name] / sums["tokens"] for name in _SUMS[2:]}
+        named["sampler_gap:max"] = max(one[-1] for one in observations)
+    return {name: value for name, value in named.items() if name == "loss:sum" or math.isfinite(value)}

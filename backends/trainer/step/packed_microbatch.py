@@ -1,9 +1,9 @@
-"""Forward and backward of a packed row, which may hold datums of several models.
+"""Forward and backward of a packed microbatch, which may hold datums of several models.
 
-Ranks compute their rows side by side. Before each forward they agree that what it needs is there: where the base is
+Ranks compute their microbatches side by side. Before each forward they agree that its inputs are there: if the base is
 sharded, one rank's error past that point would leave the others waiting.
 
-T positions of a row, K alternatives of a position, P passes of a row, R rank columns of their models
+T tokens of a microbatch, K targets of a token, P requests of a microbatch, R summed ranks of their models
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -16,264 +16,263 @@ from torch import Tensor
 
 from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed, InvalidInput
-from backends.trainer.base_model import FrozenBase
-from backends.trainer.distributed import World, agreed, agreed_each, told
-from backends.trainer.lora.linear import SUMMED_TOKENS
-from backends.trainer.lora.tenant import all_finite
+from backends.trainer.base_model import BaseModel
+from backends.trainer.distributed import World, agreed, agreed_each, microbatch_s, to_broadcast
 from backends.trainer.model.packing import Microbatch, loss_inputs, pack
-from backends.trainer.model.router_replay import Replay
+from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.token_logprobs import TokenGradient
-from backends.trainer.step.batch_pass import BatchPass, Row, targets
-from backends.trainer.step.loss_metrics import observe
-from backends.trainer.step.losses import LossInputs
-from backends.trainer.time_limits import microbatch_s
+from backends.trainer.optimizer import all_finite
+from backends.trainer.step.batch_request import BatchRequest, Members, targets
+from backends.trainer.step.losses import LossInputs, observe
 
-Failures = dict[BatchPass, Exception]
+Failures = dict[BatchRequest, Exception]
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A row on the device, with all that it needs: what follows goes from forward to backward without waiting."""
+    """A microbatch on the device with all that it needs: forward and backward then run without waiting for the host."""
 
     batch: Microbatch
     scales_TR: Tensor
     losses: Sequence[Callable[..., LossInputs]]
-    """Of each pass, as `loss_inputs` gives them."""
+    """By request, as `loss_inputs` gives them."""
 
 
-class RowComputer:
-    """Computes rows on one rank."""
+class MicrobatchRunner:
+    """Computes microbatches on one rank."""
 
-    def __init__(self, base: FrozenBase, world: World, keep_waiting: Callable[[float], None]) -> None:
-        """`keep_waiting` is told before every row how many seconds it may take."""
+    def __init__(self, base: BaseModel, world: World, keep_waiting: Callable[[float], None]) -> None:
+        """`keep_waiting` is called before every microbatch with the seconds that it may take."""
         self._base = base
         self._world = world
         self._keep_waiting = keep_waiting
 
-    def compute(self, rows: Sequence[Row]) -> Failures:
-        """Each rank's row of `rows`, all with a gradient or all without; log probabilities go to the passes' shares,
-        and gradients to their models.
+    def compute(self, chosen: Sequence[Members]) -> Failures:
+        """Compute each rank's microbatch of `chosen`, all with a gradient or all without. Log probabilities go to the
+        requests' shares, gradients to their models.
 
-        Returns the passes that failed; of the others in their company nothing is then computed, and the same where
-        the company itself must be feared: each of them then has its next rows to itself.
+        Returns the requests that failed; nothing is then computed of their batch-mates. If the culprit is unknown,
+        nothing is computed either, and every request of the microbatch is retried alone.
         """
-        passes = list(dict.fromkeys(one for row in rows for one in row))
-        self._keep_waiting(max(self._row_s(row) for row in rows))
-        row = rows[self._world.rank]
-        rendered, errors = self._rendered(row)
-        failures: Failures = {one: errors[one.number] for one in passes if one.number in errors}
+        requests = list(dict.fromkeys(one for members in chosen for one in members))
+        self._keep_waiting(max(self._limit_s(members) for members in chosen))
+        own = chosen[self._world.rank]
+        rendered, errors = self._rendered(own)
+        failures: Failures = {one: errors[one.number] for one in requests if one.number in errors}
         if failures:
             return failures
         # Decoded while the device computes.
-        self._expect({one: one.next_on(self._world.rank, besides=row.get(one, ())) for one in passes})
-        if self._base.memory is not None and passes[0].backward:
-            # The same on all ranks: what is computed again is gathered again.
-            self._base.memory.prepare(max(_num_tokens(row) for row in rows))
+        self._prefetch({one: one.next_on(self._world.rank, besides=own.get(one, ())) for one in requests})
+        if self._base.memory is not None and requests[0].backward:
+            # The same on all ranks: what is recomputed is all-gathered again.
+            self._base.memory.prepare(max(_num_tokens(members) for members in chosen))
         try:
-            with torch.set_grad_enabled(passes[0].backward):
-                failures = self._computed(row, rendered, passes)
-        except _Feared:
-            for one in passes:
-                one.apart = True
+            with torch.set_grad_enabled(requests[0].backward):
+                failures = self._computed(own, rendered, requests)
+        except _CulpritUnknown:
+            for one in requests:
+                one.exclusive = True
         else:
-            for one, indices in (pair for of_rank in rows for pair in of_rank.items()):
+            for one, indices in (pair for of_rank in chosen for pair in of_rank.items()):
                 one.computed(indices)
         finally:
             if self._base.vision is not None:
                 self._base.vision.trim()
         return failures
 
-    def _row_s(self, row: Row) -> float:
-        """Seconds that a row takes at most."""
-        num_images = sum(one.num_images(indices) for one, indices in row.items())
-        return microbatch_s(_num_tokens(row), num_images, self._base.num_parameters, self._world.device)
+    def cancel_prefetch(self) -> None:
+        """Release prefetched images: no request is in flight, and one that failed may have left some."""
+        self._base.renderer.cancel_prefetch()
 
-    def _rendered(self, row: Row) -> tuple[dict[int, list[Rendered]], dict[int, InvalidInput | BackendFailed]]:
-        """By a pass's number, its datums; InvalidInput for images that do not decode."""
+    def _limit_s(self, members: Members) -> float:
+        """Largest number of seconds that a microbatch takes."""
+        num_images = sum(one.num_images(indices) for one, indices in members.items())
+        return microbatch_s(_num_tokens(members), num_images, self._base.num_parameters, self._world.device)
+
+    def _rendered(self, members: Members) -> tuple[dict[int, list[Rendered]], dict[int, InvalidInput | BackendFailed]]:
+        """By a request's number, its rendered datums, or InvalidInput for images that do not decode."""
         vision, renderer, device = self._base.vision, self._base.renderer, self._world.device
-        # In a sharded base the tower is gathered with the rest, when the row is computed.
+        # In a sharded base the tower is all-gathered with the rest, when the microbatch is computed.
         begins = device.type == "cuda" and not self._base.is_sharded
-        self._expect(row)
+        self._prefetch(members)
 
-        def render(one: BatchPass, indices: list[int]) -> list[Rendered]:
+        def render(one: BatchRequest, indices: list[int]) -> list[Rendered]:
             rendered, known = [], self._known(one)
             for i in indices:
                 rendered.append(renderer.render(one.data[i].model_input, f"datum {i}", known))
-                if vision is not None and begins and not one.tenant.adapter.config.train_vision:
-                    with renderer.decoding_paused():
+                if vision is not None and begins and not one.model.config.train_vision:
+                    with renderer.prefetch_paused():
                         vision.begin(rendered[-1].images, device)
             return rendered
 
-        return agreed_each({one.number: partial(render, one, indices) for one, indices in row.items()}, self._world)
+        return agreed_each({one.number: partial(render, one, indices) for one, indices in members.items()}, self._world)
 
-    def _expect(self, row: Row) -> None:
-        for one, indices in row.items():
-            self._base.renderer.expect([one.data[index].model_input for index in indices], self._known(one))
+    def _prefetch(self, members: Members) -> None:
+        for one, indices in members.items():
+            self._base.renderer.prefetch([one.data[index].model_input for index in indices], self._known(one))
 
-    def _known(self, one: BatchPass) -> Container[str]:
+    def _known(self, one: BatchRequest) -> Container[str]:
         """Hashes of images whose pixels are not needed."""
-        trained = one.tenant.adapter.config.train_vision
+        trained = one.model.config.train_vision
         return () if trained or self._base.vision is None else self._base.vision
 
-    def forget_expected(self) -> None:
-        """Nothing is under way any more: what a failed pass did not come to needs no memory."""
-        self._base.renderer.forget_expected()
-
-    def _computed(self, row: Row, rendered: dict[int, list[Rendered]], passes: Sequence[BatchPass]) -> Failures:
-        """Raises _Feared where several passes may have harmed one another."""
+    def _computed(
+        self, members: Members, rendered: dict[int, list[Rendered]], requests: Sequence[BatchRequest]
+    ) -> Failures:
+        """Raises _CulpritUnknown if several requests may have harmed one another."""
         try:
-            packed = agreed(lambda: self._packed(row, rendered), self._world)
+            packed = agreed(lambda: self._packed(members, rendered), self._world)
             if self._base.is_sharded:
-                observed = self._forward_backward(row, packed)
+                observed = self._forward_backward(members, packed)
             else:
-                observed = agreed(lambda: self._in_memory(row, packed), self._world)
-        except Exception as error:  # one row's failure must not stop the others
+                observed = agreed(lambda: self._in_memory(members, packed), self._world)
+        except Exception as error:  # one microbatch's failure must not stop the others
             if self._base.is_sharded and not isinstance(error, (InvalidInput, BackendFailed)):
                 raise  # the others wait in a collective
-            return _blame(passes, told(error))
-        return self._collected(row, observed, passes)
+            return _culprit(requests, to_broadcast(error))
+        return self._collected(members, observed, requests)
 
-    def _packed(self, row: Row, rendered: dict[int, list[Rendered]]) -> _Packed:
-        """The datums' row on the device, with their models' adapters loaded."""
+    def _packed(self, members: Members, rendered: dict[int, list[Rendered]]) -> _Packed:
+        """Bring the datums to the device, packed, and load their models."""
         samples = [
             (one, targets(of.data[index]))
-            for of, indices in row.items()
+            for of, indices in members.items()
             for index, one in zip(indices, rendered[of.number], strict=True)
         ]
-        # The gradients of whole weights are torch's own products over the row's tokens (`lora_linear.SUMMED_TOKENS`).
-        multiple_of = SUMMED_TOKENS if self._base.full is not None and self._world.device.type == "cuda" else 1
-        batch = pack(samples, self._base.renderer.family, self._world.device, multiple_of)
-        scales_PR = self._base.adapters.load([one.tenant.adapter for one in row])
-        counts = torch.tensor([one.num_tokens(indices) for one, indices in row.items()], dtype=torch.int64)
-        if any(one.tenant.adapter.config.train_vision for one in row):
-            batch = replace(batch, tower_scales=_tower_scales(row, rendered, scales_PR))
-        if self._base.replay is not None:
-            batch = replace(batch, experts_LTK=_experts(row, rendered, self._base.replay, len(batch.targets_TK)))
+        weights = self._base.weights
+        batch = pack(samples, self._base.renderer.family, self._world.device, weights.token_multiple)
+        scales_PR = weights.load([one.model for one in members])
+        counts = torch.tensor([one.num_tokens(indices) for one, indices in members.items()], dtype=torch.int64)
+        if any(one.model.config.train_vision for one in members):
+            batch = replace(batch, tower_scales=_tower_scales(members, rendered, scales_PR))
+        if self._base.router_replay is not None:
+            experts = _experts(members, rendered, self._base.router_replay, len(batch.targets_TK))
+            batch = replace(batch, experts_LTK=experts)
         scales_TR = scales_PR.repeat_interleave(counts.to(scales_PR.device), 0, output_size=int(counts.sum()))
-        missing = len(batch.targets_TK) - len(scales_TR)  # the sample that is nobody's
+        missing = len(batch.targets_TK) - len(scales_TR)  # the padding
         scales_TR = torch.cat([scales_TR, scales_TR.new_zeros(missing, scales_TR.shape[1])])
         losses = [
             loss_inputs(one.loss, one.config, [one.data[index] for index in indices], self._world.device)
-            for one, indices in row.items()
+            for one, indices in members.items()
         ]
         return _Packed(batch, scales_TR, losses)
 
-    def _in_memory(self, row: Row, packed: _Packed) -> Tensor:
-        """`_forward_backward`, once more with the least memory where it ran out of it."""
+    def _in_memory(self, members: Members, packed: _Packed) -> Tensor:
+        """`_forward_backward`, retried with the least memory if it runs out of it."""
         try:
-            return self._forward_backward(row, packed)
+            return self._forward_backward(members, packed)
         except torch.OutOfMemoryError:
             if self._base.memory is None:
                 raise
-        # Outside of the handler, whose traceback holds the failed pass's tensors.
-        self._base.adapters.discard()
+        # Outside of the handler, whose traceback holds the failed attempt's tensors.
+        self._base.weights.discard()
         self._base.memory.prepare_least()
-        return self._forward_backward(row, packed)
+        return self._forward_backward(members, packed)
 
-    def _forward_backward(self, row: Row, packed: _Packed) -> Tensor:
-        """[P, 8]: what `observe` gives for each pass."""
-        logprobs_TK = self._base.score(packed.batch, packed.scales_TR, _token_gradient(row, packed.losses))
-        if not row:  # the others have one more row: take part in what collectives they have, with no gradient
+    def _forward_backward(self, members: Members, packed: _Packed) -> Tensor:
+        """[P, 9]: what `observe` gives for each request."""
+        logprobs_TK = self._base.score(packed.batch, packed.scales_TR, _token_gradient(members, packed.losses))
+        if not members:  # the others have one more microbatch: take part in their collectives, with no gradient
             if logprobs_TK.requires_grad:
                 (logprobs_TK.sum() * 0).backward()
             return torch.zeros(0, 0)
         logprobs_TK = logprobs_TK[: sum(packed.batch.sample_lengths)]
         values, observed = [], []
-        parts = logprobs_TK.split([one.num_tokens(indices) for one, indices in row.items()])
-        for one, of_part, part_TK in zip(row, packed.losses, parts, strict=True):
+        parts = logprobs_TK.split([one.num_tokens(indices) for one, indices in members.items()])
+        for one, of_part, part_TK in zip(members, packed.losses, parts, strict=True):
             inputs = of_part(part_TK)
             values.append(one.loss.compute(inputs))
             observed.append(observe(one.loss, inputs, values[-1]))
         if logprobs_TK.requires_grad:
             torch.stack(values).sum().backward()
-        self._keep(row, logprobs_TK.detach().cpu(), packed.batch.sample_lengths)
+        self._share_logprobs(members, logprobs_TK.detach().cpu(), packed.batch.sample_lengths)
         return torch.stack(observed)
 
-    def _keep(self, row: Row, logprobs_TK: Tensor, sample_lengths: Sequence[int]) -> None:
-        datums = [(one, index) for one, indices in row.items() for index in indices]
+    def _share_logprobs(self, members: Members, logprobs_TK: Tensor, sample_lengths: Sequence[int]) -> None:
+        datums = [(one, index) for one, indices in members.items() for index in indices]
         for (one, index), part in zip(datums, logprobs_TK.split(list(sample_lengths)), strict=True):
             target = targets(one.data[index])
             width = target.shape[1] if target.ndim == 2 else 1
             one.share.logprobs[index] = part[:, :width].reshape(target.shape).numpy()
 
-    def _collected(self, row: Row, observed: Tensor, passes: Sequence[BatchPass]) -> Failures:
-        """Give every model its gradient, once no rank has found anything that is not finite."""
+    def _collected(self, members: Members, observed: Tensor, requests: Sequence[BatchRequest]) -> Failures:
+        """Add the gradients to the models' own, once no rank has found a value that is not finite."""
 
         def require_finite() -> None:
-            for one, indices in row.items():
+            for one, indices in members.items():
                 one.require_finite(indices)
-            if len(passes) > 1 and passes[0].backward and not all_finite(self._base.adapters.gathered):
+            if len(requests) > 1 and requests[0].backward and not all_finite(self._base.weights.accumulated):
                 raise InvalidInput("the gradient is not finite")
 
         def collect() -> list[list[float]]:
-            if passes[0].backward:
-                self._base.adapters.collect([one.tenant.adapter for one in row])
+            if requests[0].backward:
+                self._base.weights.collect([one.model for one in members])
             return observed.tolist()
 
         try:
             agreed(require_finite, self._world)
         except InvalidInput as error:
-            # 0 * NaN is NaN: one model's may be in what was gathered for the others.
-            return _blame(passes, error)
+            # 0 * NaN is NaN: one model's may be in what was accumulated for the others.
+            return _culprit(requests, error)
         try:
             values = agreed(collect, self._world)
-        except BackendFailed as error:  # some may have their gradient, so that none can be computed again
-            return dict.fromkeys(passes, error)
-        for one, of_pass in zip(row, values, strict=True):
-            one.share.observed.append(of_pass)
+        except BackendFailed as error:  # some may have their gradient, so that none can be recomputed
+            return dict.fromkeys(requests, error)
+        for one, of_request in zip(members, values, strict=True):
+            one.share.observed.append(of_request)
         return {}
 
 
-def _token_gradient(row: Row, losses: Sequence[Callable[..., LossInputs]]) -> TokenGradient | None:
-    """Of the passes' losses together; None where one of them has no such."""
-    if not row or not all(one.loss.by_token for one in row):
+def _token_gradient(members: Members, losses: Sequence[Callable[..., LossInputs]]) -> TokenGradient | None:
+    """The gradient of the requests' losses together; None if a loss has none by token."""
+    if not members or not all(one.loss.by_token for one in members):
         return None
-    ends = list(accumulate(one.num_tokens(indices) for one, indices in row.items()))
+    ends = list(accumulate(one.num_tokens(indices) for one, indices in members.items()))
 
     def gradient(logprobs_TK: Tensor, begin: int) -> Tensor:
         leaf_TK, values = logprobs_TK.detach().requires_grad_(), []
         with torch.enable_grad():
-            for one, of_tokens, first, end in zip(row, losses, [0, *ends], ends, strict=False):
+            for one, of_tokens, first, end in zip(members, losses, [0, *ends], ends, strict=False):
                 own = slice(max(first, begin), min(end, begin + len(logprobs_TK)))
                 if own.start < own.stop:
                     part_TK = leaf_TK[own.start - begin : own.stop - begin]
                     values.append(one.loss.compute(of_tokens(part_TK, slice(own.start - first, own.stop - first))))
-            if not values:  # of the sample that is nobody's
+            if not values:  # padding alone
                 return torch.zeros_like(logprobs_TK)
             return torch.autograd.grad(torch.stack(values).sum(), leaf_TK)[0]
 
     return gradient
 
 
-def _tower_scales(row: Row, rendered: dict[int, list[Rendered]], scales_PR: Tensor) -> list[Tensor | None]:
-    """Of each of the row's images, as `Microbatch.tower_scales` has them."""
+def _tower_scales(members: Members, rendered: dict[int, list[Rendered]], scales_PR: Tensor) -> list[Tensor | None]:
+    """By image, as `Microbatch.tower_scales`."""
     found: list[Tensor | None] = []
-    for one, scales_R in zip(row, scales_PR, strict=True):
-        own = scales_R if one.tenant.adapter.config.train_vision else None
+    for one, scales_R in zip(members, scales_PR, strict=True):
+        own = scales_R if one.model.config.train_vision else None
         found += [own for datum in rendered[one.number] for _ in datum.images]
     return found
 
 
-def _experts(row: Row, rendered: dict[int, list[Rendered]], replay: Replay, num_tokens: int) -> Tensor:
-    """[L, T, K], as `Microbatch.experts_LTK` has them; how many are known is told to the passes' shares."""
+def _experts(members: Members, rendered: dict[int, list[Rendered]], replay: RouterReplay, num_tokens: int) -> Tensor:
+    """[L, T, K], as `Microbatch.experts_LTK`; the requests' shares get the number of tokens with known routing."""
     parts = []
-    for one, indices in row.items():
+    for one, indices in members.items():
         for index, datum in zip(indices, rendered[one.number], strict=True):
             length, found = len(datum.token_ids_T), replay.find(one.owner, one.model_id, datum)
             one.share.replayed[index] = 0 if found is None else length
             parts.append((length, found))
-    return replay.row(parts, num_tokens)
+    return replay.batch(parts, num_tokens)
 
 
-class _Feared(Exception):
-    """Several passes share a row that failed: whose fault it is shows when each is alone."""
+class _CulpritUnknown(Exception):
+    """A microbatch of several requests failed: which one is at fault shows when each runs alone."""
 
 
-def _blame(passes: Sequence[BatchPass], error: Exception) -> Failures:
-    if len(passes) > 1:
-        raise _Feared
-    return {passes[0]: error}
+def _culprit(requests: Sequence[BatchRequest], error: Exception) -> Failures:
+    if len(requests) > 1:
+        raise _CulpritUnknown
+    return {requests[0]: error}
 
 
-def _num_tokens(row: Row) -> int:
-    return sum(one.num_tokens(indices) for one, indices in row.items())
+def _num_tokens(members: Members) -> int:
+    return sum(one.num_tokens(indices) for one, indices in members.items())

@@ -1,7 +1,7 @@
-"""What is wrong with a forward_backward, found before anything is computed.
+"""Check a forward_backward before anything is computed.
 
-Depends on nothing but the request, so that all ranks find the same: a datum that passes can only fail on
-pixels that do not decode.
+The checks depend on the request only, so that all ranks find the same: a datum that passes can only fail on pixels
+that do not decode.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ STABLE_REINFORCE = "stable_reinforce"
 
 
 def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:
-    """Raises InvalidInput for a body that is not what its content type says."""
+    """Decode a request's body. Raises InvalidInput if it is not what its content type says."""
     try:
         if batch.content_type == wire.PROTOBUF:
             return wire.decode_forward_backward(batch.body).forward_backward_input
@@ -39,9 +39,9 @@ def decode_batch(batch: EncodedBatch) -> ForwardBackwardInput:
 
 
 def published(loss_input: ForwardBackwardInput, stable_reinforce: str | None) -> ForwardBackwardInput:
-    """The same datums with the operator's choice of a published loss in place of `stable_reinforce`.
+    """Replace `stable_reinforce` by the published loss that the operator chose, with the same datums.
 
-    Its config is kept: keys that the published loss does not have are refused like any other.
+    Its config stays: keys that the published loss does not have are refused like any other.
     """
     if loss_input.loss_fn != STABLE_REINFORCE or stable_reinforce is None:
         return loss_input
@@ -49,7 +49,7 @@ def published(loss_input: ForwardBackwardInput, stable_reinforce: str | None) ->
 
 
 def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput, max_context_length: int) -> None:
-    """Raises InvalidInput naming the datum, the field and what is allowed."""
+    """Raises InvalidInput that names the datum, the field and what is allowed."""
     loss = LOSSES.get(loss_input.loss_fn)
     if loss is None:
         hint = "; its formula is not published: the operator may choose one by the setting backend.stable_reinforce"
@@ -80,7 +80,7 @@ def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput,
 
 
 def loss_config(loss: Loss, loss_input: ForwardBackwardInput) -> dict[str, float]:
-    """The loss's config with its defaults. Raises InvalidInput for a key it does not have."""
+    """Return the loss's config with its defaults. Raises InvalidInput for a key that it does not have."""
     values = dict(loss.config)
     for key, value in (loss_input.loss_fn_config or {}).items():
         if key not in values:

@@ -105,7 +105,7 @@ def for_processor(content: str | list[dict[str, Any]], images: list[bytes]) -> s
 
 def as_model_input(token_ids: list[int], images: list[bytes], renderer):
     """The chunks that a client of the SDK would send for this prompt."""
-    place, text, at = renderer.family.vision.place_id, [], 0
+    place, text, at = renderer.family.vision.placeholder_id, [], 0
     chunks: list[Any] = []
     remaining = iter(images)
     while at < len(token_ids):
@@ -177,7 +177,7 @@ async def test_completions_continue_tokens_and_echo_scores_the_prompt(sampler):
 
 
 async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler, renderer):
-    place = renderer.family.vision.place_id
+    place = renderer.family.vision.placeholder_id
     for cut in ({}, {"top_p": 0.99}, {"top_k": 5}, {"min_p": 0.01}, {"temperature": 0}):
         answer = await chat(sampler, TEXT, max_tokens=30, logit_bias={str(place): 100}, **cut)
         assert place not in answer["choices"][0]["token_ids"], cut

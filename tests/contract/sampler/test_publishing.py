@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from api_schemas.training import AdamParams
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, prompt, words
 from tests.sampling import request, sample
-from tests.trainers import LORA, config, forward_backward, trainer
+from tests.trainers import LORA, config, forward_backward, lora_model, trainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -55,7 +55,7 @@ def changed(saved: Path, name: str, change: Callable[[dict[str, Tensor]], object
     """The same files, with other tensors or another alpha than the trainer's, which says so nowhere."""
     directory = shutil.copytree(saved, saved.with_name(name))
     with safe_open(saved / ADAPTER_FILE, "pt") as file:
-        canary = Canary.from_metadata(file.metadata())
+        canary = LoadCheck.from_metadata(file.metadata())
     assert canary is not None
     tensors = by_name(saved)
     change(tensors)
@@ -78,7 +78,7 @@ def swapped(tensors: dict[str, Tensor]) -> None:
 
 async def test_saved_weights_carry_the_trainers_scores_and_the_sampler_agrees(sampler, rank, saved, renderer):
     with safe_open(saved / ADAPTER_FILE, "pt") as file:
-        canary = Canary.from_metadata(file.metadata())
+        canary = LoadCheck.from_metadata(file.metadata())
     assert canary is not None
     ids = np.array(canary.token_ids)
     text = words(len(ids)).model_copy(update={"tokens": ids.astype(np.int32)})
@@ -153,7 +153,7 @@ async def test_publishing_does_not_wait_for_the_samples_of_others(sampler, saved
 
 async def test_a_model_that_scores_nothing_finite_is_not_saved_for_a_sampler(rank, tmp_path):
     rank.create_model("diverged", LORA)
-    for parameter in rank.tenants["diverged"].adapter.parameters:
+    for parameter in rank.models["diverged"].parameters:
         parameter.data.fill_(1e30)
     with pytest.raises(InvalidInput, match="log probabilities are not finite: its weights have diverged"):
         rank.save_sampler_weights("diverged", tmp_path / "bad", for_elsewhere=False)
@@ -163,7 +163,7 @@ async def test_a_model_that_scores_nothing_finite_is_not_saved_for_a_sampler(ran
 async def test_weights_for_the_sampler_are_in_its_precision_and_for_elsewhere_in_float32(tiny_vl, tmp_path):
     rounded = TrainerRank(replace(config(tiny_vl), dtype="bfloat16"), World(0, 1, torch.device("cpu")))
     rounded.create_model("m", LORA)
-    tensors = rounded.tenants["m"].adapter.tensors
+    tensors = lora_model(rounded, "m").tensors
     for directory, for_elsewhere, dtype in (("own", False, torch.bfloat16), ("other", True, torch.float32)):
         rounded.save_sampler_weights("m", tmp_path / directory, for_elsewhere)
         read = by_name(tmp_path / directory)

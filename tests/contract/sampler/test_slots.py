@@ -33,8 +33,8 @@ async def engine(
 def saved(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three models' weights, of a trainer that trains towers: small as after a few steps."""
     rank = seeing_trainer(tiny_vl, 1e-4, 1e-4, 1e-4)
-    directories = [tmp_path_factory.mktemp(name) / "saved" for name in rank.tenants]
-    for name, directory in zip(rank.tenants, directories, strict=True):
+    directories = [tmp_path_factory.mktemp(name) / "saved" for name in rank.models]
+    for name, directory in zip(rank.models, directories, strict=True):
         rank.save_sampler_weights(name, directory, for_elsewhere=False)
     return directories
 

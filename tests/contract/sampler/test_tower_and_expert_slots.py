@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import open_adapter
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
@@ -57,9 +57,9 @@ def rank(source: Path) -> TrainerRank:
 @pytest.fixture(scope="module")
 def saved(rank: TrainerRank, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("saved")
-    for name in rank.tenants:
+    for name in rank.models:
         rank.save_sampler_weights(name, root / name, for_elsewhere=False)
-    return {name: root / name for name in rank.tenants}
+    return {name: root / name for name in rank.models}
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +117,9 @@ CHANGES: dict[str, Callable[[Tensors, Tensors], Tensors]] = {
 }
 
 
-def read(directory: Path) -> tuple[Tensors, Canary]:
+def read(directory: Path) -> tuple[Tensors, LoadCheck]:
     with safe_open(directory / ADAPTER_FILE, "pt") as file:
-        canary = Canary.from_metadata(file.metadata())
+        canary = LoadCheck.from_metadata(file.metadata())
     assert canary is not None
     with open_adapter(str(directory / ADAPTER_FILE), "pt") as file:
         return {name: file.get_tensor(name).clone() for name in file.keys()}, canary  # noqa: SIM118
@@ -150,7 +150,7 @@ async def test_an_image_is_scored_as_a_datum_of_the_same_model_is(rank, saved, s
 
 
 async def test_a_model_that_trains_no_tower_scores_no_image_and_is_loaded(rank, adapters, tmp_path):
-    rank.create_model("frozen", rank.tenants["m0"].adapter.config.model_copy(update={"train_vision": False}))
+    rank.create_model("frozen", rank.models["m0"].adapter.config.model_copy(update={"train_vision": False}))
     rank.save_sampler_weights("frozen", tmp_path / "frozen", for_elsewhere=False)
     assert read(tmp_path / "frozen")[1].image == b""
     await load(adapters, tmp_path / "frozen")

@@ -28,7 +28,7 @@ def test_a_value_in_place_of_another_counts_once() -> None:
 
 
 def test_nothing_goes_before_it_is_trimmed_where_it_does_not_trim_itself() -> None:
-    cache: LRU[str, bytes] = LRU(10, len, trims_itself=False)
+    cache: LRU[str, bytes] = LRU(10, len, evicts=False)
     for name in "abc":
         cache.put(name, b"x" * 6)
     assert kept(cache, "bca") == ["b", "c", "a"] and cache.size == 18

@@ -1,4 +1,4 @@
-"""What families say of models: which modules LoRA reaches, and that none is left out in silence."""
+"""Families name the modules that LoRA reaches, and none is silently left out."""
 
 import re
 
@@ -98,7 +98,7 @@ PARTLY = {
 
 
 @pytest.mark.parametrize("kind", PARTLY)
-def test_a_model_that_would_be_trained_in_part_is_refused_with_what_would_be_left_out(kind: str) -> None:
+def test_a_model_that_would_be_trained_in_part_is_refused_with_the_missing_weights(kind: str) -> None:
     sizes, missing = PARTLY[kind]
     model = config(kind, **sizes)
     with pytest.raises(BackendFailed, match=r"dir: .* is not supported: LoRA would leave out") as refused:
@@ -107,14 +107,14 @@ def test_a_model_that_would_be_trained_in_part_is_refused_with_what_would_be_lef
         assert re.search(rf"\.\*\.{re.escape(name)}", str(refused.value)), refused.value
 
 
-def test_gpt_oss_is_refused_for_what_the_trainer_does_not_compute() -> None:
+def test_gpt_oss_is_refused_for_features_that_the_trainer_does_not_compute() -> None:
     model = config("gpt_oss")
     model.architectures = ["GptOssForCausalLM"]
     with pytest.raises(BackendFailed, match=r"dir: GptOssForCausalLM is not supported: its attention has sinks, and"):
         find_family(model, "dir")
 
 
-def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_leave_out() -> None:
+def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_ignore() -> None:
     layers = {"use_sliding_window": True, "sliding_window": 32}
     for layer_types in (None, ["full_attention"] * 2 + ["sliding_attention"] * 2):
         model = config("qwen2_moe", **EXPERTS, **layers, layer_types=layer_types)

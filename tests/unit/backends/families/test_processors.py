@@ -1,4 +1,4 @@
-"""A model's own image processor, stopped while its pixels are bytes, and what its model takes of them.
+"""A model's own image processor, stopped while its pixels are bytes, which are then normalised.
 
 pytest tests/unit/backends/families/test_processors.py
 """
@@ -23,7 +23,7 @@ KINDS = {
     "SmolVLM2": (make_tiny_smolvlm, {"do_pad": False}),
 }
 OPENAI_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-"""Of the published Qwen2.5-VL."""
+"""Settings of the published Qwen2.5-VL."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -50,7 +50,7 @@ def changed(directory, settings) -> None:
 
 @pytest.mark.parametrize("size", [(96, 64), (50, 130), (33, 31)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pixels_normalised_later_are_the_processors_own_to_the_bit(kind, source, processor, size, dtype) -> None:
+def test_pixels_normalised_later_are_bitwise_the_processors_own(kind, source, processor, size, dtype) -> None:
     vision = make_renderer(source).family.vision
     noise = Image.fromarray(np.random.default_rng(1).integers(0, 256, (*size, 3), np.uint8))
     pixels = vision.process(noise)["pixel_values"]
@@ -73,7 +73,7 @@ def test_many_patches_are_normalised_part_by_part(processor, monkeypatch) -> Non
     pixels = torch.randint(0, 256, (7, 12), dtype=torch.uint8)
     whole = processor.normalised(pixels, torch.float32)
     for cells in (1, 25, 36):
-        monkeypatch.setattr("backends.families.processors._CELLS_AT_ONCE", cells)
+        monkeypatch.setattr("backends.families.processors._VALUES_AT_ONCE", cells)
         assert torch.equal(processor.normalised(pixels, torch.float32), whole)
 
 

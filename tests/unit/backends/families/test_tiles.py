@@ -1,4 +1,4 @@
-"""Models that cut images into tiles: what stands for an image is what their own processor writes."""
+"""Models that cut images into tiles: an image's tokens are those that their own processor writes."""
 
 import io
 import json
@@ -75,7 +75,7 @@ def test_a_prompt_is_what_the_models_own_processor_writes(kind, renderer, proces
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_image_whose_features_are_kept_says_as_much_of_its_tiles_as_its_pixels_do(renderer, size) -> None:
+def test_an_image_with_cached_features_describes_its_tiles_as_its_pixels_do(renderer, size) -> None:
     model_input = prompt(image(*size))
     (whole,) = renderer.render(model_input, "prompt").images
     (kept,) = renderer.render(model_input, "prompt", {whole.hash}).images
@@ -139,7 +139,7 @@ def test_another_placeholder_in_the_config_than_in_the_tokenizer_is_refused(sour
 def test_internvl_with_features_of_another_layer_than_the_engines_is_refused(tmp_path) -> None:
     source = make_tiny_internvl(tmp_path / "model")
     config = AutoConfig.from_pretrained(source, vision_feature_layer=-2)
-    with pytest.raises(BackendFailed, match="features of the tower's last layer"):
+    with pytest.raises(BackendFailed, match="features from the tower's last layer"):
         find_family(config, str(source))
 
 
@@ -168,6 +168,6 @@ def test_smolvlm_counts_tiles_as_its_processor_cuts_them(tmp_path, settings) -> 
 
 
 def change(source, **settings) -> None:
-    """Of the image processor's settings."""
+    """Settings of the image processor."""
     path = source / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))

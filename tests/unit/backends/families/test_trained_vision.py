@@ -1,4 +1,4 @@
-"""Who trains the vision tower: the setting, a model's own word, and what of a tower is trained.
+"""Training the vision tower: the setting, a model's own request, and the modules of a tower that train.
 
 pytest tests/unit/backends/families/test_trained_vision.py
 """
@@ -43,7 +43,7 @@ def test_the_command_line_and_the_environment_set_it(monkeypatch: pytest.MonkeyP
         (False, {"train_vision": "true"}, "this server trains no vision tower of tiny (setting backend.train_vision)"),
     ],
 )
-async def test_a_model_trains_the_tower_where_the_server_does_and_it_does_not_say_otherwise(
+async def test_a_model_trains_the_tower_if_the_server_does_and_the_model_does_not_refuse(
     tmp_path: Path, server_does: bool, said: dict[str, str] | None, trained: bool | str
 ) -> None:
     async with server(tmp_path) as client:

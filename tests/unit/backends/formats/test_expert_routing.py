@@ -1,4 +1,4 @@
-"""Routing in files, and routers that choose by it."""
+"""Files of expert routing, and router replay."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -35,6 +35,7 @@ from tests.trainers import (
     forward_backward,
     gradients,
     logprobs,
+    lora_model,
     perturb,
     reference_logprobs,
     together,
@@ -47,7 +48,7 @@ KINDS = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen2 MoE", "Mixtral")
 
 
 def make(kind: str, directory: Path) -> Path:
-    """With experts so large that it matters which of them a token is sent to."""
+    """A mixture with experts so large that a token's routing matters."""
     FAMILIES[kind](directory)
     for path in directory.glob("*.safetensors"):
         tensors = {name: one * (8 if ".experts." in name else 1) for name, one in load_file(path).items()}
@@ -56,7 +57,7 @@ def make(kind: str, directory: Path) -> Path:
 
 
 def replaying(source: Path, directory: Path, **settings: object) -> TrainerRank:
-    """With a trained adapter."""
+    """A rank with a trained adapter."""
     rank = TrainerRank(replace(config(source), routing_dir=directory, **settings), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
     perturb(rank, "m")
@@ -84,7 +85,7 @@ def keep(files: RoutingFiles, renderer: Renderer, item: Datum, seed: int, owner:
     return experts_TLK
 
 
-def test_what_was_written_first_goes_first_and_an_earlier_process_s_files_count(tmp_path: Path) -> None:
+def test_the_oldest_files_are_deleted_first_and_an_earlier_process_s_files_count(tmp_path: Path) -> None:
     experts_TLK = np.zeros((100, 2, 5), np.uint8)
     files = RoutingFiles(tmp_path, max_bytes=3500)
     for name in ("a", "b", "c"):
@@ -96,7 +97,7 @@ def test_what_was_written_first_goes_first_and_an_earlier_process_s_files_count(
     np.testing.assert_array_equal(read_routing(tmp_path, "a"), experts_TLK + 1)
 
 
-def test_a_name_is_of_one_user_one_model_its_tokens_and_its_images() -> None:
+def test_a_name_depends_on_user_model_tokens_and_images() -> None:
     renderer = make_renderer(TINY_VL)
     rendered = {name: renderer.render(one, name) for name, one in MIXED.items()}
     text = rendered["text"]
@@ -110,7 +111,7 @@ def test_a_name_is_of_one_user_one_model_its_tokens_and_its_images() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_where_nothing_is_kept_routers_choose_as_ever(kind: str, tmp_path: Path) -> None:
+def test_without_files_routers_choose_as_always(kind: str, tmp_path: Path) -> None:
     source = make(kind, tmp_path / "model")
     rank, plain = replaying(source, tmp_path / "routing"), trainer(source)
     plain.create_model("m", LORA)
@@ -125,7 +126,7 @@ def test_where_nothing_is_kept_routers_choose_as_ever(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_is_replayed_as_transformers_computes_by_these_experts(kind: str, tmp_path: Path) -> None:
+def test_replayed_routing_gives_what_transformers_computes_with_these_experts(kind: str, tmp_path: Path) -> None:
     source = make(kind, tmp_path / "model")
     renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
     data = data_of(renderer)
@@ -171,8 +172,8 @@ def forced(model, experts_TLK: np.ndarray) -> Iterator[None]:
         hook.remove()
 
 
-def test_gradients_pass_by_the_replayed_experts(tmp_path: Path) -> None:
-    """The derivative of the loss along the adapter's gradient is what autograd says."""
+def test_gradients_pass_through_the_replayed_experts(tmp_path: Path) -> None:
+    """The derivative of the loss along the adapter's gradient equals autograd's."""
     source = make("Qwen3 MoE", tmp_path / "model")
     renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
     data = data_of(renderer)
@@ -187,7 +188,7 @@ def test_gradients_pass_by_the_replayed_experts(tmp_path: Path) -> None:
     found = gradients(rank, "m")
     norm = torch.sqrt(sum((one.double() ** 2).sum() for one in found.values())).item()
     step, values = 1e-3, []
-    tensors = rank.tenants["m"].adapter.tensors
+    tensors = lora_model(rank, "m").tensors
     for sign in (1, -2):
         for name, tensor in tensors.items():
             tensor.add_(found[name], alpha=sign * step / norm)
@@ -195,7 +196,7 @@ def test_gradients_pass_by_the_replayed_experts(tmp_path: Path) -> None:
     assert (values[0] - values[1]) / (2 * step) == pytest.approx(norm, rel=1e-2)
 
 
-def test_models_in_one_row_have_each_its_own_routing(tmp_path: Path) -> None:
+def test_models_in_one_microbatch_have_each_its_own_routing(tmp_path: Path) -> None:
     source = make("Qwen3 MoE", tmp_path / "model")
     renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
     data = data_of(renderer)
@@ -212,7 +213,7 @@ def test_models_in_one_row_have_each_its_own_routing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoilt", [b"", b"no array", np.lib.format.magic(1, 0) + b"x"])
-def test_what_is_no_longer_whole_is_as_if_it_were_not_there(spoilt: bytes, tmp_path: Path, caplog) -> None:
+def test_a_damaged_file_counts_as_absent(spoilt: bytes, tmp_path: Path, caplog) -> None:
     source = make("Qwen3 MoE", tmp_path / "model")
     renderer, files = make_renderer(source), RoutingFiles(tmp_path / "routing")
     item = datum(TEXTS[0], renderer)
@@ -224,7 +225,7 @@ def test_what_is_no_longer_whole_is_as_if_it_were_not_there(spoilt: bytes, tmp_p
     assert "cannot be read" in caplog.text
 
 
-def test_a_sample_does_not_fail_where_its_routing_cannot_be_kept(tmp_path: Path, caplog) -> None:
+def test_a_sample_does_not_fail_if_its_routing_cannot_be_written(tmp_path: Path, caplog) -> None:
     renderer, files = make_renderer(TINY_VL), RoutingFiles(tmp_path / "routing")
     shutil.rmtree(tmp_path / "routing")
     rendered = renderer.render(TEXTS[0], "prompt")
@@ -273,7 +274,7 @@ def test_routing_of_another_model_is_refused_by_name(
     logprobs(rank, [datum(TEXTS[1], renderer)])
 
 
-def test_replay_is_refused_where_no_model_has_experts_and_left_out_of_those_that_have_none(tmp_path: Path) -> None:
+def test_replay_is_refused_if_no_model_has_experts_and_skipped_for_those_without(tmp_path: Path) -> None:
     dense, mixture = FAMILIES["Llama"](tmp_path / "dense"), make_tiny_moe(tmp_path / "mixture")
     given = BackendConfig(models={"dense": str(dense)}, replay_routing=True, device="cpu", scratch_dir=tmp_path / "s")
     with pytest.raises(BackendFailed, match="none of the models is a mixture of experts"):

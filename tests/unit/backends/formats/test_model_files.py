@@ -1,4 +1,4 @@
-"""What a base model's files say of it."""
+"""Facts read from a base model's files."""
 
 import json
 import shutil

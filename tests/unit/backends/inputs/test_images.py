@@ -36,7 +36,7 @@ def late_colour_profile() -> bytes:
     return whole[:-12] + png_chunk(b"iCCP", b"") + whole[-12:]
 
 
-def test_a_png_that_fails_inside_pillow_is_refused_with_its_place(renderer: Renderer) -> None:
+def test_a_png_that_fails_inside_pillow_is_refused_with_its_position(renderer: Renderer) -> None:
     chunk = ImageChunk(data=late_colour_profile(), format="png")
     with pytest.raises(InvalidInput, match="datum 3, chunk 1: the image does not decode: "):
         renderer.render(prompt(text(1), chunk), "datum 3")
@@ -56,7 +56,7 @@ def test_whatever_a_parser_raises_is_the_files_fault(error: Exception, monkeypat
 
 
 def mutations(data: bytes, generator: random.Random) -> bytes:
-    """A few bytes changed, cut out, repeated or swapped; of a PNG, checksums are set right half of the time."""
+    """A few bytes changed, cut out, repeated or swapped; a PNG's checksums are corrected half of the time."""
     changed = bytearray(data)
     for _ in range(generator.randint(1, 6)):
         at = generator.randrange(len(changed))
@@ -120,7 +120,7 @@ def test_scans_of_a_progressive_jpeg_are_bounded_by_its_pixels() -> None:
     flood = ordinary[:-2] + last * 4000 + ordinary[-2:]
     assert len(flood) < 300_000
     began = time.monotonic()
-    with pytest.raises(BadImage, match="the JPEG has 4010 scans; of its size, 100 are allowed"):
+    with pytest.raises(BadImage, match="the JPEG has 4010 scans; at its size, 100 are allowed"):
         decode(flood, 4_000_000)
     assert time.monotonic() - began < 0.5
     small = saved(Image.new("RGB", (64, 64)), "JPEG", progressive=True)
@@ -177,7 +177,7 @@ def test_pixels_of_all_datums_of_one_request_are_bounded(tiny_vl) -> None:
 @pytest.mark.parametrize("orientation", [*range(1, 9), 0, 99])
 @pytest.mark.parametrize("format", ["jpeg", "png"])
 def test_an_image_is_turned_as_its_exif_says_and_measured_so_by_its_header(orientation, format):
-    """As transformers' and vLLM's loaders turn it. Quarters of four colours stay apart in a JPEG."""
+    """Images turn as in transformers' and vLLM's loaders. Quarters of four colours stay distinct in a JPEG."""
     quarters = np.zeros((40, 96, 3), np.uint8)
     quarters[:20, :48], quarters[:20, 48:], quarters[20:, :48] = (250, 0, 0), (0, 250, 0), (0, 0, 250)
     stored, exif, buffer = Image.fromarray(quarters), Image.Exif(), io.BytesIO()
@@ -224,7 +224,7 @@ BROKEN = [b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"Exif\0\0II*\0\xff\xff\xff\xff", 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("exif", [b"", b"Exif\0\0", *BROKEN])
-def test_an_empty_or_broken_note_of_a_camera_changes_nothing(exif):
+def test_empty_or_broken_exif_changes_nothing(exif):
     buffer = io.BytesIO()
     Image.new("RGB", (30, 20), "red").save(buffer, "jpeg", exif=exif)
     assert decode(buffer.getvalue(), 10**6).size == (30, 20)

@@ -1,4 +1,4 @@
-"""Images are decoded on threads before they are rendered, and it shows in nothing but the time."""
+"""Images are decoded on threads before they are rendered, which changes nothing but the time."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.inputs.prefetch import Ahead
+from backends.inputs.prefetch import Prefetcher
 from backends.inputs.rendering import Rendered, Renderer
 from backends.protocol import InvalidInput
 from tests.factories import image, make_renderer, prompt, words
@@ -16,7 +16,7 @@ from tests.factories import image, make_renderer, prompt, words
 
 @pytest.fixture
 def renderer(tiny_vl) -> Renderer:
-    """One that keeps no pixels, as the trainer's."""
+    """A renderer that caches no pixels, as the trainer's."""
     return Renderer(str(tiny_vl), image_cache_bytes=0, max_image_pixels=10**7)
 
 
@@ -43,39 +43,39 @@ def assert_same(one: Rendered, other: Rendered) -> None:
         assert all(torch.equal(got.tensors[name], tensor) for name, tensor in expected.tensors.items())
 
 
-def test_expected_inputs_are_rendered_as_others_and_every_image_is_decoded_once(renderer, decoded, tiny_vl):
+def test_prefetched_inputs_are_rendered_as_others_and_every_image_is_decoded_once(renderer, decoded, tiny_vl):
     expected = [make_renderer(tiny_vl).render(one, "datum") for one in INPUTS]
     num_threads = torch.get_num_threads()
-    renderer.expect(INPUTS)
+    renderer.prefetch(INPUTS)
     rendered = [renderer.render(one, "datum") for one in INPUTS]
     for one, other in zip(rendered, expected, strict=True):
         assert_same(one, other)
-    assert len(decoded) == 8 and all(name.startswith("ahead") for name in decoded)
+    assert len(decoded) == 8 and all(name.startswith("prefetch") for name in decoded)
     assert torch.get_num_threads() == num_threads
 
 
-def test_known_images_are_neither_decoded_nor_left_over(renderer, decoded):
+def test_known_images_are_not_decoded_and_prefetched_ones_not_left_over(renderer, decoded):
     hashes = {one.hash for one in renderer.render(INPUTS[0], "datum").images}
-    renderer.expect(INPUTS[:1], hashes)
-    renderer.expect(INPUTS[1:2])
+    renderer.prefetch(INPUTS[:1], hashes)
+    renderer.prefetch(INPUTS[1:2])
     for one in INPUTS[:2]:
         known = hashes | {one.hash for one in renderer.render(INPUTS[1], "datum").images}
         assert not any("pixel_values" in one.tensors for one in renderer.render(one, "datum", known).images)
-    assert not renderer._ahead._results
+    assert not renderer._prefetcher._results
 
 
-def test_a_broken_image_is_refused_when_it_is_rendered_by_the_name_of_its_place(renderer):
+def test_a_broken_image_is_refused_by_its_position_when_it_is_rendered(renderer):
     broken = image(96, 64)
     cut = broken.model_copy(update={"data": broken.data[: len(broken.data) // 2]})
     torn = broken.model_copy(update={"data": b"\x89PNG\r\n\x1a\nnothing"})
     for bad in (cut, torn):
-        renderer.expect([prompt(words(3)), prompt(words(3), bad)])
+        renderer.prefetch([prompt(words(3)), prompt(words(3), bad)])
         with pytest.raises(InvalidInput, match="datum 1, chunk 1: "):
             renderer.render(prompt(words(3), bad), "datum 1")
 
 
-def test_work_ahead_is_bounded_and_what_is_dropped_makes_room():
-    ahead: Ahead[int] = Ahead(100)
+def test_prefetched_work_is_bounded_and_cancelling_makes_room():
+    prefetcher: Prefetcher[int] = Prefetcher(100)
     began: list[int] = []
 
     def note(number: int) -> int:
@@ -83,28 +83,28 @@ def test_work_ahead_is_bounded_and_what_is_dropped_makes_room():
         return number
 
     for number in range(5):
-        ahead.begin(str(number), 40, partial(note, number))
-    assert [ahead.take(str(number)) for number in range(5)] == [0, 1, None, None, None]
+        prefetcher.start(str(number), 40, partial(note, number))
+    assert [prefetcher.take(str(number)) for number in range(5)] == [0, 1, None, None, None]
     assert sorted(began) == [0, 1]
-    ahead.begin("a", 100, lambda: 1)
-    ahead.drop()
-    ahead.begin("b", 100, lambda: 2)
-    assert (ahead.take("a"), ahead.take("b")) == (None, 2)
+    prefetcher.start("a", 100, lambda: 1)
+    prefetcher.cancel()
+    prefetcher.start("b", 100, lambda: 2)
+    assert (prefetcher.take("a"), prefetcher.take("b")) == (None, 2)
 
 
-def test_work_ahead_runs_beside_who_began_it():
-    ahead: Ahead[float] = Ahead(100)
+def test_prefetched_work_runs_beside_the_caller():
+    prefetcher: Prefetcher[float] = Prefetcher(100)
     released = threading.Event()
-    ahead.begin("a", 1, lambda: released.wait(20) and time.monotonic())
+    prefetcher.start("a", 1, lambda: released.wait(20) and time.monotonic())
     began = time.monotonic()
     released.set()
-    assert ahead.take("a") >= began
+    assert prefetcher.take("a") >= began
 
 
-def test_nothing_starts_while_paused_and_all_of_it_afterwards():
-    ahead: Ahead[None] = Ahead(100)
+def test_nothing_starts_while_paused_and_everything_afterwards():
+    prefetcher: Prefetcher[None] = Prefetcher(100)
     started = threading.Event()
-    with ahead.paused():
-        ahead.begin("a", 1, started.set)
+    with prefetcher.paused():
+        prefetcher.start("a", 1, started.set)
         assert not started.wait(0.2)
-    assert ahead.take("a") is None and started.is_set()
+    assert prefetcher.take("a") is None and started.is_set()

@@ -1,4 +1,4 @@
-"""Rendering: one understanding of chunks for server, trainer and sampler."""
+"""Rendering: chunks mean the same to server, trainer and sampler."""
 
 import io
 import re
@@ -125,7 +125,7 @@ def test_the_tokens_around_an_image_are_text(renderer, tiny_vl):
     assert (length, span.offset) == (span.num_tokens + 2, 1)
 
 
-def test_images_for_a_text_model_are_refused_with_their_place(tiny_text):
+def test_images_for_a_text_model_are_refused_with_their_position(tiny_text):
     with pytest.raises(InvalidInput, match="datum 2, chunk 1: this model takes no images"):
         make_renderer(tiny_text).layout(prompt(words(3), image(64, 64)), "datum 2")
 

@@ -1,4 +1,4 @@
-"""How samples are shared out between the two kernels of a packed row, on kernels of plain operations in float64."""
+"""Samples of a packed microbatch are divided between the two kernels; here these are plain operations in float64."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backends.kernels import varlen_attention as packed
-from backends.kernels.varlen_attention import Span, filled_length, packed_attention
+from backends.kernels.varlen_attention import Span, packed_attention, padded_length
 from backends.trainer.model import attention
 from tests.attention import masked_softmax, one_by_one, span_rows
 
@@ -55,7 +55,7 @@ def plain_backward(saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
 
 
 class Plain:
-    """In FlashAttention's place."""
+    """Replaces FlashAttention."""
 
     def __init__(self) -> None:
         self.spans: list[list[int]] = []
@@ -117,7 +117,7 @@ def attend(qkv: list[Tensor], lengths: list[int]) -> Tensor:
         ([64, 3, 1], [[3, 1]]),
     ],
 )
-def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, lengths, together):
+def test_a_microbatch_gives_what_its_samples_give_alone_forward_and_backward(flash, lengths, together):
     qkv = row(lengths)
     attend(qkv, lengths)  # at the first use the kernels are compared
     flash.spans.clear()
@@ -133,7 +133,7 @@ def test_a_row_gives_what_its_samples_give_alone_forward_and_backward(flash, len
 @pytest.mark.parametrize("heads_first", [False, True], ids=["tokens first", "heads first"])
 @pytest.mark.parametrize("row_of", SPAN_ROWS)
 def test_every_kind_of_span_is_near_a_masked_softmax_forward_and_backward(flash, row_of, heads_first, monkeypatch):
-    """The rows that tests/gpu/test_attention.py gives to the kernels of a GPU."""
+    """The same lengths go to a GPU's kernels in tests/gpu/test_attention.py."""
     monkeypatch.setattr(packed, "LONG", LONG)
     lengths = SPAN_ROWS[row_of]
     qkv = [one.detach() for one in row(lengths)]
@@ -157,14 +157,14 @@ def test_attention_sample_by_sample_on_the_cpu_is_near_the_same_masked_softmax(r
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     module = Attention()
     heads_first = [one.transpose(0, 1)[None] for one in qkv]
-    out, _ = per_sample_attention()(module, *heads_first, None, packed_bounds=bounds, scaling=SCALE)
+    out, _ = per_sample_attention()(module, *heads_first, None, packed_cu_seqlens_host=bounds, scaling=SCALE)
     got = [out[0], *torch.autograd.grad(out[0], qkv, grad_THD)]
     out_wanted, _, *wanted = masked_softmax(qkv, grad_THD, lengths, SCALE)
     for one, other in zip(got, [out_wanted, *wanted], strict=True):
         assert (one - other).abs().max() < 1e-4
 
 
-def test_tokens_that_lie_side_by_side_are_taken_as_they_lie(flash):
+def test_adjacent_tokens_keep_their_layout(flash):
     qkv = [tensor.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for tensor in row([40, 5])]
     assert qkv[0].stride(0) < qkv[0].stride(1)
     out, expected = attend(qkv, [40, 5]), one_by_one(qkv, [40, 5], SCALE)
@@ -174,7 +174,7 @@ def test_tokens_that_lie_side_by_side_are_taken_as_they_lie(flash):
     assert packed._cudnn_serves.cache_info().currsize == 1
 
 
-def test_high_scores_leave_no_trace_in_what_fills_a_sample_up(flash):
+def test_high_scores_leave_no_trace_in_padding(flash):
     qkv = row([41])
     with torch.no_grad():
         for tensor in qkv:
@@ -205,8 +205,8 @@ def test_a_kernel_that_differs_or_breaks_is_not_used_and_the_log_says_so(flash, 
         assert said in caplog.text
 
 
-def test_a_row_whose_lengths_the_device_alone_knows_has_no_long_sample(flash):
-    """However long the longest may be: a graph's is as long as its row."""
+def test_a_microbatch_whose_lengths_only_the_device_knows_has_no_long_sample(flash):
+    """However long the longest may be: a graph's is as long as its microbatch."""
     for lengths, longest in (([5, 7], 7), ([5, 7], 12), ([15, 5, 12], 32)):
         qkv = row(lengths)
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -218,14 +218,14 @@ def test_a_row_whose_lengths_the_device_alone_knows_has_no_long_sample(flash):
         assert all((one - other).abs().max() < 1e-12 for one, other in zip(got, wanted, strict=True))
 
 
-def test_samples_are_filled_up_by_an_eighth_at_most_and_to_few_lengths():
+def test_samples_are_padded_by_an_eighth_at_most_and_to_few_lengths():
     lengths = [*range(1, 70_000, 7)]
-    filled = [filled_length(length) for length in lengths]
-    assert all(length <= size < 1.125 * length + 1 for length, size in zip(lengths, filled, strict=True))
-    assert len({size for size in filled if 4096 <= size <= 65536}) == 4 * 8 + 1
+    padded = [padded_length(length) for length in lengths]
+    assert all(length <= size < 1.125 * length + 1 for length, size in zip(lengths, padded, strict=True))
+    assert len({size for size in padded if 4096 <= size <= 65536}) == 4 * 8 + 1
 
 
-def test_the_operator_is_one_that_can_be_compiled(flash):
+def test_the_operator_can_be_compiled(flash):
     qkv = row([20, 3])
     cu_seqlens = torch.tensor([0, 20, 23], dtype=torch.int32)
     torch.library.opcheck(packed_attention, (*qkv, cu_seqlens, cu_seqlens, 20, SCALE))

@@ -1,4 +1,4 @@
-"""What ranks make of errors; how they agree on them is in tests/contract/test_agreement.py."""
+"""Errors on one rank; agreement between ranks is tested in tests/contract/test_agreement.py."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def failing(error: Exception) -> None:
     raise error
 
 
-def test_of_several_actions_those_that_fail_are_told_and_the_others_return() -> None:
+def test_of_several_actions_those_that_fail_give_errors_and_the_others_return() -> None:
     values, errors = agreed_each(
         {
             "good": lambda: 1,
@@ -27,7 +27,7 @@ def test_of_several_actions_those_that_fail_are_told_and_the_others_return() -> 
     assert type(errors["broken"]) is BackendFailed and "KeyError" in str(errors["broken"])
 
 
-def test_memory_that_ran_out_fails_the_work_and_an_error_of_the_device_ends_the_process() -> None:
+def test_running_out_of_memory_fails_the_work_and_an_error_of_the_device_ends_the_process() -> None:
     with pytest.raises(BackendFailed, match="out of GPU memory"):
         agreed(lambda: failing(torch.OutOfMemoryError("tried to allocate 8 GiB")), ALONE)
     with pytest.raises(SystemExit, match="cannot be used any more"):

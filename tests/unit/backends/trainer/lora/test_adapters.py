@@ -1,4 +1,4 @@
-"""Our LoRA layers against PEFT's, model by model: in one packed row all get what they get alone."""
+"""Our LoRA layers equal PEFT's, model by model: in one packed microbatch all get what they get alone."""
 
 import copy
 
@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from api_schemas.training import Trainable
 from backends.families.lora_names import decoder_modules
-from backends.trainer.lora.adapters import ALPHA, Adapters
+from backends.trainer.lora.adapters import Adapters
+from backends.trainer.lora.linear import ALPHA
 from backends.trainer.model import token_logprobs
 
 CONFIGS = [
@@ -47,7 +48,7 @@ def peft_of(model, config, adapter):
     return peft, parameters
 
 
-def test_models_of_one_row_get_what_peft_gives_each_alone(model):
+def test_models_of_one_microbatch_get_what_peft_gives_each_alone(model):
     before = copy.deepcopy(model)
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
     made = [perturbed(adapters.create(config), seed) for seed, config in enumerate(CONFIGS)]
@@ -71,7 +72,7 @@ def test_models_of_one_row_get_what_peft_gives_each_alone(model):
             torch.testing.assert_close(gradient, parameters[name].grad, rtol=1e-9, atol=1e-12)
 
 
-def test_an_adapter_that_overflows_leaves_the_other_models_of_its_row_alone(model):
+def test_an_adapter_that_overflows_does_not_change_its_batch_mates(model):
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
     # On the head alone: this attention computes all pairs of tokens, which the trainer's does not.
     head = Trainable(rank=3, seed=2, train_attn=False, train_mlp=False)
@@ -128,7 +129,7 @@ def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, 
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_another_gradient_than_was_said_is_not_a_number(model):
+def test_another_gradient_than_was_promised_gives_nan(model):
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
     made = perturbed(adapters.create(CONFIGS[0]), 0)
     scales_TR = adapters.load([made]).expand(3, -1)

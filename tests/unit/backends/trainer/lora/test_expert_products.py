@@ -1,4 +1,4 @@
-"""Products of experts' rows by one kernel, and how many numbers adapters of experts hold."""
+"""Grouped products of experts' tokens, and the count of numbers in adapters of experts."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.trainers import LORA, config
 
 
 def left_unwritten(left_RS: Tensor, right_SN: Tensor, offs: Tensor) -> Tensor:
-    """As torch's grouped product, which leaves the memory of groups without rows as it is."""
+    """Like torch's grouped product, which leaves the memory of groups without rows uninitialised."""
     found = torch.full((len(offs), left_RS.shape[0], right_SN.shape[1]), torch.nan)
     begin = 0
     for expert, end in enumerate(offs.tolist()):
@@ -42,7 +42,7 @@ def test_an_expert_without_tokens_has_no_gradient(counts, monkeypatch):
 
 @pytest.mark.parametrize("train_vision", [False, True], ids=["", "with its tower"])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_as_many_numbers_of_an_adapter_are_planned_as_it_has(kind, train_vision, tmp_path):
+def test_the_planned_size_of_an_adapter_is_its_size(kind, train_vision, tmp_path):
     source = FAMILIES[kind](tmp_path / "model")
     model_config = AutoConfig.from_pretrained(source)
     family = find_family(model_config, str(source))
@@ -51,4 +51,4 @@ def test_as_many_numbers_of_an_adapter_are_planned_as_it_has(kind, train_vision,
     planned = check_coverage(family, model_config, str(source), train_vision=train_vision).adapter
     rank = TrainerRank(replace(config(source), trains_vision=train_vision), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA.model_copy(update={"train_vision": train_vision}))
-    assert sum(one.numel() for one in rank.tenants["m"].adapter.parameters) == LORA.rank * planned
+    assert sum(one.numel() for one in rank.models["m"].parameters) == LORA.rank * planned

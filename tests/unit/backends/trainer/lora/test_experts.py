@@ -1,4 +1,4 @@
-"""LoRA on the experts of a mixture against autograd through merged weights, model by model of one packed row."""
+"""LoRA on a mixture's experts equals autograd through merged weights, model by model of one packed microbatch."""
 
 import copy
 from pathlib import Path
@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from api_schemas.training import Trainable
 from backends.families.text import Text
-from backends.formats.load_check import Canary
+from backends.formats.load_check import LoadCheck
 from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_FILE
-from backends.trainer.checkpoint_files import write_stacks
-from backends.trainer.lora.adapters import ALPHA, Adapters
+from backends.trainer.checkpoint_files import write_stacked
+from backends.trainer.lora.adapters import Adapters
 from backends.trainer.lora.files import host_halves
+from backends.trainer.lora.linear import ALPHA
 from tests.models import make_tiny_moe
 
 CONFIGS = [
@@ -48,7 +49,7 @@ def made(adapters, config, number):
 
 
 def merged(model, adapter):
-    """The base's weights with the adapter's products added, and the halves that they came of."""
+    """The base's weights with the adapter's products added, and the halves of these products."""
     halves = {name: tensor.double().clone().contiguous().requires_grad_() for name, tensor in adapter.tensors.items()}
     weights = dict(model.named_parameters())
     changed: dict[str, torch.Tensor] = {}
@@ -71,7 +72,7 @@ def merged(model, adapter):
     return weights | changed, halves
 
 
-def test_models_of_one_row_get_what_each_gets_alone_from_merged_weights(model) -> None:
+def test_models_of_one_microbatch_get_what_each_gets_alone_from_merged_weights(model) -> None:
     before = copy.deepcopy(model)
     adapters = Adapters(model, MODULES.lora_modules(model), max_rank=8)
     models = [made(adapters, config, number) for number, config in enumerate(CONFIGS)]
@@ -99,8 +100,8 @@ def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp
     monkeypatch.setattr("backends.formats.stacked_adapters._FILE_BYTES", file_bytes)
     adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), CONFIGS[0], 0)
     halves = host_halves(adapter, torch.float64)
-    stacks = [(places, *half) for places, half in zip(adapter.places, halves, strict=True)]
-    write_stacks(tmp_path, stacks, adapter.config, "base", Canary([1, 2], [-1.0]))
+    stacks = [(targets, *half) for targets, half in zip(adapter.target_modules, halves, strict=True)]
+    write_stacked(tmp_path, stacks, adapter.config, "base", LoadCheck([1, 2], [-1.0]))
     with open_adapter(str(tmp_path / ADAPTER_FILE), "pt") as file:
         ours = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - as vLLM reads it
     wanted = {name: tensor for name, tensor in adapter.tensors.items() if ".experts." not in name}

@@ -48,7 +48,7 @@ def test_names_are_those_of_a_text_decoder(peft: str, exported: str) -> None:
 
 
 @pytest.mark.parametrize(("peft", "exported"), [("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")])
-def test_matrices_of_experts_have_the_vendors_names_and_a_place_in_their_stack(peft: str, exported: str) -> None:
+def test_matrices_of_experts_have_the_vendors_names_and_an_index_in_their_stack(peft: str, exported: str) -> None:
     name = export.tinker_name(f"base_model.model.language_model.model.layers.3.mlp.experts.11.{peft}.lora_B.weight")
     assert name == (f"base_model.model.model.layers.3.mlp.experts.{exported}.lora_B.weight", 11)
 
@@ -115,7 +115,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
         assert np.array_equal(trained[name], parameter.detach().numpy())
         assert np.array_equal(renamed[export.tinker_name(name)[0]], trained[name])
 
-    # What the names and shapes must be, from the model's config alone.
+    # The expected names and shapes, from the model's config alone.
     hidden, heads, inner = text.hidden_size, text.num_attention_heads * text.head_dim, text.intermediate_size
     keys = text.num_key_value_heads * text.head_dim
     sizes = {
@@ -143,7 +143,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     [make_tiny_vl, make_tiny_qwen2_5_vl, make_tiny_internvl, make_tiny_smolvlm, make_tiny_qwen3_5, make_tiny_text],
 )
 def test_peft_adapts_the_modules_of_the_file_and_no_others(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Not the linears of a frozen tower, whose names may end as the decoder's."""
+    """The linears of a frozen tower stay, though their names may end as the decoder's."""
     source = make(tmp_path / "model")
     auto = AutoModelForCausalLM if make is make_tiny_text else AutoModelForImageTextToText
     model = auto.from_pretrained(source)
@@ -158,7 +158,7 @@ def test_peft_adapts_the_modules_of_the_file_and_no_others(make: Callable[[Path]
 
 
 def exported(tmp_path: Path, *modules: str) -> Path:
-    """A directory as it is exported, of an adapter of these modules."""
+    """The exported directory of an adapter of these modules."""
     peft = tmp_path / "peft"
     peft.mkdir()
     shapes = {"A": (RANK, 3), "B": (5, RANK)}
@@ -173,7 +173,8 @@ def exported(tmp_path: Path, *modules: str) -> Path:
 
 
 def test_peft_refuses_the_tools_form_and_says_where_its_own_is(tmp_path: Path) -> None:
-    """Of a model with a tower it would load without an error, and leave out what it has other names for."""
+    """For a model with a tower PEFT would load it without an error, and ignore the modules that it names
+    differently."""
     directory = exported(tmp_path, "model.language_model.layers.0.self_attn.q_proj", "lm_head")
     for load in (PeftConfig.from_pretrained, PeftLoraConfig.from_pretrained):
         with pytest.raises(KeyError, match=r"names of Tinker's tools; PEFT's form is in the directory peft/ beside"):
@@ -185,7 +186,7 @@ def test_peft_refuses_the_tools_form_and_says_where_its_own_is(tmp_path: Path) -
     assert "tinker_cookbook.weights alone" in readme and 'PeftModel.from_pretrained(model, ".../peft")' in readme
 
 
-def test_an_export_with_a_tower_says_that_it_is_pefts_alone(tmp_path: Path) -> None:
+def test_an_export_with_a_tower_says_that_only_peft_loads_it(tmp_path: Path) -> None:
     directory = exported(tmp_path, "model.visual.merger.linear_fc1", "model.visual.merger.linear_fc2")
     assert {path.name for path in directory.iterdir()} == {"peft", "README.txt"}
     readme = (directory / "README.txt").read_text()

@@ -1,4 +1,4 @@
-"""Which of a decoder's layers are compiled, and what is made of them."""
+"""A decoder's layers are compiled, those of linear attention are not, and linears are merged."""
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +12,7 @@ from tests.models import make_tiny_qwen3_next
 
 
 def test_layers_of_linear_attention_are_not_compiled(tmp_path):
-    """Their code goes over a row in a loop: it would be compiled for every length."""
+    """Their code loops over tokens: it would be compiled for every length."""
     source = make_tiny_qwen3_next(tmp_path)
     family = make_renderer(source).family
     layers = family.model_class.from_pretrained(source).get_decoder().layers
@@ -23,7 +23,7 @@ def test_layers_of_linear_attention_are_not_compiled(tmp_path):
     ]
 
 
-def test_linears_of_the_same_input_become_one_and_give_what_they_gave_apart(tiny_text):
+def test_linears_of_the_same_input_become_one_and_give_what_they_gave_before(tiny_text):
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).requires_grad_(False).eval()
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
     made = [adapters.create(Trainable(rank=rank, seed=rank)) for rank in (3, 8)]

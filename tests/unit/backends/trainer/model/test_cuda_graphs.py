@@ -1,4 +1,4 @@
-"""Which rows a graph takes, and what goes in and out of it; what its kernels compute is for `tests/gpu`."""
+"""Microbatches that graphs take, and their inputs and outputs; their kernels are tested in `tests/gpu`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +22,7 @@ from tests.models import FAMILIES
 from tests.trainers import LORA, OWNER, assert_same, config, forward_backward, gradients, perturb, together
 
 
-def row(lengths: list[int]) -> Microbatch:
+def of_lengths(lengths: list[int]) -> Microbatch:
     texts = [np.zeros(length, np.int64) for length in lengths]
     return pack([(Rendered(text, [], []), text) for text in texts], Text(), torch.device("cpu"))
 
@@ -44,13 +44,13 @@ def row(lengths: list[int]) -> Microbatch:
         ([4095], 4096, 64),
     ],
 )
-def test_a_graph_has_room_for_a_rows_samples_and_one_that_fills_it_up(lengths, num_tokens, num_samples) -> None:
-    """Tokens that are in no sample are left as they are in memory."""
-    assert samples_of_graph(row(lengths), num_tokens) == num_samples
+def test_a_graph_has_room_for_a_microbatchs_samples_and_for_padding(lengths, num_tokens, num_samples) -> None:
+    """Tokens that are in no sample stay uninitialised."""
+    assert samples_of_graph(of_lengths(lengths), num_tokens) == num_samples
 
 
 class Recorded:
-    """In a CUDA graph's place: what was launched while it was recorded is launched again."""
+    """Replaces a CUDA graph: replay runs again what ran while it was captured."""
 
     under_way: "Recorded | None" = None
 
@@ -59,8 +59,8 @@ class Recorded:
 
 
 @pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of a row are all that is recorded, so they stand for their kernels."""
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only forward and backward of a microbatch are captured, so they replace their kernels."""
 
     @contextmanager
     def graph(one: Recorded, pool: object) -> Iterator[None]:
@@ -86,9 +86,9 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: dict[int, torch.Tensor] = {}
 
     def compute(scorer: Scorer, batch: Microbatch, scales_TR: torch.Tensor) -> torch.Tensor:
-        """Attention on the CPU goes by what the host knows, on CUDA by what the device knows."""
-        bounds = batch.cu_seqlens.unique_consecutive()
-        return scored(scorer, replace(batch, bounds=bounds, cu_seqlens=bounds), scales_TR)
+        """Attention on the CPU reads the host's cu_seqlens, on CUDA the device's."""
+        known = batch.cu_seqlens.unique_consecutive()
+        return scored(scorer, replace(batch, cu_seqlens=known, cu_seqlens_host=known), scales_TR)
 
     def forward(
         scorer: Scorer, batch: Microbatch, scales_TR: torch.Tensor, gradient: TokenGradient | None = None
@@ -116,7 +116,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Qwen3 MoE", "Llama"])
-def test_rows_of_several_models_by_graphs_are_as_without(kind, recording, tmp_path) -> None:
+def test_microbatches_of_several_models_by_graphs_are_as_without(kind, capturing, tmp_path) -> None:
     source, routing_dir = FAMILIES[kind](tmp_path / "model"), tmp_path / "routing"
     renderer, files = make_renderer(source), RoutingFiles(routing_dir)
     settings = replace(config(source, max_tokens=4096), routing_dir=routing_dir if kind == "Qwen3 MoE" else None)
@@ -147,7 +147,7 @@ def test_rows_of_several_models_by_graphs_are_as_without(kind, recording, tmp_pa
     assert {key[0] for key in graphs._graphs} == {256, 512, 768}
 
 
-def test_a_graph_that_computes_something_else_is_not_used(recording, tmp_path, monkeypatch, caplog) -> None:
+def test_a_graph_that_computes_something_else_is_not_used(capturing, tmp_path, monkeypatch, caplog) -> None:
     source = FAMILIES["Llama"](tmp_path / "model")
     rank = TrainerRank(config(source, max_tokens=4096), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
@@ -159,4 +159,4 @@ def test_a_graph_that_computes_something_else_is_not_used(recording, tmp_path, m
     found = forward_backward(rank, "m", batch, False)
     np.testing.assert_array_equal(found.loss_fn_outputs[0]["logprobs"], expected.loss_fn_outputs[0]["logprobs"])
     assert rank.base._graphs is None
-    assert "0.5 nats from launched ones" in caplog.text
+    assert "0.5 nats from eager ones" in caplog.text

@@ -59,7 +59,7 @@ KINDS = {
     **FAMILIES,
     **{kind: partial(make_tiny_of, kind) for kind in ("olmo2", "olmo3", "exaone4", "apertus", "glm4", "granite")},
 }
-"""The families that are served, and others whose norms stand elsewhere, or have other names."""
+"""The families that are served, and others whose norms are elsewhere, or have other names."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_layers_add_in_float32_and_their_products_take_bfloat16(kind, tmp_path):
     assert rank.optim_step("m", AdamParams(learning_rate=1e-3)).metrics["grad_norm"] > 0
 
 
-def test_a_model_with_torchs_own_norms_stays_as_it_is():
+def test_a_model_with_torchs_own_norms_is_not_changed():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = PhiForCausalLM(PhiConfig(vocab_size=64, **sizes)).to(torch.bfloat16).eval()
     ids = torch.arange(8)[None]
@@ -126,12 +126,12 @@ def test_the_norms_of_the_engines_decoder_layers_add_in_float32_and_round_once(e
         torch.testing.assert_close(stream.double(), exact, rtol=0, atol=1e-5)
         scale = (exact.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
         expected = (exact * scale * (norm.weight.double() + offset)).to(torch.bfloat16)
-        # Rounded once: at most where float64 lies between two numbers of bfloat16 it is the other of the two.
+        # Rounded once: only if float64 lies between two numbers of bfloat16 may it be the other of the two.
         assert (normed == expected).double().mean() > 0.99
         torch.testing.assert_close(normed, expected, rtol=2**-7, atol=0)
 
 
-def test_the_engines_norms_are_vllms_own_in_float32_in_a_vision_tower_and_where_nothing_is_added(engine_norms):
+def test_the_engines_norms_are_vllms_own_in_float32_in_a_vision_tower_and_without_a_residual(engine_norms):
     norm = RMSNorm(64)
     of_engine.mark(nn.Sequential(DecoderLayer(norm)))
     values, residual = torch.randn(2, 7, 64)
@@ -142,5 +142,5 @@ def test_the_engines_norms_are_vllms_own_in_float32_in_a_vision_tower_and_where_
     assert norm.to(torch.bfloat16)(short).dtype == torch.bfloat16
     of_tower = RMSNorm(64).to(torch.bfloat16)
     assert [one.dtype for one in of_tower(short.clone(), residual=other.clone())] == [torch.bfloat16] * 2
-    # As a decoder's last norm, which stands beside its layers.
+    # Like a decoder's last norm, which is beside its layers.
     assert [one.dtype for one in of_tower(short, residual)] == [torch.bfloat16, torch.float32]

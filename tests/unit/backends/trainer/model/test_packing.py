@@ -1,4 +1,4 @@
-"""Microbatches: which datums run together, and what a packed row is."""
+"""Microbatches: the plan of datums, and packing."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from tests.factories import image, prompt, words
 CPU = torch.device("cpu")
 
 
-def test_every_datum_is_planned_once_and_rows_keep_the_budget():
+def test_every_datum_is_planned_once_and_microbatches_keep_the_budget():
     lengths = [5, 90, 30, 30, 40, 7, 100, 200, 1]
     for world_size in (1, 2, 3):
         plan = plan_steps(lengths, world_size, 100)
@@ -31,7 +31,7 @@ def test_all_ranks_run_equally_many_steps():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_rows_are_as_even_as_they_can_be_in_no_more_steps_than_full_ones_take(world_size: int) -> None:
+def test_microbatches_are_as_even_as_possible_in_no_more_steps_than_full_ones_take(world_size: int) -> None:
     assert [[len(row) for row in rows] for rows in plan_steps([240] * 32, 2, 16384)] == [[16, 16]]
     random = np.random.default_rng(0)
     for _ in range(20):
@@ -46,7 +46,7 @@ def test_a_datum_longer_than_the_budget_runs_alone():
     assert plan_steps([500, 10, 10], 1, 100) == [[[0]], [[1, 2]]]
 
 
-def test_a_packed_row_holds_whole_samples_one_after_the_other(renderer: Renderer) -> None:
+def test_a_packed_microbatch_holds_whole_samples_one_after_the_other(renderer: Renderer) -> None:
     first = renderer.render(prompt(words(3, 1), image(64, 64, 1), words(2, 2)), "datum")
     second = renderer.render(prompt(words(4, 3)), "datum")
     lengths = [len(first.token_ids_T), 4]
@@ -63,14 +63,14 @@ def test_a_packed_row_holds_whole_samples_one_after_the_other(renderer: Renderer
     assert batch.model_inputs["position_ids"][..., -4:].tolist() == [[[0, 1, 2, 3]]] * 4, "positions begin again"
 
 
-def test_targets_stand_in_as_many_columns_as_the_widest_sample_has(renderer: Renderer) -> None:
+def test_targets_are_as_wide_as_the_widest_samples(renderer: Renderer) -> None:
     one, other = (renderer.render(prompt(words(count)), "datum") for count in (2, 3))
     batch = pack([(one, np.array([7, 8])), (other, np.array([[1, 2], [3, 4], [5, 6]]))], renderer.family, CPU)
     assert batch.targets_TK.tolist() == [[7, 0], [8, 0], [1, 2], [3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("lengths", [[], [1], [1, 1]])
-def test_a_row_without_a_sample_of_two_tokens_ends_in_one_that_is_nobodys(
+def test_a_microbatch_without_a_sample_of_two_tokens_gets_one_of_padding(
     renderer: Renderer, lengths: list[int]
 ) -> None:
     samples = [(Rendered(np.ones(length, np.int64), [], []), np.ones(length, np.int64)) for length in lengths]
@@ -82,17 +82,17 @@ def test_a_row_without_a_sample_of_two_tokens_ends_in_one_that_is_nobodys(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "filled_up_by"), [([3, 4], 1), ([8], 0), ([5, 6], 5), ([1] * 7, 9), ([1] * 8, 8), ([1] * 6, 2), ([], 8)]
+    ("lengths", "padded_by"), [([3, 4], 1), ([8], 0), ([5, 6], 5), ([1] * 7, 9), ([1] * 8, 8), ([1] * 6, 2), ([], 8)]
 )
-def test_a_row_can_be_filled_up_to_a_multiple_of_tokens_by_a_sample_that_is_nobodys(lengths, filled_up_by) -> None:
+def test_a_microbatch_can_be_padded_to_a_multiple_of_tokens(lengths, padded_by) -> None:
     samples = [(Rendered(np.ones(length, np.int64), [], []), np.ones(length, np.int64)) for length in lengths]
     batch = pack(samples, Text(), CPU, multiple_of=8)
     assert batch.sample_lengths == lengths
-    assert batch.bounds.tolist() == np.cumsum([0, *lengths, *([filled_up_by] if filled_up_by else [])]).tolist()
-    assert len(batch.targets_TK) == sum(lengths) + filled_up_by
-    assert batch.max_seqlen == max(*lengths, filled_up_by, 2)
+    assert batch.cu_seqlens_host.tolist() == np.cumsum([0, *lengths, *([padded_by] if padded_by else [])]).tolist()
+    assert len(batch.targets_TK) == sum(lengths) + padded_by
+    assert batch.max_seqlen == max(*lengths, padded_by, 2)
 
 
-def test_samples_without_images_have_one_row_of_positions_where_the_model_takes_none() -> None:
+def test_samples_have_one_kind_of_positions_if_the_model_takes_no_images() -> None:
     texts = [(Rendered(np.arange(length), [], []), np.arange(length)) for length in (2, 3)]
     assert pack(texts, Text(), CPU).model_inputs["position_ids"].tolist() == [[0, 1, 0, 1, 2]]

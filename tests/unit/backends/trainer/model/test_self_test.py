@@ -37,14 +37,14 @@ def start(source: Path, dtype: str) -> None:
 def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_does(
     kind: str, sizes: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
-    """By 0.01 to 0.07 nats on average, which in bfloat16 is not far from rounding."""
+    """They differ by 0.01 to 0.07 nats on average, which in bfloat16 is not far from rounding."""
     source = make_tiny_of(kind, tmp_path / "model", **sizes)
     with pytest.raises(BackendFailed, match="ForCausalLM is not supported: it does more with its decoder's output"):
         start(source, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "allowed", "refused"), [("float32", 1e-4, 0.002), ("bfloat16", 0.05, 0.15)])
-def test_scores_that_are_a_little_off_for_every_token_are_told_from_rounding(
+def test_scores_that_are_a_little_off_for_every_token_are_distinguished_from_rounding(
     dtype: str, allowed: float, refused: float, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
@@ -64,18 +64,18 @@ def test_scores_that_are_a_little_off_for_every_token_are_told_from_rounding(
         packing_is_exact(scorer, renderer, own, device)
 
 
-def test_products_over_tokens_that_are_whole_let_the_trainer_start():
+def test_complete_products_over_tokens_let_the_trainer_start():
     require_whole_products([3, 16], CPU)
 
 
 @pytest.mark.parametrize(("lost", "of"), [(1, 1), (2, 2), (3, 3)])
-def test_a_product_that_leaves_the_last_tokens_out_stops_the_trainer_at_start(lost, of, monkeypatch):
-    """Lost as cuBLAS loses them: so many that are left for a last step of 64 tokens."""
+def test_a_product_that_drops_the_last_tokens_stops_the_trainer_at_start(lost, of, monkeypatch):
+    """Lost as in cuBLAS: the tokens left for a last step of 64."""
 
     def losing(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
         num_tokens = len(left_TR) - (lost if len(left_TR) % 64 == of else 0)
         add_product(total_RN, left_TR[:num_tokens], right_TN[:num_tokens])
 
     monkeypatch.setattr(self_test, "add_product", losing)
-    with pytest.raises(BackendFailed, match=f"a product of {4096 + of} tokens, 8 columns and 3 outputs lacks the last"):
+    with pytest.raises(BackendFailed, match=f"a product of {4096 + of} tokens, rank 8 and 3 outputs lacks the last"):
         require_whole_products([3], CPU)

@@ -18,7 +18,7 @@ from backends.protocol import InvalidInput
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, batch, datum
-from tests.trainers import LORA, config, forward_backward
+from tests.trainers import LORA, config, forward_backward, lora_model
 
 GIB = 1 << 30
 
@@ -49,13 +49,13 @@ def test_the_named_loss_answers_and_the_metrics_say_so(tiny_vl: Path, renderer: 
     trainer = trainer_with(tiny_vl, loss_fn)
     data = rollouts(renderer)
     expected = forward_backward(trainer, "m", batch(data, loss_fn))
-    gradient = trainer.tenants["m"].adapter.gradients
+    gradient = lora_model(trainer, "m").gradients
     expected_gradient = {name: value.clone() for name, value in gradient.items()}
-    trainer.tenants["m"].clear_gradient()
+    trainer.models["m"].clear_gradient()
     found = forward_backward(trainer, "m", batch(data, "stable_reinforce"))
     assert expected is not None and found is not None
     assert found.metrics == expected.metrics | {f"stable_reinforce_as_{loss_fn}:max": 1.0}
-    for name, value in trainer.tenants["m"].adapter.gradients.items():
+    for name, value in lora_model(trainer, "m").gradients.items():
         torch.testing.assert_close(value, expected_gradient[name], rtol=0, atol=0)
 
 

@@ -1,16 +1,15 @@
-"""What is told of a loss, against numbers computed one by one."""
+"""Metrics of a loss equal numbers computed one by one."""
 
 import numpy as np
 import pytest
 import torch
 
-from backends.trainer.step.loss_metrics import metrics, observe
-from backends.trainer.step.losses import LOSSES, LossInputs
+from backends.trainer.step.losses import LOSSES, LossInputs, metrics, observe
 
 NEW = [-1.0, -2.0, -0.5, -3.0]
 OLD = [-1.2, -1.0, -0.5, 7.0]
 ADVANTAGES = [1.0, -2.0, 0.5, 0.0]
-"""The last position does not train, whatever stands for its old log probability."""
+"""The last position does not train, whatever its old log probability is."""
 
 
 def inputs(loss_fn: str, **more: list[float]) -> LossInputs:
@@ -25,9 +24,9 @@ def inputs(loss_fn: str, **more: list[float]) -> LossInputs:
     )
 
 
-def told(loss_fn: str, *rows: LossInputs) -> dict[str, float]:
+def measured(loss_fn: str, *microbatches: LossInputs) -> dict[str, float]:
     loss = LOSSES[loss_fn]
-    return metrics([observe(loss, x, loss.compute(x)).tolist() for x in rows], loss)
+    return metrics([observe(loss, x, loss.compute(x)).tolist() for x in microbatches], loss)
 
 
 def test_the_gap_and_both_estimates_of_the_divergence_are_over_positions_that_train() -> None:
@@ -43,26 +42,26 @@ def test_the_gap_and_both_estimates_of_the_divergence_are_over_positions_that_tr
         "advantage:mean": np.mean(ADVANTAGES[:3]),
         "loss:sum": -(np.exp(log_ratios) * ADVANTAGES[:3]).sum(),
     }
-    assert told("importance_sampling", inputs("importance_sampling")) == pytest.approx(wanted, abs=1e-6)
+    assert measured("importance_sampling", inputs("importance_sampling")) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_the_clip_fraction_counts_ratios_outside_of_the_bounds() -> None:
     bounds = {"clip_low_threshold": [0.8] * 4, "clip_high_threshold": [1.2] * 4}  # ratios 1.22, 0.37, 1
-    assert told("ppo", inputs("ppo", **bounds))["clip_fraction:mean"] == pytest.approx(2 / 3)
+    assert measured("ppo", inputs("ppo", **bounds))["clip_fraction:mean"] == pytest.approx(2 / 3)
 
 
-def test_gspo_clips_and_tells_the_ratio_of_the_sequence() -> None:
+def test_gspo_clips_and_reports_the_ratio_of_the_sequence() -> None:
     bounds = {"clip_low_threshold": [0.9] * 4, "clip_high_threshold": [1.1] * 4}
-    got = told("gspo", inputs("gspo", sequence_ratio_mask=[1.0, 1.0, 1.0, 0.0], **bounds))
+    got = measured("gspo", inputs("gspo", sequence_ratio_mask=[1.0, 1.0, 1.0, 0.0], **bounds))
     first = np.exp((0.2 - 1.0) / 2)  # of the first datum's two positions; the second datum's is 1
     assert got["ratio:mean"] == pytest.approx((2 * first + 1) / 3)
     assert got["clip_fraction:mean"] == pytest.approx(2 / 3)
 
 
-def test_rows_of_a_request_add_up_and_the_largest_gap_is_of_all() -> None:
+def test_microbatches_of_a_request_add_up_and_the_largest_gap_is_of_all() -> None:
     one = inputs("importance_sampling")
-    twice = told("importance_sampling", one, one)
-    once = told("importance_sampling", one)
+    twice = measured("importance_sampling", one, one)
+    once = measured("importance_sampling", one)
     assert twice["tokens:sum"] == 6 and twice["loss:sum"] == pytest.approx(2 * once["loss:sum"])
     assert {k: v for k, v in twice.items() if not k.endswith(":sum")} == pytest.approx(
         {k: v for k, v in once.items() if not k.endswith(":sum")}
@@ -72,9 +71,9 @@ def test_rows_of_a_request_add_up_and_the_largest_gap_is_of_all() -> None:
 def test_a_request_that_trains_nothing_has_no_means() -> None:
     nothing = inputs("importance_sampling")
     nothing.tensors["advantages"].zero_()  # type: ignore[attr-defined]
-    assert told("importance_sampling", nothing) == {"loss:sum": 0, "tokens:sum": 0}
+    assert measured("importance_sampling", nothing) == {"loss:sum": 0, "tokens:sum": 0}
 
 
-def test_cross_entropy_tells_its_loss_and_the_tokens_that_it_weighs() -> None:
+def test_cross_entropy_reports_its_loss_and_the_tokens_that_it_weighs() -> None:
     x = LossInputs(torch.tensor([[-1.0], [-2.0]]), {"weights": torch.tensor([[0.0], [3.0]])}, {}, torch.zeros(2), 1)
-    assert told("cross_entropy", x) == {"loss:sum": 6.0, "tokens:sum": 1.0}
+    assert measured("cross_entropy", x) == {"loss:sum": 6.0, "tokens:sum": 1.0}

@@ -103,7 +103,7 @@ def test_ratios_up_to_e_to_the_80_have_the_plain_formulas_gradient(loss_fn: str,
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
 @pytest.mark.parametrize("sentinel", [-90.0, -1000.0, -99999.0, -3e38])
 def test_tokens_that_must_not_train_may_have_any_old_log_probability(loss_fn: str, sentinel: float) -> None:
-    """Advantage 0, and for gspo outside of the mask: value and gradient are those of the others alone."""
+    """With advantage 0, for gspo also outside of the mask, value and gradient are those of the other tokens alone."""
     mask = {"sequence_ratio_mask": [1.0, 0.0, 1.0]} if loss_fn == "gspo" else {}
     inputs = {"advantages": [1.0, 0.0, 2.0], **mask}
     wanted = evaluate(loss_fn, logprobs=[-1.5, -1.0, -0.5], **inputs)

@@ -1,0 +1,109 @@
+"""The one model of a base that trains all its weights. Its tensors are this rank's shards."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from api_schemas.training import AdamParams, Trainable
+from backends.trainer.distributed import World, agreed
+from backends.trainer.optimizer import MOMENTS, all_finite, not_finite, set_adam, step_on_device, take_step
+from backends.trainer.trained_weights import GradientState
+
+
+class FullModel:
+    """A `TrainedModel`: float32 masters of what it trains, their gradients in `grad`, and the optimizer."""
+
+    def __init__(self, config: Trainable, masters: Mapping[str, nn.Parameter], num_shards: int, *, fused: bool) -> None:
+        """`masters` are by the parameter's name in the base; `fused`: torch's one-kernel AdamW, on CUDA."""
+        self.config = config
+        self.masters = masters
+        self._num_shards = num_shards
+        self.optimizer = torch.optim.AdamW(self.parameters, fused=fused)
+        self.gradient: GradientState = "none"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The masters in the base's own order."""
+        return list(self.masters.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the masters on all ranks together."""
+        return self._num_shards * sum(one.nbytes for one in self.parameters)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Device memory that it will take beside microbatches and has not taken yet, in bytes: a microbatch's gradient,
+        at most as wide as a master, a gradient of its own, and two moments."""
+        size_bytes = sum(one.nbytes for one in self.parameters)
+        has_gradient = self.gradient != "none"
+        return size_bytes * (1 + (not has_gradient) + (0 if self.optimizer.state else len(MOMENTS)))
+
+    def clear_gradient(self) -> None:
+        """Drop the gradient, as after a step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.gradient = "none"
+
+    def sum_gradient(self, world: World) -> Tensor:
+        """Return the L2 norm [] of the gradient, whose shards are sums over ranks already."""
+
+        def own() -> Tensor:
+            return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+
+        norm = agreed(own, world)
+        if world.size == 1:
+            return norm
+        square = norm.double() ** 2
+        dist.all_reduce(square)
+        return square.sqrt().to(norm.dtype)
+
+    def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
+        """Clip the gradient, and step a copy of each tensor in turn: copies of all of them would need half as much
+        memory again. Raises InvalidInput if a weight or one of Adam's moments is not finite then."""
+        if adam.grad_clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, adam.grad_clip_norm, norm)
+        set_adam(self.optimizer, adam)
+        if not all(self._would_be_finite(one) for one in self.parameters if one.grad is not None):
+            raise not_finite(adam, norm)
+        return _end_process
+
+    def _would_be_finite(self, parameter: nn.Parameter) -> bool:
+        copy = nn.Parameter(parameter.detach().clone())
+        copy.grad = parameter.grad
+        optimizer = torch.optim.AdamW([copy])
+        optimizer.param_groups[0].update(
+            {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+        )
+        if parameter in self.optimizer.state:
+            optimizer.state[copy] = {key: one.clone() for key, one in self.optimizer.state[parameter].items()}
+        return take_step(optimizer) and all_finite([copy, *optimizer.state[copy].values()])
+
+    def step(self, adam: AdamParams, norm: Tensor) -> None:
+        """Take the step that `before_step` has prepared."""
+        self.optimizer.step()
+
+    def state_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Adam's state by its name in torch, then by parameter; empty before the first step."""
+        state = self.optimizer.state
+        kinds = ("step", *MOMENTS) if state else ()
+        return {kind: {name: state[one][kind] for name, one in self.masters.items() if one in state} for kind in kinds}
+
+    def take(self, weights: dict[str, Tensor], moments: dict[str, dict[str, Tensor]]) -> None:
+        """Set masters and Adam's state to what was saved, on this rank; without moments Adam starts afresh."""
+        self.clear_gradient()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(weights[name])
+        self.optimizer.state.clear()
+        for name, step in moments.get("step", {}).items():
+            master = self.masters[name]
+            self.optimizer.state[master] = {"step": step_on_device(self.optimizer, step, master)} | {
+                kind: moments[kind][name] for kind in MOMENTS
+            }
+
+
+def _end_process() -> None:
+    """There is no copy to undo a step from: the process ends, and the model is restored from disk."""
+    raise SystemExit("a step that had been found possible failed: the weights may be half of one")
