@@ -47,6 +47,7 @@ class _FirstFailure(logging.Filter):
     def __init__(self, collector: str) -> None:
         super().__init__()
         self._collector = collector
+        self.is_reported = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Suppress every line of the exporter; log the first as our own."""
