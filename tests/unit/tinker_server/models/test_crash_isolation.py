@@ -14,6 +14,7 @@ from tinker_server.errors import Superseded
 from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.store.database import Database
 from tinker_server.store.futures.records import Operation
+from tinker_server.store.futures.rows import FutureRows
 from tinker_server.store.futures.store import FutureStore
 
 DEADLY = "deadly"
@@ -120,11 +121,14 @@ async def test_a_server_that_is_told_to_stop_blames_nothing(tmp_path: Path, monk
 
 
 async def test_a_server_whose_database_was_taken_begins_nothing_that_was_left() -> None:
-    class Taken(FutureStore):
+    class Taken(FutureRows):
         async def note_try(self, request_id: str, number: int) -> None:
             raise Superseded("another server has taken the database")
 
-    operations = LeftOperations(Taken(Database("sqlite+aiosqlite://"), 0))
+    db = Database("sqlite+aiosqlite://")
+    futures = FutureStore(db, 0)
+    futures.rows = Taken(db)
+    operations = LeftOperations(futures)
     left = Operation("forward_backward", "model", 1, b"", "", "alice", "", 0, "a", accepted_at=0.0, tries=0)
     operations.isolate([left])
     with pytest.raises(Superseded):
