@@ -89,9 +89,9 @@ def test_an_operation_is_one_trace_from_its_submit_until_its_result_is_stored(
     assert set(collector.paths) == {"/v1/traces"}
 
     trace = collector.trace(trained)
-    root, work = trace["forward_backward"], trace["trainer.compute_rows"]
-    assert root.parent_id == "" and set(trace) == {"forward_backward", "trainer.compute_rows", *STAGES}
-    assert children(trace, root) == STAGES and children(trace, trace["run"]) == {"trainer.compute_rows"}
+    root, work = trace["forward_backward"], trace["trainer.compute_microbatch"]
+    assert root.parent_id == "" and set(trace) == {"forward_backward", "trainer.compute_microbatch", *STAGES}
+    assert children(trace, root) == STAGES and children(trace, trace["run"]) == {"trainer.compute_microbatch"}
     check_times(trace, root)
     assert trace["run"].began_ns <= work.began_ns <= work.ended_ns <= trace["run"].ended_ns
     assert root.attributes == {
@@ -151,7 +151,7 @@ def test_failures_tell_whose_they_are_and_traces_hold_nobodys_words_or_keys(
     server.stop()
 
     trace = collector.trace(users)
-    root, work = trace["forward_backward"], trace["trainer.compute_rows"]
+    root, work = trace["forward_backward"], trace["trainer.compute_microbatch"]
     assert root.failed and root.attributes["error.type"] == "user" and "tinker.trained_tokens" not in root.attributes
     assert work.failed and work.attributes["error.type"] == "invalid"
     assert collector.trace(ours)["forward_backward"].attributes["error.type"] == "server"

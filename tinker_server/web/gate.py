@@ -143,7 +143,7 @@ class BodyLimit:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         limit, most_values = largest_body(scope["path"], self.max_bytes), _most_values(scope["path"], headers)
-        num_bytes = num_values = 0
+        num_bytes = num_commas = num_brackets = 0
 
         declared = int(headers.get("content-length", "0"))
         size_bytes = limit if "transfer-encoding" in headers else declared
@@ -151,7 +151,7 @@ class BodyLimit:
         until_s, is_whole = loop.time() + STALL_S + size_bytes / BYTES_PER_S, not size_bytes
 
         async def counted() -> Message:
-            nonlocal num_bytes, num_values, is_whole
+            nonlocal num_bytes, num_commas, num_brackets, is_whole
             if is_whole:  # the only message that follows is the disconnect
                 return await receive()
             try:
@@ -162,11 +162,15 @@ class BodyLimit:
             is_whole = not message.get("more_body", False)
             body = message.get("body", b"")
             num_bytes += len(body)
-            num_values += 0 if most_values is None else _num_values(body)
+            if most_values is not None:
+                num_commas += body.count(b",")
+                num_brackets += _num_brackets(body)
             if num_bytes > limit:
                 raise HTTPException(BodyTooLarge.status, _too_large(limit))  # FastAPI makes a 400 of any other error
-            if most_values is not None and num_values > most_values:
-                raise HTTPException(BodyTooLarge.status, _too_many_values(most_values))
+            if most_values is not None and num_commas + num_brackets > most_values:
+                # Brackets without end make no large body but a malformed one, and are answered so.
+                status = 422 if num_brackets > most_values else BodyTooLarge.status
+                raise HTTPException(status, _too_many_values(most_values))
             if is_whole:
                 receiving.close()
                 came(num_bytes)
@@ -225,7 +229,11 @@ def _most_values(path: str, headers: Headers) -> int | None:
 
 def _num_values(body: bytes) -> int:
     """Return the most values that a piece of JSON has: a comma is between two, and each bracket begins one."""
-    return body.count(b",") + body.count(b"[") + body.count(b"{")
+    return body.count(b",") + _num_brackets(body)
+
+
+def _num_brackets(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 def _too_slow(num_bytes: int, size_bytes: int) -> str:
