@@ -329,6 +329,10 @@ class BaseModel(Protocol):
         Raises InvalidInput for what can be told without computing: ids, images, lengths, parameters.
         """
 
+    def pixel_bytes(self, images: Sequence[bytes]) -> int:
+        """Bytes of the pixels that the model sees of image files, at three a pixel, from the files' headers. What is
+        no image has none."""
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """What each token adds to the text. A character of several tokens is told with its last one."""
 

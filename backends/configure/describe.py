@@ -65,6 +65,10 @@ class LocalModel:
             request = request.model_copy(update={"record_stability_info": False})
         return check_sample(self.renderer, request, self.info.max_context_length, self.max_images)
 
+    def pixel_bytes(self, images: Sequence[bytes]) -> int:
+        """As the protocol says."""
+        return self.renderer.pixel_bytes(images)
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """As the protocol says."""
         return self.texts.of(token_ids)

@@ -97,6 +97,15 @@ class Renderer:
         if num_pixels > allowed:
             raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")
 
+    def pixel_bytes(self, images: Iterable[bytes]) -> int:
+        """Bytes of the pixels that are made of image files, before they are normalised, from the files' headers alone.
+        What is no image has none."""
+        vision, size_bytes = self.family.vision, 0
+        for data in images if vision is not None else ():
+            with suppress(ValueError), open_image(data, self._max_image_pixels) as image:
+                size_bytes += vision.size_bytes(vision.grid(*size_of(image)))
+        return size_bytes
+
     def render(self, model_input: ModelInput, where: str, known: Container[str] = frozenset()) -> Rendered:
         """Expanded token ids and pixels; images whose hash is `known` are not decoded.
 

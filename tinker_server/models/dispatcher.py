@@ -121,7 +121,8 @@ class Scheduler:
             self._fail(operation, error)
             return
         assert isinstance(again.request, SampleRequest)
-        self._admission.force_sample(again.owner, again.request.num_samples, again.size_bytes)
+        # An earlier server let its images in, within the bound; here they count for nothing.
+        self._admission.force_sample(again.owner, again.request.num_samples, again.size_bytes, again.image_bytes)
         self._start_sample(again, again.request.num_samples)
 
     def require_open(self) -> None:
@@ -193,7 +194,8 @@ class Scheduler:
         return accepted.request_id
 
     async def _submit_sample(self, operation: Operation, num_samples: int) -> str:
-        self._admission.enter_sample(operation.owner, num_samples, operation.size_bytes)
+        counts = (operation.owner, num_samples, operation.size_bytes, operation.image_bytes)
+        self._admission.enter_sample(*counts)
         accepted = None
         try:
             accepted = await self._enqueue(operation)
@@ -201,7 +203,7 @@ class Scheduler:
             if accepted is not None and accepted.is_new and not self._closing:
                 self._start_sample(replace(operation, request_id=accepted.request_id), num_samples)
             else:
-                self._admission.leave_sample(operation.owner, num_samples, operation.size_bytes)
+                self._admission.leave_sample(*counts)
         return accepted.request_id
 
     def cancel(self, request_id: str, owner: str) -> bool:
@@ -313,7 +315,7 @@ class Scheduler:
 
         def ended(_: asyncio.Task[None]) -> None:
             del self._samples[operation.request_id]
-            self._admission.leave_sample(operation.owner, num_samples, operation.size_bytes)
+            self._admission.leave_sample(operation.owner, num_samples, operation.size_bytes, operation.image_bytes)
 
         task.add_done_callback(ended)
 
