@@ -101,7 +101,9 @@ class Renderer:
         """Bytes of the pixels that are made of image files, before they are normalised, from the files' headers alone.
         What is no image has none."""
         vision, size_bytes = self.family.vision, 0
-        for data in images if vision is not None else ():
+        if vision is None:
+            return 0
+        for data in images:
             with suppress(ValueError), open_image(data, self._max_image_pixels) as image:
                 size_bytes += vision.size_bytes(vision.grid(*size_of(image)))
         return size_bytes
