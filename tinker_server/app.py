@@ -50,6 +50,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
@@ -71,6 +72,11 @@ RECENT_RESULTS_BYTES = 64 << 20
 """Results kept in memory, the newest; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
 """An owner's samples in flight are bound to so many per sequence decoded at once, and so many of the largest bodies."""
+MODELS_PER_OWNER = 1000
+"""Models of an owner that are in memory or on disk: a sweep has hundreds, and who works on them unloads them."""
+DISK_PART_PER_OWNER = 0.9
+"""Part of what an owner holds on disk and what is free there, which it may hold: all but a tenth where it is alone, and
+of what others leave likewise. So nobody takes the last of it, which the database and snapshots need."""
 QUEUED_BODIES = 4
 """An owner's training requests that wait are bound to so many of the largest bodies; beyond it, 429."""
 
@@ -149,6 +155,7 @@ def build_services(
 ) -> Services:
     """The services on an open database and loaded models; nothing runs yet."""
     storage = Storage(settings.data_dir, db)
+    holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
     futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
@@ -158,8 +165,8 @@ def build_services(
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, noted=futures.changes.note)
     executors = Executors(
-        ModelOperations(keys, models, runs, checkpoints, storage, usage),
-        Saving(models, checkpoints, samplers, storage, usage, audit),
+        ModelOperations(keys, models, runs, checkpoints, storage, usage, holdings),
+        Saving(models, checkpoints, samplers, storage, usage, audit, holdings),
         Sampling(models, checkpoints, samplers, storage, usage, gallery),
         snapshots,
         Recording(steps, models, measured),
@@ -194,8 +201,8 @@ def build_services(
         storage=storage,
         snapshots=snapshots,
         chats=Chats(models, checkpoints, storage, usage, admission, gallery),
-        copying=Copying(sessions, runs, checkpoints, storage),
-        archives=Archives(storage),
+        copying=Copying(sessions, runs, checkpoints, storage, holdings),
+        archives=Archives(storage, holdings),
         links=Links(settings.data_dir),
         ledger=Ledger(settings.max_body_bytes),
     )

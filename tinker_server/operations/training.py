@@ -30,6 +30,7 @@ from tinker_server.models.registry import Models
 from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.records import Checkpoint, TrainingRun
 from tinker_server.store.runs import RunStore
 from tinker_server.store.usage import UsageStore
@@ -46,6 +47,7 @@ class ModelOperations:
         checkpoints: CheckpointStore,
         storage: Storage,
         usage: UsageStore,
+        holdings: Holdings,
     ) -> None:
         self._keys = keys
         self._models = models
@@ -53,6 +55,7 @@ class ModelOperations:
         self._checkpoints = checkpoints
         self._storage = storage
         self._usage = usage
+        self._holdings = holdings
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Log probabilities, and with `backward` the gradient added to the model's."""
@@ -143,7 +146,10 @@ class ModelOperations:
 
     async def _create(self, run: TrainingRun, checkpoint: Checkpoint | None, *, with_optimizer: bool) -> None:
         """The run is recorded once the model is in memory, and is not in memory unless it is recorded."""
-        async with self._models.alone(run.base_model, run.model_id) as trainer:
+        async with (
+            self._holdings.model(run.owner, run.model_id),
+            self._models.alone(run.base_model, run.model_id) as trainer,
+        ):
             if await self._runs.find(run.model_id) is not None:  # before the trainer would lose the one it has
                 raise ModelIdTaken(
                     f"{run.model_id} is in use, for a model or for a copy of weights; take another model_seq_id"
