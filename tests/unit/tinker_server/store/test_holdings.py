@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import delete
 
 from api_schemas.sessions import CreateSessionRequest
 from api_schemas.training import Trainable
@@ -17,6 +18,7 @@ from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
+from tinker_server.store.tables import SamplingSessionRow
 
 TRAINABLE = Trainable(rank=8, seed=1)
 
@@ -129,7 +131,7 @@ async def test_every_kind_of_directory_counts_and_what_is_deleted_makes_room(
     assert await most(held, "alice") == 250, "half of 500 and 1000, less 500"
     await runs.mark_lost(run.model_id)  # 200
     assert await most(held, "alice") == 350
-    await db.change(lambda session: session.execute(holdings.SamplingSessionRow.__table__.delete()))  # 300
+    await db.change(lambda session: session.execute(delete(SamplingSessionRow)))  # 300
     assert await most(held, "alice") == 500
 
 
