@@ -90,6 +90,7 @@ async def test_an_owner_with_many_archives_leaves_a_thread_to_others(archives: A
         (tmp_path / f"checkpoints/run/weights/{name}/file").write_bytes(os.urandom(20_000_000))
     names = ("a~1", "b~1", "c~1")
     asked = [asyncio.create_task(archives.get(f"checkpoints/run/weights/{name}", "alice")) for name in names]
+    await begun(tmp_path)
     await archives.get("checkpoints/run/weights/other~1", "bob")
     assert not asked[1].done(), "bob waited for two of alice's"
     assert all(path.exists() for path in await asyncio.gather(*asked))
