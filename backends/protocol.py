@@ -335,6 +335,9 @@ class BaseModel(Protocol):
         Raises InvalidInput for errors that can be found without computing: ids, images, lengths, parameters.
         """
 
+    def pixel_bytes(self, images: Sequence[bytes]) -> int:
+        """Return the bytes of the pixels of image files, three a pixel, from their headers; 0 for what is no image."""
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return what each token adds to the text. A character of several tokens belongs to its last one."""
 

@@ -260,6 +260,9 @@ class FakeBaseModel:
         check_support(request)
         return sum(len(chunk.tokens) if isinstance(chunk, EncodedTextChunk) else 4 for chunk in request.prompt.chunks)
 
+    def pixel_bytes(self, images: Sequence[bytes]) -> int:
+        return len(images) << 20
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [f" word{token_id}" for token_id in token_ids]
 

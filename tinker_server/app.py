@@ -50,6 +50,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
@@ -73,6 +74,11 @@ RECENT_RESULTS_BYTES = 64 << 20
 """Bytes of the newest results cached in memory; the others are read from the database."""
 SAMPLES_PER_SLOT, BODIES_IN_FLIGHT = 64, 2
 """Bounds on an owner's samples in flight: sequences per decoding slot, and bytes as a multiple of max_body_bytes."""
+MODELS_PER_OWNER = 1000
+"""Models of an owner in memory or on disk. A sweep has hundreds, and clients unload those that are done."""
+DISK_PART_PER_OWNER = 0.9
+"""Largest part that an owner may hold of its own bytes on disk and the free ones together. The database and snapshots
+need the rest."""
 QUEUED_BODIES = 4
 """Bound on the bytes of an owner's queued training requests, as a multiple of max_body_bytes; beyond it, 429."""
 
@@ -149,6 +155,7 @@ def build_services(
 ) -> Services:
     """Build the services on an open database and loaded models; nothing runs yet."""
     storage = Storage(settings.data_dir, db)
+    holdings = Holdings(db, storage, MODELS_PER_OWNER, DISK_PART_PER_OWNER)
     runs, checkpoints = RunStore(db), CheckpointStore(db)
     sessions, samplers = SessionStore(db), SamplerStore(db)
     futures = FutureStore(db, RECENT_RESULTS_BYTES, on_stored=tracing.stored)
@@ -157,8 +164,8 @@ def build_services(
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     executors = Executors(
-        Training(keys, bases, checkpoints, storage, usage),
-        Saving(bases, checkpoints, samplers, storage, usage, audit),
+        Training(keys, bases, checkpoints, storage, usage, holdings),
+        Saving(bases, checkpoints, samplers, storage, usage, audit, holdings),
         Sampling(bases, checkpoints, samplers, storage, usage, gallery),
         Recording(steps, measured),
     )
@@ -194,8 +201,8 @@ def build_services(
         storage=storage,
         snapshots=snapshots,
         chats=Chats(bases, checkpoints, storage, usage, admission, gallery),
-        copying=Copying(sessions, runs, checkpoints, storage),
-        archives=Archives(storage),
+        copying=Copying(sessions, runs, checkpoints, storage, holdings),
+        archives=Archives(storage, holdings),
         links=Links(settings.data_dir),
         ledger=Ledger(settings.max_body_bytes),
     )

@@ -7,6 +7,7 @@ TinkerServerError
 ├── ForeignHost 403, KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, so that a permanent refusal does not use up the model's sequence number
 ├── LostModel 500: only in futures
+├── LimitReached 400: for what an owner holds that lasts; deleting some of it makes room
 ├── ResultTooLarge, GradientIncomplete 400: only in futures
 ├── Busy 429: an owner has too much in flight; its clients wait and retry
 ├── Cancelled 410: only in futures of samples
@@ -69,6 +70,10 @@ class ModelIdTaken(BadRequest):
 
 class Unsupported(BadRequest):
     """The server does not support the operation with these arguments."""
+
+
+class LimitReached(BadRequest):
+    """The owner holds as many models, or as many bytes on the disk, as one owner may."""
 
 
 class ResultTooLarge(BadRequest):

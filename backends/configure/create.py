@@ -39,6 +39,10 @@ class LocalModel:
             request = request.model_copy(update={"record_stability_info": False})
         return check_sample(self.renderer, request, self.info.max_context_length, self.info.max_images_per_prompt)
 
+    def pixel_bytes(self, images: Sequence[bytes]) -> int:
+        """Implement the protocol."""
+        return self.renderer.pixel_bytes(images)
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Implement the protocol."""
         return self.texts.of(token_ids)

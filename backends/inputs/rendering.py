@@ -97,6 +97,16 @@ class Renderer:
         if num_pixels > allowed:
             raise InvalidInput(f"{where}: images of {num_pixels} pixels in all; {allowed} are allowed in one request")
 
+    def pixel_bytes(self, images: Iterable[bytes]) -> int:
+        """Return the bytes of the pixels of image files before normalisation, from their headers; others have none."""
+        vision, size_bytes = self.family.vision, 0
+        if vision is None:
+            return 0
+        for data in images:
+            with suppress(ValueError), open_image(data, self._max_image_pixels) as image:
+                size_bytes += vision.size_bytes(vision.grid(*size_of(image)))
+        return size_bytes
+
     def render(self, model_input: ModelInput, where: str, known: Container[str] = frozenset()) -> Rendered:
         """Render token ids and pixels; images whose hash is `known` are not decoded.
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from backends.protocol import BackendFailed, ChatTask, InvalidInput
-from tinker_server.chat.images import with_data
+from tinker_server.chat.images import files, with_data
 from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
 from tinker_server.image_addresses import ImageAddresses
@@ -54,15 +54,24 @@ class Chats:
         """
         found = await self.find(request.model, owner)
         weights = self._weights(found.directory, request.model)
-        counts = (owner, request.num_sequences, request.size_bytes)
+        counts = (owner, request.num_sequences, request.size_bytes, 0)
         self._admission.samples.enter(*counts)
         try:
             await with_data(request.endpoint, request.body, addresses)
             task = ChatTask(request.endpoint, request.body, weights, owner, self._gallery.chat_bytes)
-            async for part in self._parts(task, found):
-                yield part
+            image_bytes = await self._image_bytes(request, found.base_model)
+            with self._admission.samples.counted(owner, 0, 0, image_bytes):
+                async for part in self._parts(task, found):
+                    yield part
         finally:
             self._admission.samples.leave(*counts)
+
+    async def _image_bytes(self, request: ChatRequest, base_model: str) -> int:
+        """Return the bytes of the pixels of a conversation's images."""
+        if request.endpoint == "completions":
+            return 0
+        base = self._bases.base(base_model)
+        return await asyncio.to_thread(lambda: base.pixel_bytes(files(request.body)))
 
     async def _parts(self, task: ChatTask, found: FoundWeights) -> AsyncGenerator[str, None]:
         parts: asyncio.Queue[str | None] = asyncio.Queue()

@@ -8,6 +8,8 @@ from backends.protocol import ChatEndpoint
 from tinker_server.errors import BadField, BadRequest
 from tinker_server.image_addresses import ImageAddresses
 
+_SLICE = 1 << 20
+"""Characters of base64, four of which are three bytes."""
 _PNG = b"\x89PNG"
 
 
@@ -16,7 +18,7 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, Any], addresses: Ima
     if endpoint == "completions":
         return
     for holder, key in _sources(body.get("messages")):
-        if isinstance(holder[key], str) and not holder[key].startswith("data:"):
+        if key != "data" and isinstance(holder[key], str) and not holder[key].startswith("data:"):
             try:
                 data = await addresses.read(holder[key])
             except BadRequest as error:
@@ -25,8 +27,26 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, Any], addresses: Ima
             holder[key] = f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
+def files(body: dict[str, Any]) -> list[bytes]:
+    """The image files that a conversation has as base64. What is no base64 is empty: the sampler says what is wrong."""
+    found = []
+    for holder, key in _sources(body.get("messages")):
+        text = holder[key]
+        if isinstance(text, str) and (key == "data" or text.startswith("data:")):
+            found.append(_decoded(text if key == "data" else text.partition(",")[2]))
+    return found
+
+
+def _decoded(text: str) -> bytes:
+    """In slices, since one long call would hold up every other thread."""
+    try:
+        return b"".join(base64.b64decode(text[at : at + _SLICE]) for at in range(0, len(text), _SLICE))
+    except ValueError:
+        return b""
+
+
 def _sources(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each object that holds an image's address, in either vendor's form, with the key of the address."""
+    """Yield each object that holds an image's address or data, in either vendor's form, with the key of it."""
     if isinstance(value, list):
         for part in value:
             yield from _sources(part)
@@ -39,4 +59,6 @@ def _sources(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
         source = value.get("source")
         if isinstance(source, dict) and source.get("type") == "url":
             yield source, "url"
+        if isinstance(source, dict) and source.get("type") == "base64" and "data" in source:
+            yield source, "data"
         yield from _sources(value.get("content"))

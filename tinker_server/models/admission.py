@@ -1,9 +1,13 @@
 """Bounds what each owner has in flight, and so what its requests hold in memory and in the database."""
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tinker_server.errors import Busy
 
+MAX_IMAGE_BYTES = 512 << 20
+"""Pixels of an owner's image prompts in flight, at three bytes each after resizing: 682 images of 512 x 512."""
 MAX_QUEUED = 10_000
 """Training operations of an owner that wait, however small: each is a row, and some objects in memory."""
 
@@ -21,7 +25,7 @@ class Budget:
         than all room is let in alone."""
         in_flight = self._in_flight[owner]
         for used, amount, (what, most) in zip(in_flight, amounts, self._most.items(), strict=True):
-            if used and used + amount > most and not forced:
+            if amount and used and used + amount > most and not forced:
                 raise Busy(f"{used} {what} are in flight; {most} are allowed; send this one again a little later")
         for number, amount in enumerate(amounts):
             in_flight[number] += amount
@@ -34,6 +38,15 @@ class Budget:
         if not any(in_flight):
             del self._in_flight[owner]
 
+    @contextmanager
+    def counted(self, owner: str, *amounts: int) -> Iterator[None]:
+        """Count these amounts while the block runs. Raises Busy."""
+        self.enter(owner, *amounts)
+        try:
+            yield
+        finally:
+            self.leave(owner, *amounts)
+
     @property
     def totals(self) -> list[int]:
         """The amounts of all owners together."""
@@ -44,6 +57,13 @@ class Admission:
     """The budget of samples and that of training operations."""
 
     def __init__(self, max_sequences: int, max_sample_bytes: int, max_queued_bytes: int) -> None:
-        self.samples = Budget({"samples": max_sequences, "bytes of prompts": max_sample_bytes})
-        """By sequences, so that a request for a thousand counts as a thousand, and by the prompts' bytes."""
+        self.samples = Budget(
+            {
+                "samples": max_sequences,
+                "bytes of prompts": max_sample_bytes,
+                "bytes of images' pixels": MAX_IMAGE_BYTES,
+            }
+        )
+        """By sequences, so that a request for a thousand counts as a thousand, by the prompts' bytes, and by the pixels
+        of their images, once for all samples of a prompt."""
         self.queued = Budget({"training operations": MAX_QUEUED, "bytes of training operations": max_queued_bytes})

@@ -79,7 +79,9 @@ class Scheduler:
             self._execution.fail(operation, error)
             return
         assert isinstance(again.request, SampleRequest)
-        self._admission.samples.enter(again.owner, again.request.num_samples, again.size_bytes, forced=True)
+        # An earlier server let its images in, within the bound; here they count for nothing.
+        counts = (again.owner, again.request.num_samples, again.size_bytes, again.image_bytes)
+        self._admission.samples.enter(*counts, forced=True)
         self._start_sample(again, again.request.num_samples)
 
     def require_open(self) -> None:
@@ -143,7 +145,8 @@ class Scheduler:
         return accepted.request_id
 
     async def _submit_sample(self, operation: Operation, num_samples: int) -> str:
-        self._admission.samples.enter(operation.owner, num_samples, operation.size_bytes)
+        counts = (operation.owner, num_samples, operation.size_bytes, operation.image_bytes)
+        self._admission.samples.enter(*counts)
         accepted = None
         try:
             accepted = await self._execution.accept(operation)
@@ -151,7 +154,7 @@ class Scheduler:
             if accepted is not None and accepted.is_new and not self._is_closing:
                 self._start_sample(replace(operation, request_id=accepted.request_id), num_samples)
             else:
-                self._admission.samples.leave(operation.owner, num_samples, operation.size_bytes)
+                self._admission.samples.leave(*counts)
         return accepted.request_id
 
     def cancel(self, request_id: str, owner: str) -> bool:
@@ -304,7 +307,7 @@ class Scheduler:
 
         def ended(_: asyncio.Task[None]) -> None:
             del self._samples[operation.request_id]
-            self._admission.samples.leave(operation.owner, num_samples, operation.size_bytes)
+            self._admission.samples.leave(operation.owner, num_samples, operation.size_bytes, operation.image_bytes)
 
         task.add_done_callback(ended)
 

@@ -30,6 +30,7 @@ from tinker_server.models.model import Model
 from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.records import Checkpoint, TrainingRun
 from tinker_server.store.usage import UsageStore
 
@@ -38,14 +39,21 @@ class Training:
     """Works on one model at a time, for its actor. Methods raise InvalidInput, BackendFailed or a TinkerServerError;
     texts are for the user."""
 
-    def __init__(
-        self, keys: Keys, bases: BaseModels, checkpoints: CheckpointStore, storage: Storage, usage: UsageStore
+    def __init__(  # noqa: PLR0913
+        self,
+        keys: Keys,
+        bases: BaseModels,
+        checkpoints: CheckpointStore,
+        storage: Storage,
+        usage: UsageStore,
+        holdings: Holdings,
     ) -> None:
         self._keys = keys
         self._bases = bases
         self._checkpoints = checkpoints
         self._storage = storage
         self._usage = usage
+        self._holdings = holdings
 
     async def forward_backward(self, model: Model, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Compute log probabilities, and with `backward` add the gradient to the model's."""
@@ -79,7 +87,8 @@ class Training:
             )
         trainable = _trainable(request.lora_config, full=base.full, train_vision=_trains_vision(request, base))
         run = _run(request, owner, base, trainable, request.optimizer_config)
-        await model.create(run, None, with_optimizer=False)
+        async with self._holdings.model(run.owner, run.model_id):
+            await model.create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
 
     async def unload_model(self, model: Model) -> UnloadModelResponse:
@@ -109,7 +118,8 @@ class Training:
             optimizer = request.optimizer_config or OptimizerConfig()
             base = self._bases.base(checkpoint.base_model).info
             run = _run(request, owner, base, checkpoint.trainable, optimizer)
-            await model.create(run, directory, with_optimizer=request.optimizer)
+            async with self._holdings.model(run.owner, run.model_id):
+                await model.create(run, directory, with_optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model.id)
 
     async def _checkpoint(self, path: str, readers: Set[str]) -> Checkpoint:

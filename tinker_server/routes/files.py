@@ -11,10 +11,10 @@ from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, StreamingResponse
 
 from api_schemas.wire import JSON
-from tinker_server.errors import LinkRefused, UnknownCheckpoint, UnknownSession
+from tinker_server.errors import LimitReached, LinkRefused, UnknownCheckpoint, UnknownSession
 from tinker_server.store.catalog import OperationRecord
 from tinker_server.store.records import Session
-from tinker_server.web.deps import ArchivesDep, CatalogDep, Sessions, SignedLinks, StorageDep
+from tinker_server.web.deps import ArchivesDep, CatalogDep, Runs, Sessions, SignedLinks, StorageDep
 from tinker_server.web.parameters import LinkEnd, LinkSignature, SessionIdInPath
 from tinker_server.web.refusals import DOWNLOAD, Described, refused
 
@@ -45,19 +45,21 @@ async def get_file(
 @router.get(
     "/archives/{directory:path}",
     response_class=FileResponse,
-    responses=DOWNLOAD | refused(LinkRefused, UnknownCheckpoint),
+    responses=DOWNLOAD | refused(LimitReached, LinkRefused, UnknownCheckpoint),
 )
 async def get_archive(
     directory: Annotated[str, PathParameter(description="The weights that the link opens.")],
     expires: LinkEnd,
     signature: LinkSignature,
     archives: ArchivesDep,
+    runs: Runs,
     links: SignedLinks,
 ) -> Response:
     """Download weights as one tar.gz, which is packed on the first request."""
     links.check(f"archives/{directory}", expires, signature)
+    run = await runs.get(directory.split("/")[1])
     try:
-        return await _file(await archives.get(directory))
+        return await _file(await archives.get(directory, run.owner))
     except FileNotFoundError:
         raise UnknownCheckpoint("the weights were deleted") from None
 

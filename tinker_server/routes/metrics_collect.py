@@ -57,8 +57,16 @@ def _queue(server: Services) -> Iterator[Metric]:
         (operation.operation_kind, "running" if runs else "waiting") for operation, runs in server.scheduler.in_flight()
     )
     yield _gauge("tinker_operations", "Operations that wait or run.", ("kind", "state"), in_flight)
-    (num_samples, prompt_bytes), (_, training_bytes) = server.admission.samples.totals, server.admission.queued.totals
-    waiting = {("samples",): num_samples, ("prompt_bytes",): prompt_bytes, ("training_bytes",): training_bytes}
+    (num_samples, prompt_bytes, image_bytes), (_, training_bytes) = (
+        server.admission.samples.totals,
+        server.admission.queued.totals,
+    )
+    waiting = {
+        ("samples",): num_samples,
+        ("prompt_bytes",): prompt_bytes,
+        ("image_bytes",): image_bytes,
+        ("training_bytes",): training_bytes,
+    }
     yield _gauge("tinker_admitted", "Amounts in flight that are bounded per owner.", ("what",), waiting)
 
 

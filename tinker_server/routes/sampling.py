@@ -4,13 +4,14 @@ import asyncio
 import secrets
 import time
 import uuid
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response
 
 from api_schemas import ids
 from api_schemas.futures import UntypedFuture
-from api_schemas.inputs import EncodedTextChunk
+from api_schemas.inputs import EncodedTextChunk, ImageChunk
 from api_schemas.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -124,11 +125,13 @@ async def asample(
         params = request.sampling_params
         if sampler.directory is not None and (params.top_k > 0 or params.top_p < 1) and samplers.warn_once(lane):
             response.headers["x-deprecation-note"] = CUT
-    check = models.base(base_model).check_sample
+    base = models.base(base_model)
     if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
-        check(request)
+        base.check_sample(request)
     else:
-        await asyncio.to_thread(check, request)  # it parses images
+        await asyncio.to_thread(base.check_sample, request)  # it parses images
+        images = [chunk.data for chunk in request.prompt.chunks if isinstance(chunk, ImageChunk)]
+        submission = replace(submission, image_bytes=await asyncio.to_thread(base.pixel_bytes, images))
     future = await submission.accept(scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})

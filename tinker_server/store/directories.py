@@ -164,6 +164,12 @@ class Storage:
         """Return the path of a directory's archive, if there is one."""
         return self._root / "archives" / f"{directory.replace('/', '.')}.tar.gz"
 
+    def archive_bytes(self) -> dict[str, int]:
+        """Return the sizes of all archives by their file's name, those being written apart. Reads the disk."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._root / "archives") as files:
+            return {file.name: file.stat().st_size for file in files if not file.name.startswith(".")}
+        return {}
+
     def _below(self, top: str, path: str) -> Path:
         resolved = (self._root / path).resolve()
         if not resolved.is_relative_to(self._root / top) or resolved == self._root / top:

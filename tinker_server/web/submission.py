@@ -49,6 +49,8 @@ class Submission(Generic[R]):
     digest: str
     images: tuple[ImagePlace, ...] = ()
     traceparent: str = ""
+    image_bytes: int = 0
+    """Bytes of the pixels of a sample's images."""
 
     def with_request(self, request: R) -> "Submission[R]":
         """Replace request and body, but keep the digest of the original, so that its repeat is recognised."""
@@ -67,6 +69,7 @@ class Submission(Generic[R]):
             owner,
             self.digest,
             len(self.body),
+            self.image_bytes,
             request=None if OPERATIONS[self.operation_kind].decoded_elsewhere else self.request,
             images=self.images,
             traceparent=self.traceparent,

@@ -5,40 +5,57 @@ import tarfile
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from backends.files import written_aside
+from backends.processes.fair_queue import FairTurns
 from backends.protocol import ADAPTER_CONFIG_FILE
 from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
 from tinker_server.weights import export
 from tinker_server.weights.saving import PEFT
 
 PACKED_AT_ONCE = 2
-"""Packing takes a processor for seconds, so it has threads of its own: other work in threads must not wait for it."""
+"""Archives, one of each owner. Packing takes a processor for seconds, so it has threads of its own: other work in
+threads must not wait for it."""
 
 
 class Archives:
     """Packs each archive once, however many requests ask for it."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, holdings: Holdings) -> None:
         self._storage = storage
+        self._holdings = holdings
+        self._turns = FairTurns(PACKED_AT_ONCE)
+        self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(PACKED_AT_ONCE, thread_name_prefix="packing")
-        self._packing: dict[str, asyncio.Future[None]] = {}
+        self._packing: dict[str, asyncio.Task[None]] = {}
 
-    async def get(self, directory: str) -> Path:
-        """Return the archive of a directory's weights. Raises FileNotFoundError if they were deleted meanwhile."""
+    async def get(self, directory: str, owner: str) -> Path:
+        """Return the archive of a directory's weights, which are the owner's.
+
+        Raises FileNotFoundError if they were deleted meanwhile, LimitReached if the owner's part of the disk is taken.
+        """
         archive = self._storage.archive_of(directory)
         if not archive.exists():
             self._storage.require_lease()
             if directory not in self._packing:
-                loop = asyncio.get_running_loop()
-                packing = loop.run_in_executor(self._threads, _pack, self._storage.path(directory), archive)
+                packing = asyncio.create_task(self._pack(directory, archive, owner), name=f"packing of {directory}")
                 packing.add_done_callback(lambda _: self._packing.pop(directory))
                 self._packing[directory] = packing
             await asyncio.shield(self._packing[directory])
         return archive
 
+    async def _pack(self, directory: str, archive: Path, owner: str) -> None:
+        async with self._owners.setdefault(owner, asyncio.Lock()), self._turns.turn(owner, directory):
+            await self._holdings.require_room(owner, await self._storage.size_bytes(directory))
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, _pack, self._storage.path(directory), archive)
+
     def close(self) -> None:
         """Start no more packing; running packing ends by itself."""
+        for packing in self._packing.values():
+            packing.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -13,6 +13,7 @@ from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.records import Checkpoint, TrainingRun
 from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
@@ -22,11 +23,19 @@ from tinker_server.weights.saving import check_ttl
 class Copying:
     """Copies weights one at a time. A copy has a training run of its own, which was never in memory."""
 
-    def __init__(self, sessions: SessionStore, runs: RunStore, checkpoints: CheckpointStore, storage: Storage) -> None:
+    def __init__(
+        self,
+        sessions: SessionStore,
+        runs: RunStore,
+        checkpoints: CheckpointStore,
+        storage: Storage,
+        holdings: Holdings,
+    ) -> None:
         self._sessions = sessions
         self._runs = runs
         self._checkpoints = checkpoints
         self._storage = storage
+        self._holdings = holdings
         self._turn = asyncio.Lock()
 
     async def copy(
@@ -36,7 +45,7 @@ class Copying:
 
         The copy is the owner's; its source is public or owned by one of the readers.
 
-        Raises BadRequest, ModelIdTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
+        Raises BadRequest, LimitReached, ModelIdTaken, UnknownCheckpoint, UnknownSession, SessionFinished.
         """
         check_ttl(request.ttl_seconds)
         source = parse_path(request.source_path)
@@ -50,6 +59,7 @@ class Copying:
                 if first is not None and first.copied_from == str(source):
                     return path
                 raise BadRequest(f"{path.run_id} is in use, and not for a copy of {source}")
+            await self._holdings.require_room(owner, checkpoint.size_bytes)
             expires_at = None if request.ttl_seconds is None else now + request.ttl_seconds
             await self._write(checkpoint, session_id, number, path, owner, now, expires_at)
         return path

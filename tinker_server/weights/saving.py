@@ -25,6 +25,7 @@ from tinker_server.models.model import Model
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.usage import UsageStore
@@ -53,6 +54,7 @@ class Saving:
         storage: Storage,
         usage: UsageStore,
         audit: AuditStore,
+        holdings: Holdings,
     ) -> None:
         self._bases = bases
         self._checkpoints = checkpoints
@@ -60,6 +62,7 @@ class Saving:
         self._storage = storage
         self._usage = usage
         self._audit = audit
+        self._holdings = holdings
 
     async def save_weights(self, model: Model, request: SaveWeightsRequest) -> SaveWeightsResponse:
         """Save a training checkpoint."""
@@ -83,10 +86,12 @@ class Saving:
             return SaveWeightsForSamplerResponse(sampling_session_id=made)
         async with self._storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
             run, trainer = await model.loaded()
+            await self._holdings.require_room(run.owner)
             await _for_the_sampler(trainer, run, self._storage.path(directory))
-            await self._publish(run, directory)
-            number = request.sampling_session_seq_id or 0
-            name = await self._sampling_session(run, ids.sampling_session_id(run.session_id, number), directory)
+            async with self._holdings.weights(run.owner, directory) as size_bytes:
+                await self._publish(run, directory)
+                session_id = ids.sampling_session_id(run.session_id, request.sampling_session_seq_id or 0)
+                name = await self._sampling_session(run, session_id, directory, size_bytes)
         if request.kind == "inflight":
             await self._supersede(directory)
         return SaveWeightsForSamplerResponse(sampling_session_id=name)
@@ -105,7 +110,9 @@ class Saving:
         """Have the sampler load the weights. If it does not score them as the trainer does, the save fails."""
         await self._bases.base(run.base_model).sampler.publish(self._storage.path(directory), run.owner)
 
-    async def _sampling_session(self, run: TrainingRun, sampling_session_id: str, directory: str) -> str:
+    async def _sampling_session(
+        self, run: TrainingRun, sampling_session_id: str, directory: str, size_bytes: int
+    ) -> str:
         sampler = SamplingSession(
             sampling_session_id=sampling_session_id,
             owner=run.owner,
@@ -113,7 +120,7 @@ class Saving:
             base_model=run.base_model,
             base_fingerprint=run.base_fingerprint,
             directory=directory,
-            size_bytes=await self._storage.size_bytes(directory),
+            size_bytes=size_bytes,
             created_at=time.time(),
         )
         return await self._samplers.create(sampler)
@@ -157,29 +164,32 @@ class Saving:
             return first  # saved by this same operation, whose answer an earlier server did not store
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
+        replaced = None if first is None else first.directory
         async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
             run, trainer = await model.loaded()
+            await self._holdings.require_room(run.owner, replaced=replaced)
             await save(trainer, run, self._storage.path(directory))
-            await self._storage.flush(directory)
-            if kind == "sampler_weights":
-                await self._publish(run, directory)
-            checkpoint = Checkpoint(
-                tinker_path=str(path),
-                owner=run.owner,
-                run_id=path.run_id,
-                kind=path.kind,
-                name=path.name,
-                directory=directory,
-                base_model=run.base_model,
-                base_fingerprint=run.base_fingerprint,
-                trainable=run.trainable,
-                user_metadata=request.user_metadata,
-                size_bytes=await self._storage.size_bytes(directory),
-                created_at=now,
-                expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
-                saved_as=request.seq_id,
-            )
-            await self._checkpoints.put(checkpoint)
+            async with self._holdings.weights(run.owner, directory, replaced) as size_bytes:
+                await self._storage.flush(directory)
+                if kind == "sampler_weights":
+                    await self._publish(run, directory)
+                checkpoint = Checkpoint(
+                    tinker_path=str(path),
+                    owner=run.owner,
+                    run_id=path.run_id,
+                    kind=path.kind,
+                    name=path.name,
+                    directory=directory,
+                    base_model=run.base_model,
+                    base_fingerprint=run.base_fingerprint,
+                    trainable=run.trainable,
+                    user_metadata=request.user_metadata,
+                    size_bytes=size_bytes,
+                    created_at=now,
+                    expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
+                    saved_as=request.seq_id,
+                )
+                await self._checkpoints.put(checkpoint)
         self._usage.count("checkpoint", run.owner, run.session_id, run.base_model, 1)
         await self._audit.note("checkpoint_saved", run.owner, model_id=run.model_id, tinker_path=str(path))
         if first is not None:

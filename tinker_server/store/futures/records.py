@@ -39,6 +39,8 @@ class Operation:
     """Hash of the body: an equal one under the same number is a repeat."""
     size_bytes: int = 0
     """Bytes of the body."""
+    image_bytes: int = field(default=0, compare=False)
+    """Bytes of the pixels of a sample's images. They are not stored."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     accepted_at: float = field(default_factory=time.time, compare=False)
     """Unix seconds."""

@@ -44,6 +44,9 @@ def test_ids_and_pixels_are_those_of_the_models_own_processor(renderer, tiny_vl)
     assert torch.equal(pixels, expected["pixel_values"])
     grids = torch.cat([one.tensors["image_grid_thw"] for one in rendered.images])
     assert torch.equal(grids, expected["image_grid_thw"])
+    # Of each patch the processor makes two frames alike, of numbers that were a byte each.
+    assert renderer.pixel_bytes(pictures) == expected["pixel_values"].numel() // 2
+    assert renderer.pixel_bytes([b"no image", *pictures[:1]]) == renderer.pixel_bytes(pictures[:1]) > 0
 
 
 @pytest.mark.parametrize("size", [(32, 32), (300, 200), (480, 360), (17, 900), (1000, 30), (33, 31)])

@@ -23,6 +23,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.records import TrainingRun, held_bytes
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
@@ -74,7 +75,15 @@ def build(data_dir: Path, backend: FakeBackend) -> House:
     futures = FutureStore(db, recent_bytes=0)
     bases, replay = BaseModels(backend.models), LogReplay(futures, CheckpointStore(db), storage)
     stores = ModelStores(bases, runs, futures, storage, replay, Snapshots(SnapshotLimits(600, 1 << 20, 600, 600)))
-    saving = Saving(bases, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), AuditStore(db))
+    saving = Saving(
+        bases,
+        CheckpointStore(db),
+        SamplerStore(db),
+        storage,
+        UsageStore(db),
+        AuditStore(db),
+        Holdings(db, storage, 1000, 1),
+    )
     return House(data_dir, db, backend, SessionStore(db), runs, storage, stores, saving)
 
 

@@ -6,11 +6,15 @@ import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tinker_server.errors import LimitReached
+from tinker_server.store import holdings
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
 from tinker_server.weights.archives import Archives
 
 DIRECTORY = "checkpoints/run/weights/a~1"
@@ -28,7 +32,7 @@ async def storage(tmp_path: Path) -> AsyncIterator[Storage]:
 def archives(storage: Storage, tmp_path: Path) -> Iterator[Archives]:
     (tmp_path / DIRECTORY).mkdir(parents=True)
     (tmp_path / DIRECTORY / "file").write_bytes(os.urandom(20_000_000))
-    archives = Archives(storage)
+    archives = Archives(storage, Holdings(storage._db, storage, 1000, 1))
     yield archives
     archives.close()
 
@@ -49,7 +53,7 @@ async def begun(data_dir: Path) -> None:
 async def test_an_archive_is_packed_once_for_all_who_ask_and_other_threads_stay_free(
     archives: Archives, tmp_path: Path
 ) -> None:
-    asked = [asyncio.create_task(archives.get(DIRECTORY)) for _ in range(50)]
+    asked = [asyncio.create_task(archives.get(DIRECTORY, "alice")) for _ in range(50)]
     await begun(tmp_path)
     started = time.perf_counter()
     await asyncio.to_thread(lambda: None)
@@ -62,7 +66,7 @@ async def test_an_archive_is_packed_once_for_all_who_ask_and_other_threads_stay_
 
 
 async def test_a_request_that_ends_does_not_stop_the_packing_for_others(archives: Archives) -> None:
-    first, second = (asyncio.create_task(archives.get(DIRECTORY)) for _ in range(2))
+    first, second = (asyncio.create_task(archives.get(DIRECTORY, "alice")) for _ in range(2))
     await asyncio.sleep(0.05)
     first.cancel()
     assert (await second).exists()
@@ -71,9 +75,33 @@ async def test_a_request_that_ends_does_not_stop_the_packing_for_others(archives
 async def test_no_archive_stays_of_weights_that_were_deleted_meanwhile(
     archives: Archives, storage: Storage, tmp_path: Path
 ) -> None:
-    asked = asyncio.create_task(archives.get(DIRECTORY))
+    asked = asyncio.create_task(archives.get(DIRECTORY, "alice"))
     await begun(tmp_path)
     await storage.delete(DIRECTORY)
     with pytest.raises(FileNotFoundError):
         await asked
     assert not packed(tmp_path)
+
+
+@pytest.mark.flaky(reruns=2)
+async def test_an_owner_with_many_archives_leaves_a_thread_to_others(archives: Archives, tmp_path: Path) -> None:
+    for name in ("b~1", "c~1", "other~1"):
+        (tmp_path / f"checkpoints/run/weights/{name}").mkdir()
+        (tmp_path / f"checkpoints/run/weights/{name}/file").write_bytes(os.urandom(20_000_000))
+    names = ("a~1", "b~1", "c~1")
+    asked = [asyncio.create_task(archives.get(f"checkpoints/run/weights/{name}", "alice")) for name in names]
+    await begun(tmp_path)
+    await archives.get("checkpoints/run/weights/other~1", "bob")
+    assert not asked[1].done(), "bob waited for two of alice's"
+    assert all(path.exists() for path in await asyncio.gather(*asked))
+
+
+async def test_no_archive_is_packed_where_the_owners_part_of_the_disk_is_taken(
+    archives: Archives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=19_999_999))
+    with pytest.raises(LimitReached, match=r"archives of alice would take 0\.019 GiB"):
+        await archives.get(DIRECTORY, "alice")
+    assert not packed(tmp_path)
+    monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=20_000_000))
+    assert (await archives.get(DIRECTORY, "alice")).exists()

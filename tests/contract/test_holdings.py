@@ -1,0 +1,102 @@
+"""An owner that holds as much as one may is refused by name, and deleting makes room.
+
+pytest tests/contract/test_holdings.py
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from tests.fake_server import Running, forward_backward_body
+from tinker_server import app
+from tinker_server.auth import keys
+from tinker_server.store import holdings
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    key = keys.add(tmp_path / "keys", "alice")
+    running = Running(tmp_path)
+    running.http.headers["x-api-key"] = key
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte is free. What the fakes save is one byte: nine of them are at most nine tenths of what there is."""
+    monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=1))
+
+
+def created(server: Running, session_id: str, number: int) -> dict[str, str]:
+    body = {"session_id": session_id, "model_seq_id": number, "base_model": "tiny", "lora_config": {"rank": 8}}
+    answer: dict[str, str] = server.result(server.post("/create_model", **body)).json()
+    return answer
+
+
+def saved(server: Running, model_id: str, number: int) -> httpx.Response:
+    return server.result(server.post("/save_weights", model_id=model_id, seq_id=number, path=f"n{number}"))
+
+
+def test_an_owner_has_so_many_models_and_unloading_one_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MODELS_PER_OWNER", 2)
+    alice, bob = (keys.add(tmp_path / "keys", name) for name in ("alice", "bob"))
+    server = Running(tmp_path)
+    try:
+        server.http.headers["x-api-key"] = alice
+        session_id = server.session()
+        first = created(server, session_id, 0)["model_id"]
+        created(server, session_id, 1)
+        refused = created(server, session_id, 2)
+        assert refused["category"] == "user"
+        assert refused["error"].startswith("2 models of alice are in memory or on disk; 2 are allowed")
+        server.http.headers["x-api-key"] = bob
+        assert "model_id" in created(server, server.session(), 0)
+        server.http.headers["x-api-key"] = alice
+        server.result(server.post("/unload_model", model_id=first))
+        assert "model_id" in created(server, session_id, 3)
+    finally:
+        server.stop()
+
+
+def test_an_owners_part_of_the_disk_is_bounded_and_deleting_makes_room(server: Running, full_disk: None) -> None:
+    model_id = server.model()
+    for number in range(1, 10):
+        assert saved(server, model_id, number).json()["path"].endswith(f"/weights/n{number}")
+    refused = saved(server, model_id, 10).json()
+    assert refused["category"] == "user" and "of alice would take" in refused["error"] and "90%" in refused["error"]
+    unnamed = server.post(
+        "/save_weights_for_sampler", model_id=model_id, seq_id=11, sampling_session_seq_id=5, kind="snapshot"
+    )
+    assert server.result(unnamed).json()["category"] == "user"
+    copy = {"source_path": f"tinker://{model_id}/weights/n1", "session_id": server.session(), "model_seq_id": 0}
+    assert server.post("/copy_weights", **copy).status_code == 400
+    names = {path.name.partition("~")[0] for path in server.settings.data_dir.glob("checkpoints/*/*/*")}
+    assert names == {f"n{number}" for number in range(1, 10)}, "nothing is left of what was refused"
+    again = server.post("/save_weights", model_id=model_id, seq_id=12, path="n9", overwrite=True)
+    assert "path" in server.result(again).json(), "what takes another's place needs no more room"
+    assert server.http.delete(f"/training_runs/{model_id}/checkpoints/weights/n1").status_code == 204
+    assert "path" in saved(server, model_id, 13).json()
+
+
+def test_snapshots_are_never_refused_and_count(server: Running, full_disk: None) -> None:
+    model_id = server.model()
+    for number in range(1, 10):
+        saved(server, model_id, number)
+    content = {"content-type": "application/x-protobuf"}
+    step = server.http.post("/forward_backward", content=forward_backward_body(model_id, 10), headers=content)
+    assert server.result(step).status_code == 200
+    suspended = server.app.state.services.scheduler.suspend(model_id)
+    asyncio.run_coroutine_threadsafe(suspended, server.loop).result(20)
+    snapshots = list(server.settings.data_dir.glob("checkpoints/*/snapshots/model~*"))
+    assert server.http.delete(f"/training_runs/{model_id}/checkpoints/weights/n1").status_code == 204
+    assert len(snapshots) == 1
+    assert saved(server, model_id, 11).json()["category"] == "user", "eight, the snapshot, and no room for a tenth"
+    step = server.http.post("/forward_backward", content=forward_backward_body(model_id, 12), headers=content)
+    assert server.result(step).status_code == 200, "it is back from its snapshot"
