@@ -63,7 +63,7 @@ class SampleRequest(Request):
     prompt: ModelInput
     """The prompt to continue."""
     sampling_params: SamplingParams
-    """Parameters of sampling."""
+    """Length, temperature, seed and ends of each continuation."""
     num_samples: Integer = Field(default=1, ge=1, le=100_000)
     """Number of continuations."""
     prompt_logprobs: bool = False

@@ -125,7 +125,7 @@ class SearchSessionsRequest(Request):
     user_metadata: Annotated[dict[str, str], at_most(50)] = {}
     """Entries that the session must have."""
     owner: SearchOwner = SearchOwner()
-    """Owners whose sessions are searched."""
+    """Whose sessions are searched: the caller's own, or those of named owners."""
     statuses: list[StatusQuery] | None = Field(default=None, min_length=1, max_length=20)
     """States that the session may be in."""
     limit: Integer = Field(default=50, ge=1, le=200)
