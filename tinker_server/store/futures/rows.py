@@ -59,7 +59,7 @@ class FutureRows:
                     row.owner,
                     row.digest or "",
                     row.size_bytes,
-                    row.request_id,
+                    request_id=row.request_id,
                     accepted_at=row.created_at,
                     tries=row.tries,
                 )

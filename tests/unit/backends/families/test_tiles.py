@@ -107,7 +107,7 @@ async def test_a_chat_has_an_image_where_its_template_has_the_mark(renderer, pro
     messages = [{"role": "user", "content": content}]
     written = processor.tokenizer.apply_chat_template(messages, tokenize=False)
     ids = processor.tokenizer(written)["input_ids"]
-    chat = chat_renderer(SimpleNamespace(), renderer)
+    chat = chat_renderer(SimpleNamespace(_process_tokens_async=None), renderer)
     made = await chat._process_tokens_async({"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}})
     opened = [Image.open(io.BytesIO(one)) for one in pictures]
     expected = processor(text=[written], images=[opened], return_tensors="pt")
