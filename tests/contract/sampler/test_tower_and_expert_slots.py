@@ -150,7 +150,7 @@ async def test_an_image_is_scored_as_a_datum_of_the_same_model_is(rank, saved, s
 
 
 async def test_a_model_that_trains_no_tower_scores_no_image_and_is_loaded(rank, adapters, tmp_path):
-    rank.create_model("frozen", rank.models["m0"].adapter.config.model_copy(update={"train_vision": False}))
+    rank.create_model("frozen", rank.models["m0"].config.model_copy(update={"train_vision": False}))
     rank.save_sampler_weights("frozen", tmp_path / "frozen", for_elsewhere=False)
     assert read(tmp_path / "frozen")[1].image == b""
     await load(adapters, tmp_path / "frozen")
