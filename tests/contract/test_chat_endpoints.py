@@ -222,12 +222,12 @@ def test_a_client_that_goes_away_stops_its_work_and_an_owner_has_a_limit(guarded
                 assert time.monotonic() < deadline, "the work goes on 20 s after its client hung up"
                 time.sleep(0.02)
         admission = server.app.state.services.chats._admission
-        server.loop.call_soon_threadsafe(admission.samples.enter, "alice", most, 0)
+        server.loop.call_soon_threadsafe(admission.samples.enter, "alice", most, 0, 0)
         time.sleep(0.1)
         busy = post(server, OPENAI[0], key=made["alice"])
         assert busy.status_code == 429 and busy.json()["error"]["type"] == "rate_limit_error"
         assert busy.headers["retry-after"]
-        server.loop.call_soon_threadsafe(admission.samples.leave, "alice", most, 0)
+        server.loop.call_soon_threadsafe(admission.samples.leave, "alice", most, 0, 0)
     finally:
         server.set_gate(sampler.gate, is_open=True)
     assert post(server, OPENAI[0], key=made["alice"]).status_code == 200
