@@ -103,7 +103,8 @@ def assert_as_alone(
         expected = forward_backward(rank, name, alone)
         assert expected is not None
         for got, wanted in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
-            np.testing.assert_allclose(got["logprobs"], wanted["logprobs"], atol=1e-5)
+            # Large ones carry float32's relative rounding, which depends on the processor.
+            np.testing.assert_allclose(got["logprobs"], wanted["logprobs"], atol=1e-5, rtol=1e-6)
         assert output.metrics.keys() == expected.metrics.keys()
         for key, value in expected.metrics.items():
             assert output.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-4), (name, key)
