@@ -88,8 +88,8 @@ class Lines:
 class Bars:
     """A bar for each starting process on `terminal`, redrawn in place.
 
-    From the first report until this is closed, everything else that this process and its children write to standard
-    error is copied by a thread to a place above the bars. Written directly, the next redraw would erase it.
+    While this is open, everything else that this process and its children write to standard error is copied by a thread
+    to a place above the bars. Written directly, the next redraw would erase it. So this is opened before any child.
     """
 
     def __init__(self, terminal: TextIO) -> None:
@@ -98,9 +98,10 @@ class Bars:
         self._processes = Processes()
         self._live: Live | None = None
         self._sharing = contextlib.ExitStack()
-        self._copying: threading.Thread | None = None
+        self._copying: threading.Thread
 
     def __enter__(self) -> "Bars":
+        self._share()
         return self
 
     def __exit__(
@@ -108,13 +109,10 @@ class Bars:
     ) -> None:
         self._draw(is_needed=False)
         self._sharing.close()
-        if self._copying is not None:
-            self._copying.join(_LAST_LINES_S)
+        self._copying.join(_LAST_LINES_S)
 
     def on_loading(self, process: str, loading: Loading | None) -> None:
         """An OnLoading."""
-        if self._copying is None:
-            self._share()
         self._processes.note(process, loading)
         self._draw(is_needed=bool(self._processes))
 
