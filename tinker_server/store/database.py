@@ -75,6 +75,7 @@ class Database:
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine.sync_engine, "connect", partial(_set_up_sqlite, busy_timeout_ms, synchronous))
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+            event.listen(self._engine.sync_engine, "invalidate", self._roll_back_sqlite)
             self._unavailable += (sqlite3.OperationalError,)  # of BEGIN, which SQLAlchemy does not wrap
         else:
             self.insert = postgresql.insert  # type: ignore[assignment]  # the same methods
@@ -86,6 +87,7 @@ class Database:
         self._read = async_sessionmaker(self._engine, expire_on_commit=False)
         self._write = async_sessionmaker(self._writing, expire_on_commit=False)
         self._turn = asyncio.Lock()
+        self._rolling_back: set[asyncio.Task[None]] = set()
         self._lease: Lease | None = None
         self._reads, self._writes = Outage("reads"), Outage("writes")
 
@@ -139,6 +141,21 @@ class Database:
                 if asyncio.get_running_loop().time() > give_up_at:
                     raise
             await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _roll_back_sqlite(self, connection: Any, *_: object) -> None:
+        """End the transaction of a connection that is about to be closed because its caller was cancelled.
+
+        Closing does not end it while a cursor is left, and the traceback of the cancelled call refers to one: until that
+        is freed, nobody else could write.
+        """
+
+        async def roll_back() -> None:
+            with contextlib.suppress(ValueError, sqlite3.Error):  # it is closed already
+                await connection.driver_connection.rollback()
+
+        task = asyncio.create_task(roll_back(), name="roll back a cancelled transaction")  # begins before the close
+        self._rolling_back.add(task)
+        task.add_done_callback(self._rolling_back.discard)
 
     @contextlib.contextmanager
     def _outages(self, outage: Outage) -> Iterator[None]:
@@ -262,7 +279,11 @@ def _begin_sqlite(connection: Connection) -> None:
     writes = connection.get_execution_options().get("writes", False)
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
     driver: Any = connection.connection.dbapi_connection
-    driver.run_async(lambda raw: raw.execute(begin))  # the dialect's cursor would go to its thread three times
+    try:
+        driver.run_async(lambda raw: raw.execute(begin))  # the dialect's cursor would go to its thread three times
+    except asyncio.CancelledError:  # the transaction may have begun, and nobody would end it
+        connection.invalidate()
+        raise
 
 
 def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None:

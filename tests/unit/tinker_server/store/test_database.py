@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import re
 import socket
@@ -239,3 +240,21 @@ async def test_a_value_that_the_database_cannot_store_is_no_outage(db: Database,
     except Exception as error:  # noqa: BLE001 - any other tells what is wrong
         print(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     assert time.monotonic() - began < 2
+
+
+# aiosqlite warns of a connection whose making was cancelled; its thread closes it then.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*Connection.__del__:pytest.PytestUnraisableExceptionWarning")
+async def test_a_caller_that_is_cancelled_at_any_moment_leaves_no_transaction_open(db: Database) -> None:
+    async def use(writes: bool) -> None:
+        async with db.write() if writes else db.read() as session:
+            await session.scalar(text("SELECT 1"))
+
+    for number in range(120):
+        using = asyncio.create_task(use(number % 2 == 0))
+        for _ in range(number // 2):
+            await asyncio.sleep(0)
+        using.cancel()
+        await asyncio.wait([using])
+        async with asyncio.timeout(5):
+            await asyncio.gather(use(True), use(False), use(True), use(False))
+    gc.collect()
