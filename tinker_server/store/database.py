@@ -145,8 +145,8 @@ class Database:
     def _roll_back_sqlite(self, connection: Any, *_: object) -> None:
         """End the transaction of a connection that is about to be closed because its caller was cancelled.
 
-        Closing does not end it while a cursor is left, and the traceback of the cancelled call refers to one: until that
-        is freed, nobody else could write.
+        Closing does not end it while a cursor is left, and the traceback of the cancelled call refers to one: nobody
+        else could write until that is freed.
         """
 
         async def roll_back() -> None:
