@@ -5,13 +5,16 @@ pytest -m slow tests/contract/test_bfloat16.py
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
+from backends.model_spec import Dtype
 from backends.sampler.client import SamplerClient
+from backends.trainer import base_model
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import prompt, words
@@ -20,21 +23,30 @@ from tests.sampling import request, sample, sampler_config
 from tests.trainers import LORA, config, logprobs, perturb
 
 pytestmark = pytest.mark.slow
-MEAN = 0.027
-"""nats: 0.023 were seen, and 0.033 where layers add in bfloat16."""
 
 
-async def test_both_keep_what_layers_add_to_in_float32(tmp_path):
-    source = make_tiny_of("qwen3", tmp_path / "model", num_hidden_layers=36)
-    rank = TrainerRank(replace(config(source), dtype="bfloat16"), World(0, 1, torch.device("cpu")))
+def perturbed_rank(source: Path, dtype: Dtype) -> TrainerRank:
+    rank = TrainerRank(replace(config(source), dtype=dtype), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
     perturb(rank, "m")
+    return rank
+
+
+async def test_both_keep_what_layers_add_to_in_float32(tmp_path, monkeypatch):
+    """Products in bfloat16 round differently on each processor, so the bound is the distance of a stream in bfloat16.
+
+    Seen: trainer 0.0245, sampler 0.0281, the stream 0.0301 nats; a sampler that adds in bfloat16 0.0313.
+    """
+    source = make_tiny_of("qwen3", tmp_path / "model", num_hidden_layers=36)
+    exact, rank = perturbed_rank(source, "float32"), perturbed_rank(source, "bfloat16")
+    monkeypatch.setattr(base_model, "keep_in_float32", lambda model: None)
+    rounding = perturbed_rank(source, "bfloat16")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
     settings = replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16", kv_cache_bytes=1 << 28)
     running = SamplerClient(settings)
     await running.start()
     params = {"max_tokens": 48, "stop": [], "seed": 1}
-    prompts = [prompt(words(16, seed)) for seed in range(12)]
+    prompts = [prompt(words(16, seed)) for seed in range(24)]
     try:
         answers = await asyncio.gather(*(sample(running, request(one, params), tmp_path / "m") for one in prompts))
     finally:
@@ -52,6 +64,14 @@ async def test_both_keep_what_layers_add_to_in_float32(tmp_path):
             )
         )
         drawn.append(sequence.logprobs)
-    gaps = np.abs(np.concatenate([row[15:] for row in logprobs(rank, items)]) - np.concatenate(drawn))
-    print(f"trainer and sampler: mean {gaps.mean():.4f}, largest {gaps.max():.4f} nats over {len(gaps)} tokens")
-    assert gaps.mean() < MEAN
+
+    true = np.concatenate([row[15:] for row in logprobs(exact, items)])
+
+    def distance(found: list[np.ndarray]) -> float:
+        """Mean from float32, in nats."""
+        return float(np.abs(np.concatenate(found) - true).mean())
+
+    trainer, stream = (distance([row[15:] for row in logprobs(one, items)]) for one in (rank, rounding))
+    sampler = distance(drawn)
+    print(f"from float32: trainer {trainer:.4f}, sampler {sampler:.4f}, a stream in bfloat16 {stream:.4f} nats")
+    assert trainer < 0.85 * stream and sampler < stream
