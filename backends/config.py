@@ -37,7 +37,7 @@ class BackendConfig(BaseModel):
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Sequences decoded at once; more wait. Eight more are reserved for owners with none running."""
     adapter_slots: int = Field(default=8, ge=1, le=64)
-    """Adapters the sampler decodes with at once, each with memory for the largest rank; more take turns."""
+    """Adapters the sampler decodes with at once, each with memory for the largest rank; more share the slots."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)

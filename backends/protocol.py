@@ -1,8 +1,8 @@
 """The one seam between the server and what computes: a trainer and a sampler per base model.
 
 `Backend.start` is called first, then anything from any task, and `Backend.stop` last. The server serialises a model's
-training operations by seq_id. Operations of several models may be given at once: owners take turns on the trainer, and
-then their models. Directories are given by paths that are the same to server, trainer and sampler.
+training operations by seq_id. Operations of several models may be given at once: the trainer serves owners in turn,
+and their models. Directories are given by paths that are the same to server, trainer and sampler.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -164,8 +164,8 @@ class Trainer(Protocol):
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Compute the log probabilities of every target; with `backward`, add the loss's gradient to the model's.
 
-        It waits for its turn before each microbatch, in which other models' datums may be computed too. A failure with
-        `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
+        It waits for a grant of the trainer before each microbatch, in which other models' datums may be computed too. A
+        failure with `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
         """
 
     async def mark_incomplete(self, model_id: str) -> None:
@@ -191,7 +191,8 @@ class Trainer(Protocol):
         """Make a model from its snapshot, as it was."""
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
-        """While the block runs, only models that are being restored get turns: this one, and others in such a block."""
+        """Grant the trainer only to models that are being restored while the block runs: this one, and others in such a
+        block."""
 
     def last_turn(self, model_id: str) -> int:
         """Return a number that changes whenever the trainer begins to work for this model."""

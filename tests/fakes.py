@@ -21,7 +21,7 @@ from api_schemas.training import (
     Trainable,
 )
 from backends.files import written_aside
-from backends.processes.fair_queue import FairTurns
+from backends.processes.fair_queue import FairQueue
 from backends.processes.spans import ANSWERED, ProcessSpan, emit
 from backends.protocol import (
     BackendFailed,
@@ -59,7 +59,7 @@ class FakeTrainer:
         self.applied: list[tuple[str, list[int]]] = []
         """The model and gradient of every step that was taken."""
         self.calls: list[tuple[str, str]] = []
-        self.turns = FairTurns()
+        self.queue = FairQueue()
         self.owners: dict[str, str] = {}
         self.begun: Counter[str] = Counter()
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
@@ -68,7 +68,7 @@ class FakeTrainer:
         self.restart = asyncio.Condition()
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
-        async with self.turns.turn(owner, model_id):
+        async with self.queue.grant(owner, model_id):
             if lora.rank > 64:
                 raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
             self.steps[model_id] = 0
@@ -86,7 +86,7 @@ class FakeTrainer:
     async def _forward_backward(self, model_id: str, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput:
         self._held(model_id)
         loss_input = decode_batch(batch)
-        async with self.turns.turn(self.owners[model_id], model_id):
+        async with self.queue.grant(self.owners[model_id], model_id):
             self.begun[model_id] += 1
             await self.gates[loss_input.loss_fn].wait()
         self.calls.append((loss_input.loss_fn, model_id))
@@ -113,7 +113,7 @@ class FakeTrainer:
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         self._held(model_id)
-        async with self.turns.turn(self.owners[model_id], model_id):
+        async with self.queue.grant(self.owners[model_id], model_id):
             self.begun[model_id] += 1
         self.calls.append(("optim_step", model_id))
         gradient, self.gradients[model_id] = self.gradients[model_id], []
@@ -171,7 +171,7 @@ class FakeTrainer:
         self.gradients[model_id] = json.loads((directory / "gradient").read_text())
 
     def restoring(self, model_id: str, owner: str) -> contextlib.AbstractContextManager[None]:
-        return self.turns.first(owner, model_id)
+        return self.queue.prioritize(owner, model_id)
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         await self.save_state(model_id, directory)

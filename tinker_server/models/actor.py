@@ -68,7 +68,7 @@ class Actor:
                 yield operation, False
 
     def queue(self, lane: Lane, operation: Operation) -> None:
-        """Have an operation run in its turn."""
+        """Run an operation after all before it."""
         if operation.size_bytes > INLINE_BYTES and (lane.waiting or self.is_working):
             operation = replace(operation, body=None, request=None)  # it is in the database
         lane.add(operation, asyncio.get_running_loop().time())

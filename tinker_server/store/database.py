@@ -44,7 +44,8 @@ SHRUNK_PAGES = 20_000
 
 
 class Database:
-    """Sessions to read and to write. Writers take turns: SQLite has one, and waiting here is fair and cheap."""
+    """Sessions to read and to write. One transaction writes at a time: SQLite allows no more, and waiting here is
+    fair and cheap."""
 
     def __init__(
         self, url: str, retry_s: float = RETRY_S, busy_timeout_ms: int = BUSY_TIMEOUT_MS, synchronous: str = "full"
@@ -85,7 +86,7 @@ class Database:
         self._writing = self._engine.execution_options(writes=True)
         self._read = async_sessionmaker(self._engine, expire_on_commit=False)
         self._write = async_sessionmaker(self._writing, expire_on_commit=False)
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._lease: Lease | None = None
         self._reads, self._writes = Outage("reads"), Outage("writes")
 
@@ -110,7 +111,7 @@ class Database:
     @asynccontextmanager
     async def _transaction(self, begun: AbstractAsyncContextManager[S]) -> AsyncIterator[S]:
         with self._outages(self._writes):
-            async with self._turn, begun as transaction:
+            async with self._write_lock, begun as transaction:
                 if self._lease is not None:
                     await self._lease.require_in(transaction)
                 yield transaction
@@ -203,7 +204,7 @@ class Database:
             return
         async with self._engine.connect() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            async with self._turn:
+            async with self._write_lock:
                 # As a script: a plain execute would stop after the first page.
                 await driver.executescript(f"PRAGMA incremental_vacuum({SHRUNK_PAGES});")
             # Writers go on meanwhile. A reader (a backup, a shell) keeps the log from being truncated. It is not waited

@@ -167,15 +167,15 @@ async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker
     ended = asyncio.Event()
 
     async def stubborn(self: FakeTrainer, model_id: str, batch: object, *, backward: bool) -> None:
-        async with self.turns.turn("", model_id):
+        async with self.queue.grant("", model_id):
             self.begun[model_id] += 1
             while not ended.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
                     await ended.wait()
 
     async def behind(self: FakeTrainer, model_id: str, directory: Path) -> None:
-        async with self.turns.turn("", model_id):
-            pytest.fail("it has no turn")
+        async with self.queue.grant("", model_id):
+            pytest.fail("it is not granted")
 
     async with server(tmp_path, drain_s=Settings(data_dir=tmp_path).drain_s) as client:
         await client.result(await client.create_model())

@@ -67,7 +67,7 @@ class Story:
         if self._crashes > MAX_TRIES:
             await self.assert_answered()
         left = self._data_dir.with_name(f"{self._data_dir.name}+")
-        async with self._client.services.futures.rows._db._turn:  # a copy of one moment
+        async with self._client.services.futures.rows._db._write_lock:  # a copy of one moment
             with contextlib.suppress(shutil.Error):  # what was just being deleted
                 shutil.copytree(self._data_dir, left)
         await self._stack.aclose()
