@@ -20,7 +20,7 @@ class Disk:
     def sync(self, handle: int) -> None:
         """What the disk has from now on of a file or a directory."""
         found = os.fstat(handle)
-        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        path = Path(f"/proc/self/fd/{handle}").readlink()
         if not path.is_relative_to(self._root):
             return
         self._kept.append(os.dup(handle))

@@ -79,7 +79,8 @@ class Place:
         if victim != "server":
             found = self._random.choice(self._await(api, victim))
             self.kills.append((victim, time.monotonic()))
-            return found.kill()
+            found.kill()
+            return
         children = api.children(recursive=True)
         self.kills.append((victim, time.monotonic()))
         self.server.kill()

@@ -103,7 +103,7 @@ def test_032_ten_parts_in_parallel_with_the_first_last_run_in_order(fake: Runnin
 
 
 def test_033_a_datum_of_twenty_megabytes_is_taken_or_refused_with_a_text(
-    fake: Running, roomy: Running, training: tinker.TrainingClient
+    roomy: Running, training: tinker.TrainingClient
 ) -> None:
     large = image_datum(20_000_000)
     with tinker.ServiceClient(base_url=roomy.url, api_key="tml-test") as client:

@@ -206,7 +206,7 @@ def test_102_older_clients_are_led_to_an_archive(training: tinker.TrainingClient
 
 
 def test_103_copies_stand_on_their_own(
-    client: tinker.ServiceClient, rest: tinker.RestClient, training: tinker.TrainingClient, fake: Running
+    client: tinker.ServiceClient, rest: tinker.RestClient, training: tinker.TrainingClient
 ) -> None:
     training.optim_step(types.AdamParams()).result()
     source = training.save_state("a", ttl_seconds=7200, user_metadata={"k": "v"}).result().path

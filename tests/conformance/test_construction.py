@@ -50,7 +50,8 @@ def behind_a_prefix(app: ASGIApp) -> ASGIApp:
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["path"].startswith(f"{PREFIX}/"):
-            return await JSONResponse({"detail": "not below the prefix"}, 404)(scope, receive, send)
+            await JSONResponse({"detail": "not below the prefix"}, 404)(scope, receive, send)
+            return
         headers = [*scope["headers"], (b"x-forwarded-prefix", PREFIX.encode())]
         await app({**scope, "path": scope["path"].removeprefix(PREFIX), "headers": headers}, receive, send)
 

@@ -64,7 +64,7 @@ def test_079_load_beyond_the_bound_is_429_and_the_client_recovers(
     assert fake.backend.tiny.sampler.num_begun - begun == 4 + number
 
 
-def test_080_two_thousand_samples_at_once_all_finish(fake: Running, client: tinker.ServiceClient) -> None:
+def test_080_two_thousand_samples_at_once_all_finish(client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
     futures = [sampler.sample(PROMPT, 1, ONE_TOKEN) for _ in range(2000)]
     assert sum(future.result().sequences[0].tokens == [100] for future in futures) == 2000
@@ -105,7 +105,7 @@ def test_082_only_samples_can_be_cancelled(fake: Running) -> None:
     assert fake.result(submitted).status_code == 200
 
 
-def test_083_the_sdk_polls_one_log_for_all_its_samples(fake: Running, client: tinker.ServiceClient) -> None:
+def test_083_the_sdk_polls_one_log_for_all_its_samples(client: tinker.ServiceClient) -> None:
     config = client.holder.get_client_config()
     client.holder._client_config = config.model_copy(update={"sample_use_retrieve_futures": True})
     try:

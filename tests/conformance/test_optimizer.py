@@ -65,7 +65,7 @@ def test_028_and_050_five_steps_are_those_of_peft_and_torch_optim(
 
 
 def test_022_and_023_a_resumed_run_takes_the_step_of_an_uninterrupted_one(
-    server: Server, service: tinker.ServiceClient, renderer: Renderer
+    service: tinker.ServiceClient, renderer: Renderer
 ) -> None:
     client = service.create_lora_training_client(MODEL, rank=RANK, seed=1).result()
     for number in range(2):

@@ -43,7 +43,8 @@ class Wire:
 
         async def recorded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
-                return await app(scope, receive, send)
+                await app(scope, receive, send)
+                return
             headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
             seen = Seen(scope["method"], scope["path"].removeprefix("/api/v1"), headers)
             self.requests.append(seen)

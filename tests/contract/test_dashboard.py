@@ -127,9 +127,7 @@ def test_the_cookie_is_for_this_site_alone_and_no_script_reads_it(alice: Owner) 
     assert httpx.post(f"{alice.server.url}/login", data={"key": "tml-wrong"}).status_code == 401
 
 
-def test_a_removed_key_a_changed_cookie_and_an_old_one_open_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_key_a_changed_cookie_and_an_old_one_open_nothing(tmp_path: Path) -> None:
     key = keys.add(tmp_path / "keys", "alice")
     keys.add(tmp_path / "keys", "bob")
     known = keys.Keys(tmp_path / "keys")

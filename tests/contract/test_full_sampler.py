@@ -126,7 +126,7 @@ async def test_weights_that_are_not_the_trainers_are_refused_and_the_others_are_
         assert_is_of(response, references[index], renderer, LONG)
 
 
-async def test_adapters_and_what_is_gone_are_refused_by_name(sampler, versions, tiny_vl, renderer, tmp_path):
+async def test_adapters_and_what_is_gone_are_refused_by_name(sampler, versions, tiny_vl, tmp_path):
     rank = trainer(tiny_vl)
     rank.create_model("m", LORA)
     rank.save_sampler_weights("m", tmp_path / "lora", for_elsewhere=False)

@@ -36,7 +36,8 @@ class SlowUplink:
 
         async def delayed(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or not scope["path"].endswith("/forward_backward"):
-                return await app(scope, receive, send)
+                await app(scope, receive, send)
+                return
             messages = [await receive()]
             while messages[-1].get("more_body"):
                 messages.append(await receive())

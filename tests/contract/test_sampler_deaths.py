@@ -112,9 +112,9 @@ async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more
     assert not psutil.pid_exists(child.process.pid)
 
 
-@pytest.mark.parametrize("turns", range(4))
-async def test_a_stop_that_meets_a_sign_of_progress_ends(tmp_path: Path, turns: int) -> None:
-    """So many turns of the event loop after it: the watch must not take the one for the other."""
+@pytest.mark.parametrize("num_iterations", range(4))
+async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) -> None:
+    """The stop comes so many iterations of the event loop later: the watch must not take the one for the other."""
     asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def ask_progress(_: Any) -> int:
@@ -135,7 +135,7 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(tmp_path: Path, turns: 
     await asked.wait()
     working.cancel()
     answer.set_result(1)
-    for _ in range(turns):
+    for _ in range(num_iterations):
         await asyncio.sleep(0)
     async with asyncio.timeout(10):
         await running.stop()

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import importlib.resources
 import json
-import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic import command
@@ -168,7 +168,7 @@ class Database:
         """
         try:
             if self._engine.dialect.name == "sqlite" and self._engine.url.database:
-                await asyncio.to_thread(os.makedirs, os.path.dirname(self._engine.url.database) or ".", exist_ok=True)
+                await asyncio.to_thread(Path(self._engine.url.database).parent.mkdir, parents=True, exist_ok=True)
             async with self._engine.begin() as connection:
                 await connection.run_sync(_upgrade, revision, self._lease)
         except CommandError as error:

@@ -78,7 +78,7 @@ async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, referen
     assert sampler._supervisor.children is process
 
 
-async def test_image_placeholders_are_never_drawn_however_likely(sampler, reference, renderer, tmp_path):
+async def test_image_placeholders_are_never_drawn_however_likely(sampler, renderer, tmp_path):
     """At every position one of the two is favoured by far: their rows of the head point in opposite directions."""
     config = renderer.config
     direction = torch.ones(1, config.get_text_config().hidden_size)

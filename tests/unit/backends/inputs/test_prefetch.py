@@ -54,7 +54,7 @@ def test_prefetched_inputs_are_rendered_as_others_and_every_image_is_decoded_onc
     assert torch.get_num_threads() == num_threads
 
 
-def test_known_images_are_not_decoded_and_prefetched_ones_not_left_over(renderer, decoded):
+def test_known_images_are_not_decoded_and_prefetched_ones_not_left_over(renderer):
     hashes = {one.hash for one in renderer.render(INPUTS[0], "datum").images}
     renderer.prefetch(INPUTS[:1], hashes)
     renderer.prefetch(INPUTS[1:2])

@@ -29,8 +29,7 @@ async def db(database_url: str) -> AsyncIterator[Database]:
 
 
 async def session(db: Database) -> str:
-    session_id = await SessionStore(db).create(CreateSessionRequest(), None, "alice")
-    return session_id
+    return await SessionStore(db).create(CreateSessionRequest(), None, "alice")
 
 
 def sampler(session_id: str, number: int, *, made_at: float, size_bytes: int = 1, model: str = "a") -> SamplingSession:
