@@ -197,6 +197,7 @@ def test_012_addresses_and_handles_cost_no_request(
     assert requests() == []
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_013_telemetry_is_accepted_at_once_and_logged_without_keys(
     fake: Running, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -97,7 +97,7 @@ def test_a_repeated_submit_has_the_same_request_id_and_another_operation_is_400(
     assert conflict.status_code == 400 and "seq_id 1" in conflict.json()["detail"]
 
 
-@pytest.mark.flaky(reruns=2)
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_refused_bodies_have_an_answer_with_a_length_and_settle_their_number(server: Running) -> None:
     model_id = server.model()
     headers = {"content-type": "application/x-protobuf"}

@@ -136,6 +136,7 @@ async def test_of_a_large_adapter_no_file_may_be_missing_or_torn(sampler, in_fil
         await sampler.publish(in_files, "somebody")
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_publishing_does_not_wait_for_the_samples_of_others(sampler, saved, adapters):
     """Every row and every slot is taken by two owners."""
     long = request(MIXED["text"], {"max_tokens": 1500, "stop": []}, num_samples=70)

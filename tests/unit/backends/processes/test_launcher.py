@@ -77,6 +77,7 @@ async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
     assert _num_descriptors() <= descriptors + 1  # the event loop's watcher of children
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_a_child_that_works_when_the_server_stops_is_not_waited_for_long() -> None:
     child = await launch("busy", "tests.busy_child", {})
     await child.call(Grandchild())
