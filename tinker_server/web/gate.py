@@ -7,7 +7,6 @@ parsed.
 import asyncio
 import ipaddress
 import time
-from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -176,7 +175,6 @@ class BodyLimit:
                 status = 422 if num_brackets > most_values else BodyTooLarge.status
                 raise HTTPException(status, _too_many_values(most_values))
             if is_whole:
-                receiving.close()
                 came(num_bytes)
             return message
 
@@ -185,18 +183,16 @@ class BodyLimit:
             return
         ledger: Ledger = scope["app"].state.services.ledger
         owner = scope.get("state", {}).get("owner") or ""
-        with ExitStack() as receiving:
-            if not size_bytes:
+        if not size_bytes:
+            await self.app(scope, counted, send)
+            return
+        try:
+            async with ledger.body(owner, size_bytes) as came:
                 await self.app(scope, counted, send)
-                return
-            try:
-                async with ledger.body(owner, size_bytes) as came:
-                    receiving.enter_context(ledger.received(owner))
-                    await self.app(scope, counted, send)
-            except Busy as error:
-                await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
-                    scope, receive, send
-                )
+        except Busy as error:
+            await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
+                scope, receive, send
+            )
 
 
 def _route(scope: Scope) -> str:

@@ -6,8 +6,8 @@ Fair queues grant both, and the encoding of results. Requests without an owner s
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from backends.processes.fair_queue import FairQueue
 from tinker_server.errors import Busy
@@ -36,16 +36,11 @@ class Ledger:
         self._encoding = FairQueue()
         self._owners: dict[str, FairQueue] = {}
         self._in_flight: Counter[str] = Counter()
-        self._receiving: Counter[str] = Counter()
 
     @property
     def largest_bytes(self) -> int:
         """Return the most memory that bodies take: what is received, and four times what is being decoded."""
         return 2 * self._of_owner + 4 * self._decoded_bytes
-
-    def receiving(self, owner: str) -> bool:
-        """Return whether a body of this owner is being received."""
-        return self._receiving[owner] > 0
 
     @asynccontextmanager
     async def body(self, owner: str, size_bytes: int) -> AsyncIterator[Callable[[int], None]]:
@@ -76,17 +71,6 @@ class Ledger:
             self._in_flight[owner] -= 1
             if not self._in_flight[owner]:
                 del self._in_flight[owner], self._owners[owner]
-
-    @contextmanager
-    def received(self, owner: str) -> Iterator[None]:
-        """Note that a body is being received while the block runs."""
-        self._receiving[owner] += 1
-        try:
-            yield
-        finally:
-            self._receiving[owner] -= 1
-            if not self._receiving[owner]:
-                del self._receiving[owner]
 
     def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
         """Hold room for decoding a body that decompresses to so many bytes."""
