@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleBuffer
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -320,6 +320,14 @@ class Sampler(Protocol):
         score a test text as the trainer did, and otherwise as `sample`."""
 
 
+class PromptSize(NamedTuple):
+    """Size of a prompt with its images expanded."""
+
+    num_tokens: int
+    pixel_bytes: int
+    """As `BaseModel.pixel_bytes`."""
+
+
 class BaseModel(Protocol):
     """One served base model."""
 
@@ -330,11 +338,9 @@ class BaseModel(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
-    def check_sample(self, request: SampleRequest) -> int:
-        """Return the prompt's length in tokens, with images expanded.
-
-        Raises InvalidInput for errors that can be found without computing: ids, images, lengths, parameters.
-        """
+    def check_sample(self, request: SampleRequest) -> PromptSize:
+        """Return the prompt's size. Raises InvalidInput for errors that can be found without computing: ids, images,
+        lengths, parameters."""
 
     def pixel_bytes(self, images: Sequence[bytes]) -> int:
         """Return the bytes of the pixels of image files, three a pixel, from their headers; 0 for what is no image."""

@@ -35,6 +35,7 @@ from backends.protocol import (
     InvalidInput,
     ModelLost,
     ProcessState,
+    PromptSize,
     SamplingTask,
 )
 from backends.sampler.checks import check_support
@@ -254,11 +255,12 @@ class FakeBaseModel:
         self.trainer = FakeTrainer()
         self.sampler = FakeSampler()
 
-    def check_sample(self, request: SampleRequest) -> int:
+    def check_sample(self, request: SampleRequest) -> PromptSize:
         if not request.prompt.chunks:
             raise InvalidInput("the prompt is empty")
         check_support(request)
-        return sum(len(chunk.tokens) if isinstance(chunk, EncodedTextChunk) else 4 for chunk in request.prompt.chunks)
+        sizes = [len(one.tokens) if isinstance(one, EncodedTextChunk) else None for one in request.prompt.chunks]
+        return PromptSize(sum(4 if size is None else size for size in sizes), sizes.count(None) << 20)
 
     def pixel_bytes(self, images: Sequence[bytes]) -> int:
         return len(images) << 20
