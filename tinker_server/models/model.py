@@ -200,9 +200,10 @@ class Model:
             await self._stores.storage.delete(run.snapshot)
 
     async def unload(self) -> None:
-        """Free the model's memory."""
+        """Free the model's memory, if its base model is served: otherwise no process holds it."""
         run = await self._find()
-        await self._trainer_of(run).delete_model(self.id)
+        if run.base_model in self._stores.bases.served:
+            await self._trainer_of(run).delete_model(self.id)
         self._is_whole = False
         self.log = Log()
 
