@@ -56,6 +56,12 @@ def test_what_ends_and_bends_an_answer_is_bounded(fields, named):
         read("chat_completions", body(**fields))
 
 
+@pytest.mark.parametrize("field", ["structures", "triggers"])
+def test_a_structural_tag_without_a_format_is_refused_by_name(field):
+    with pytest.raises(BadField, match=r"response_format\.structures is not supported; structural_tag takes a format"):
+        read("chat_completions", body(response_format={"type": "structural_tag", field: []}))
+
+
 @pytest.mark.parametrize("prompt", [[1, "a"], [[1], 2], [["a"]], [{}], {}, [], 7, [True], [1.5]])
 def test_a_prompt_is_text_or_token_ids(prompt):
     with pytest.raises(BadField, match="prompt must be a text, a list of texts, a list of token ids"):
