@@ -150,6 +150,16 @@ class GpuState:
     """Part of the latest sampling interval in which a kernel ran, from 0 to 1."""
 
 
+@dataclass(frozen=True)
+class ModelState:
+    """State of a model that a trainer holds."""
+
+    latest_work: int
+    """A number that changes whenever the trainer begins to work for it."""
+    worked_s: float
+    """Seconds that the trainer has worked for it since it was loaded; the rest it has waited."""
+
+
 class Trainer(Protocol):
     """LoRA models on a frozen base, or one model that trains all of it. Every method raises InvalidInput, ModelLost or
     BackendFailed."""
@@ -194,18 +204,12 @@ class Trainer(Protocol):
         """Grant the trainer only to models that are being restored while the block runs: this one, and others in such a
         block."""
 
-    def last_turn(self, model_id: str) -> int:
-        """Return a number that changes whenever the trainer begins to work for this model."""
-
-    def holds(self, model_id: str) -> bool:
-        """Return whether the model was made here, and has not ended with the process that held it."""
+    def state(self, model_id: str) -> ModelState | None:
+        """Return a model's state; None if it was not made here, or has ended with the process that held it."""
 
     async def restarted(self, seen: int) -> int:
         """Wait until the trainer has been restarted more than `seen` times, and return how many times. What it held
         before is lost."""
-
-    def worked_s(self, model_id: str) -> float:
-        """Return the seconds that the trainer has worked for this model since it was loaded; the rest it has waited."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter into `directory`, which appears whole or not at all, but is not durable yet: in PEFT's form
@@ -353,49 +357,6 @@ class BaseModel(Protocol):
 
     async def engine_use(self) -> EngineUse | None:
         """Return the engine's load; None if the sampler is being started, or does not answer at once."""
-
-
-@dataclass(frozen=True)
-class ExaminedModel:
-    """A model as it would be served here, according to its files."""
-
-    name: str
-    arch: str
-    takes_images: bool
-    dtype: str
-    weight_bytes: int
-    """Bytes of one copy; trainer and sampler have one each."""
-    kv_cache_bytes: int
-    """Least KV cache of its sampler."""
-    context: int
-    max_lora_rank: int
-
-
-@dataclass(frozen=True)
-class ExaminedPatch:
-    """A change inside another project's code, compared with the installed version."""
-
-    name: str
-    target: str
-    state: str
-    """`as written`, `changed` or `absent`: that of the code that it changes."""
-    why: str
-
-
-@dataclass(frozen=True)
-class Examination:
-    """Resources of this machine, and what the configured models need."""
-
-    versions: Mapping[str, str]
-    device: str
-    main_bytes: int
-    """Free main memory."""
-    gpus: Sequence[tuple[str, int]]
-    """Name and memory of each."""
-    models: Sequence[ExaminedModel]
-    patches: Sequence[ExaminedPatch]
-    problem: str | None
-    """Reason why they cannot be served."""
 
 
 class Backend(Protocol):

@@ -34,6 +34,7 @@ from backends.protocol import (
     GpuState,
     InvalidInput,
     ModelLost,
+    ModelState,
     ProcessState,
     PromptSize,
     SamplingTask,
@@ -145,11 +146,8 @@ class FakeTrainer:
 
         return asyncio.ensure_future(write())
 
-    def last_turn(self, model_id: str) -> int:
-        return self.begun[model_id]
-
-    def holds(self, model_id: str) -> bool:
-        return model_id in self.steps
+    def state(self, model_id: str) -> ModelState | None:
+        return ModelState(self.begun[model_id], 0.0) if model_id in self.steps else None
 
     async def restarted(self, seen: int) -> int:
         async with self.restart:
@@ -162,9 +160,6 @@ class FakeTrainer:
         async with self.restart:
             self.num_restarts += 1
             self.restart.notify_all()
-
-    def worked_s(self, model_id: str) -> float:
-        return 0.0
 
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         await self.create_model(model_id, lora, owner)

@@ -24,7 +24,15 @@ from backends.processes.launcher import StartWorkers, launch_trainer
 from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
 from backends.processes.spans import OnSpan, ProcessSpan, current_on_span, spans_to
 from backends.processes.supervisor import Supervisor
-from backends.protocol import EncodedBatch, InvalidInput, ModelLost, OnLoading, ProcessState, ignore_loading
+from backends.protocol import (
+    EncodedBatch,
+    InvalidInput,
+    ModelLost,
+    ModelState,
+    OnLoading,
+    ProcessState,
+    ignore_loading,
+)
 from backends.trainer import commands
 
 log = logging.getLogger(__name__)
@@ -65,7 +73,7 @@ class _Model:
     """A loaded model."""
 
     owner: str
-    latest: int
+    latest_work: int
     """Number of its latest work."""
     worked_s: float = 0.0
     """Seconds that its work has taken."""
@@ -121,17 +129,9 @@ class TrainerClient:
         """Implement the protocol."""
         return self._queue.prioritize(owner, model_id)
 
-    def holds(self, model_id: str) -> bool:
+    def state(self, model_id: str) -> ModelState | None:
         """Implement the protocol."""
-        return model_id in self._models
-
-    def last_turn(self, model_id: str) -> int:
-        """Implement the protocol."""
-        return 0 if (model := self._models.get(model_id)) is None else model.latest
-
-    def worked_s(self, model_id: str) -> float:
-        """Implement the protocol."""
-        return 0 if (model := self._models.get(model_id)) is None else model.worked_s
+        return None if (model := self._models.get(model_id)) is None else ModelState(model.latest_work, model.worked_s)
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """Implement the protocol; rank 0 writes."""
@@ -261,7 +261,7 @@ class TrainerClient:
             await self._supervisor.running()
 
     def _begin(self, model_id: str) -> None:
-        self._models[model_id].latest = next(self._numbers)
+        self._models[model_id].latest_work = next(self._numbers)
 
     @contextlib.contextmanager
     def _working(self, *model_ids: str) -> Iterator[None]:

@@ -314,7 +314,7 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_
             rows += 1
             return await on_all(command)
 
-        await until(lambda: client.last_turn("flood") > client.last_turn("small"))
+        await until(lambda: client.state("flood").latest_work > client.state("small").latest_work)
         client._on_all_or_end = counted  # type: ignore[method-assign]
         await client.forward_backward("small", small, backward=True)
         assert rows <= 3 and not flood.done()
@@ -344,7 +344,7 @@ async def test_each_is_told_of_the_rows_that_held_its_datums(tiny_text: Path, re
             await client.create_model(name, LORA, owner)
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(compute("long", long))
-            await until(lambda: client.last_turn("long") > client.last_turn("shorter"))
+            await until(lambda: client.state("long").latest_work > client.state("shorter").latest_work)
             for name in ("short", "shorter"):
                 group.create_task(compute(name, short))
     finally:

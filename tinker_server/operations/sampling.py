@@ -60,7 +60,7 @@ class Sampling:
         """Count prompt tokens once, however many continuations were sampled, and an image as what it expands to."""
         length = _known_length(request.prompt)
         if length is None:
-            length, _ = await asyncio.to_thread(self._stores.bases.base(base_model).check_sample, request)
+            length = (await asyncio.to_thread(self._stores.bases.base(base_model).check_sample, request)).num_tokens
         cached = min(response.prompt_cache_hit_tokens, length)
         sampled = sum(len(sequence.tokens) for sequence in response.sequences)
         used = (owner, session_id, base_model)
