@@ -62,7 +62,7 @@ async def test_a_model_whose_base_is_no_longer_served_is_dropped_in_time_like_al
             await client.result(await client.create_model(number, base_model=name))
     assert len(snapshots(tmp_path)) == 2
     async with serving(settings_in(tmp_path), FakeBackend()) as services:
-        await services.housekeeper.look_after_models(time.time() + SNAPSHOT_KEPT_S + 60)
+        await services.housekeeper.sweep_models(time.time() + SNAPSHOT_KEPT_S + 60)
         assert [(await services.runs.get(f"{session_id}:train:{number}")).status for number in range(2)] == ["lost"] * 2
         assert snapshots(tmp_path) == []
 
