@@ -84,8 +84,8 @@ NOTES = """
   layers x 3 pairs. Routers and the gates of shared experts are frozen.
 - Microbatches of one sample: layers with linear attention carry a state along a microbatch.
 - Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
-  names of the model's own files, expert by expert. The cookbook's tools build and merge them, except Mixtral's, whose files
-  have names of their own (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; for
+  names of the model's own files, expert by expert. The cookbook's tools build and merge them, except Mixtral's, whose
+  files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; for
   other kinds with experts, and layers without experts among them, it silently omits a part: merge those.
 - InternVL in transformers' own form (`-hf`), with a dense decoder. Its image is up to 12 tiles and one of the whole,
   between `<img>` and `</img>`. SmolVLM's is tiles too, with their positions as text and `<fake_token_around_image>`.
@@ -103,7 +103,7 @@ NOTES = """
 
 - Every rope type of transformers is served. `longrope` and `dynamic` rotate all tokens of a microbatch by its
   longest sample if that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats
-  on a tiny model. Within that length trainer and engine are right; a server whose context is longer does not start with them.
+  on a tiny model. Within that length trainer and engine are right; a server with a longer context refuses them.
 - Windows are refused in bfloat16 on CUDA, and for Qwen2 MoE everywhere if only some layers have one: the engine
   ignores them. StableLM and Nemotron are refused when they have been loaded: in transformers their attention does not
   get the lengths of packed samples. A model that scales or caps its logits (Cohere, Granite, Gemma 2) is refused too.
