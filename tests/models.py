@@ -336,7 +336,7 @@ def make_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> Path:
 
 
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:
-    """What stands for images, as a config names it."""
+    """Placeholder tokens of images, as a config names them."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     return {f"{name}_token_id": ids[f"<|{token}|>"] for name, token in names.items()}
 

@@ -20,7 +20,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Composition:
-    """A row: for each model its rank and the tokens of its datums; some datums have images."""
+    """A packed microbatch: for each model its rank and the tokens of its datums; some datums have images."""
 
     name: str
     models: tuple[tuple[int, Lengths], ...]
@@ -28,7 +28,7 @@ class Composition:
 
     @property
     def num_tokens(self) -> int:
-        """Of the row."""
+        """Number of tokens of all datums."""
         return sum(sum(lengths) for _, lengths in self.models)
 
 
@@ -107,7 +107,7 @@ def _with_many(name: str) -> Composition:
 
 
 def data_of(row: Composition, renderer: Renderer) -> list[list[Datum]]:
-    """Of each model."""
+    """The data of each model."""
     random = _random(row.name, "data")
     return [[_datum(length, row, renderer, random) for length in lengths] for _, lengths in row.models]
 

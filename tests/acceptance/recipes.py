@@ -80,7 +80,7 @@ class Cookbook:
         return self.run(recipe, f"log_path={log_dir}", *arguments, log_dir=log_dir)
 
     def call(self, command: list[Any]) -> tuple[str, float]:
-        """What a command in the working folder says, and its seconds. Fails where it does."""
+        """Return the output of a command in the working folder, and its seconds. Fails if the command does."""
         began = time.monotonic()
         done = subprocess.run(
             command,

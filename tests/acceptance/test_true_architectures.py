@@ -113,7 +113,7 @@ def distance(model: torch.nn.Module, token_ids: list[int], expected: np.ndarray)
 
 
 def train(service: tinker.ServiceClient, name: str, token_ids: list[int]) -> tuple[str, np.ndarray]:
-    """Where a model is saved that no longer is its base, in its experts too; and how it scores the tokens."""
+    """Return the path of saved weights that differ from the base, in the experts too, and their scores of the tokens."""
     training = service.create_lora_training_client(base_model=name, rank=4).result()
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(token_ids[:-1]),

@@ -53,7 +53,7 @@ def run_id(owners: tuple[Owner, Owner], learning: LearningBackend) -> str:
 
 @pytest.fixture
 def seen(context: BrowserContext, owners: tuple[Owner, Owner], run_id: str) -> Iterator[Watched]:
-    """Alice's browser, signed in. Whatever it did, nothing left the machine and nothing was wrong."""
+    """Alice's browser, signed in. After the test, no request has left the machine and no error has occurred."""
     alice, _ = owners
     watched = Watched(context, alice.server.url)
     watched.sign_in(alice.key)

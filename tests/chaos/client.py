@@ -75,7 +75,7 @@ class Client:
         return told
 
     def result(self, told: Told) -> Json:
-        """What comes of an operation, for good."""
+        """The final outcome of an operation."""
         told.result = self.post("/retrieve_future", {"request_id": told.request_id})
         told.at_s = time.monotonic()
         told.seconds += told.at_s

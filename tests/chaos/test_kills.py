@@ -128,7 +128,7 @@ def assert_told_once(clients: list[Client]) -> None:
 
 
 def assert_made_by_its_steps(seen: list[Seen], client: Client) -> None:
-    """What was seen of weights is what a model without crashes shows after the same steps."""
+    """Weights seen by clients equal those of a model without crashes after the same steps."""
     wanted: dict[State, list[float]] = {}
     states = {one.state for one in seen}
     for number, end in enumerate(sorted(states, key=len, reverse=True)):
@@ -169,7 +169,7 @@ def assert_sampler_was_back_in_time(place: Place) -> None:
 
 
 def say_pauses(place: Place) -> None:
-    """How long clients waited: from a kill to the next result of what was asked after it, of what was killed."""
+    """Print the wait from each kill to the next result of an operation submitted after it, by the killed process."""
     told = [one for worker in place.workers for one in worker.client.told]
     for victim, at_s in place.kills:
         after = [one for one in told if one.at_s - one.seconds > at_s]

@@ -41,7 +41,7 @@ def test_097_checkpoints_are_listed_newest_first_with_their_kind(
     listed = rest.list_checkpoints(training.model_id).result()
     assert [checkpoint.checkpoint_id for checkpoint in listed.checkpoints] == ids
     assert [checkpoint.checkpoint_type for checkpoint in listed.checkpoints] == ["external", "sampler", "training"]
-    assert all(checkpoint.size_bytes > 0 and not checkpoint.public for checkpoint in listed.checkpoints)
+    assert all((checkpoint.size_bytes or 0) > 0 and not checkpoint.public for checkpoint in listed.checkpoints)
     page = rest.list_user_checkpoints(limit=2, offset=1).result()
     assert [checkpoint.checkpoint_id for checkpoint in page.checkpoints] == ids[1:]
     assert (page.cursor.offset, page.cursor.limit) == (1, 2) and page.cursor.total_count >= 3
@@ -107,7 +107,7 @@ def test_100_a_ttl_is_set_cleared_and_real(
     path = training.save_state("a").result().path
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
     expires_at = rest.list_checkpoints(training.model_id).result().checkpoints[0].expires_at
-    assert abs(expires_at - datetime.now(UTC) - timedelta(hours=2)) < timedelta(minutes=1)
+    assert expires_at is not None and abs(expires_at - datetime.now(UTC) - timedelta(hours=2)) < timedelta(minutes=1)
     for wrong in (10, 0, -1, 315_360_001):
         with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
             rest.set_checkpoint_ttl_from_tinker_path(path, wrong).result()

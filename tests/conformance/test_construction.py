@@ -1,6 +1,6 @@
-"""Making clients, and what that costs in requests; numbers are the checklist's.
+"""Making clients, and its cost in requests; numbers are the checklist's.
 
-What wrong keys get (3) is in test_isolation.py.
+Wrong keys (3) are in test_isolation.py.
 
 pytest tests/conformance/test_construction.py
 """

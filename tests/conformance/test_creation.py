@@ -1,6 +1,6 @@
 """Making training clients, from nothing and from saved weights; numbers are the checklist's.
 
-What another owner's weights give (25) is in test_isolation.py.
+Another owner's weights (25) are in test_isolation.py.
 
 pytest tests/conformance/test_creation.py
 """

@@ -41,7 +41,8 @@ def log(fake: Running, sampler_id: str, cursor: int = 0, clone: int = 0, **field
     target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone}
     answer = fake.post("/retrieve_futures", target=target, prev_cursor=cursor, **fields)
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    body: dict = answer.json()
+    return body
 
 
 def test_079_load_beyond_the_bound_is_429_and_the_client_recovers(

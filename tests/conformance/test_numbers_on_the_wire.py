@@ -54,7 +54,8 @@ def request(model_id: str, seq_id: int, item) -> bytes:
 def submit(http: httpx.Client, body: bytes) -> str:
     response = http.post("/forward_backward", content=body, headers=PROTOBUF)
     assert response.status_code == 200, response.text
-    return response.json()["request_id"]
+    request_id: str = response.json()["request_id"]
+    return request_id
 
 
 def wait(http: httpx.Client, request_id: str) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""What survives when the server stops, and when it is killed; numbers are the checklist's.
+"""Runs and results survive a stop and a kill of the server; numbers are the checklist's.
 
 A client that is killed (64) is in test_silent_clients.py.
 

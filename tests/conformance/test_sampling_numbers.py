@@ -1,4 +1,4 @@
-"""What is drawn and scored, against transformers and the trainer; numbers are the checklist's.
+"""Samples and scores equal those of transformers and the trainer; numbers are the checklist's.
 
 pytest tests/conformance/test_sampling_numbers.py
 """

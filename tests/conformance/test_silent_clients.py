@@ -1,4 +1,4 @@
-"""What becomes of a client's models when it ends, dies, or is silent for a while (items 8, 64).
+"""Models of clients that end, die, or are silent for a while (items 8, 64).
 
 pytest tests/conformance/test_silent_clients.py
 """

@@ -66,7 +66,7 @@ class Wire:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], list[Seen]]]:
-        """What arrives from here on, without what the SDK sends in the background."""
+        """Requests that arrive from here on, without those that the SDK sends in the background."""
         start = len(self.requests)
         yield lambda: [one for one in self.requests[start:] if one.path not in BACKGROUND]
 

@@ -124,7 +124,7 @@ BODIES = bodies()
 
 
 def post(server: Running, path: str, content_type: str, body: bytes, header: str) -> int:
-    """Status of the answer. Plain sockets, so that the client itself takes no turn of the interpreter's."""
+    """Status of the answer. Plain sockets, so that the client itself does not hold the interpreter."""
     key = "" if header.startswith("X-Key") else "X-API-Key: tml-test\r\n"
     url = posixpath.normpath(f"/api/v1/{path}")
     head = (
@@ -162,7 +162,7 @@ def test_the_loop_comes_round_while_a_body_is_read_checked_and_refused(server: R
 
 @pytest.mark.parametrize("num_polls", [1, 8])
 def test_the_loop_comes_round_while_large_results_are_sent_as_json(server: Running, num_polls: int) -> None:
-    """Of log probabilities, fifteen megabytes where there is one, to clients that take no protobuf."""
+    """The results are log probabilities, fifteen megabytes for a single poll, for clients that take no protobuf."""
     length = 2_000_000 if num_polls == 1 else 500_000
     numbers = np.ones(length, "<f4").tobytes()
     one = pb.Datum(

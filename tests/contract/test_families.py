@@ -168,7 +168,7 @@ def test_packed_samples_are_as_one_by_one(source, data) -> None:
 
 
 def on_ranks(world: World, source: Path) -> Stepped:
-    """What two steps on mixed samples give, and the adapter after them; rank 0's."""
+    """Outputs of two steps on mixed samples, and the adapter after them, of rank 0."""
     renderer = make_renderer(source)
     inputs = MIXED if renderer.takes_images else TEXTS
     batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())])

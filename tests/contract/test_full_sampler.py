@@ -66,7 +66,7 @@ def expected(model, renderer: Renderer, model_input: ModelInput, continuation: l
     with torch.no_grad():
         logprobs_TV = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
     ids = inputs["input_ids"][0]
-    values = logprobs_TV[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
+    values: np.ndarray = logprobs_TV[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
     values[ids[1:].numpy() == model.config.image_token_id] = 0
     return values
 

@@ -1,4 +1,4 @@
-"""Who is let in, and with how much: told from the head of a request, before its body is read or anything is parsed.
+"""The head of a request decides access and size, before its body is read or anything is parsed.
 
 pytest tests/contract/test_gate.py
 """
@@ -135,7 +135,7 @@ def test_with_keys_any_name_and_origin_will_do(guarded: Running) -> None:
 
 
 def sent(server: Running, *parts: bytes, pause_s: float = 0) -> bytes:
-    """What comes back until the server closes the connection."""
+    """The bytes that come back until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=5) as connection:
         received = b""
         try:

@@ -32,7 +32,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @dataclass
 class Loaded:
-    """What one rank has of one model."""
+    """One rank's shard of one model."""
 
     peak_bytes: int
     """Of all tensors while it loaded."""

@@ -1,4 +1,4 @@
-"""What Prometheus reads, of a server on fakes, and what a finished step leaves."""
+"""Metrics of a server on fakes as Prometheus reads them, and the records of a finished step."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a number stands for: one operation of its owner's, sent again or not, and how much may wait under many.
+"""A number stands for one operation of its owner, also if it is sent again; waiting operations are bounded.
 
 pytest tests/contract/test_numbers.py
 """

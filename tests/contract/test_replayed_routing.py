@@ -1,4 +1,4 @@
-"""What was sampled is trained on by the experts that it was sampled with: engine and trainer, and a whole server.
+"""Sampled tokens are trained by the experts that sampled them: engine and trainer, and a whole server.
 
 pytest -m slow tests/contract/test_replayed_routing.py
 """

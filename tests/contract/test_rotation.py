@@ -1,4 +1,4 @@
-"""How tokens are turned by their positions: every rope type of transformers, alone and in company.
+"""Rotary positions of every rope type of transformers, alone and packed.
 
 pytest tests/contract/test_rotation.py
 """

@@ -1,4 +1,4 @@
-"""What happens to whom when the sampler's process dies; a real process, with a light one in the engine's place."""
+"""Deaths of the sampler's process: a real process, with a light one in the engine's place."""
 
 import asyncio
 import itertools
@@ -119,7 +119,8 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) ->
 
     async def ask_progress(_: Any) -> int:
         asked.set()
-        return await answer
+        progress: int = await answer
+        return progress
 
     child = Mock(died=asyncio.Event(), call=ask_progress, stop=AsyncMock())
     isolation = CrashIsolation(is_exclusive=True)

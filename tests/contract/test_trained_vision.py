@@ -201,7 +201,7 @@ def test_a_server_that_trains_no_tower_refuses_a_model_that_does(source) -> None
 
 
 def on_ranks(world: World, source: Path) -> Stepped:
-    """What two steps on mixed samples give, and the adapter after them; rank 0's."""
+    """Outputs of two steps on mixed samples, and the adapter after them, of rank 0."""
     renderer = make_renderer(source)
     batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())])
     rank = with_model(TrainerRank(replace(config(source, 60, num_ranks=world.size), trains_vision=True), world))

@@ -21,7 +21,7 @@ def service(server: Server) -> tinker.ServiceClient:
 
 
 def test_sampled_tokens_have_the_trainers_logprobs(service, renderer):
-    """What importance sampling relies on: at step 0 the ratio is 1."""
+    """Importance sampling relies on it: at step 0 the ratio is 1."""
     client = service.create_lora_training_client(MODEL, rank=8, seed=3).result()
     step(client, batch(renderer), types.AdamParams(learning_rate=2e-2))
     sampler = client.save_weights_and_get_sampling_client().result()

@@ -1,4 +1,4 @@
-"""How far trainer and sampler of a server are apart, in bfloat16.
+"""Distance of trainer and sampler of a server, in bfloat16.
 
 The bounds are twice what vLLM and transformers differ by on one H200 with random models.
 """

@@ -96,7 +96,7 @@ def test_queries_and_keys_are_rotated_to_the_bit_as_transformers_does_and_so_are
 @pytest.mark.parametrize("width", [8, 16, 32, 40, 64, 128, 256])
 @pytest.mark.parametrize("outputs", [128, 1024, 2560, 4096, 9728])
 def test_no_token_is_left_out_of_a_product_over_a_rows_tokens(width, outputs):
-    """Of small whole numbers, whose sums are exact in float32."""
+    """The inputs are small whole numbers, whose sums are exact in float32."""
     torch.manual_seed(0)
     left = torch.randint(-1, 2, (16_500, width), device="cuda").bfloat16()
     right = torch.randint(-1, 2, (16_500, outputs), device="cuda").bfloat16()

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class Mode:
-    """Of a server."""
+    """Settings of a server, and of the training on it."""
 
     settings: dict[str, Any]
     lora: Trainable

@@ -9,6 +9,7 @@ The bounds hold for each model of a row: in a row as a whole, what a small model
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -91,18 +92,18 @@ class Reference:
 
 @dataclass
 class Worst:
-    """What was furthest from the truth, each with the row and the model that it was found in."""
+    """The largest distances from the reference, each with its microbatch and model."""
 
     found: list[tuple[float, float, float, str]] = field(default_factory=list)
 
     def print(self) -> None:
         """The five worst by each of the three figures."""
         print(f"\n{torch.cuda.get_device_name()}: {len(self.found)} models of packed rows")
-        for place, what in enumerate(
+        for index, figure in enumerate(
             ("gradient, of its norm", "log probabilities, mean", "log probabilities, largest")
         ):
-            for one in sorted(self.found, key=lambda one: -one[place])[:5]:
-                print(f"{what}: {one[place]:.4f} in {one[3]}")
+            for *figures, where in sorted(self.found, key=itemgetter(index), reverse=True)[:5]:
+                print(f"{figure}: {figures[index]:.4f} in {where}")
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,8 @@ async def chat(sampler, messages, weights: Path | None = None, **body) -> dict[s
     """The answer to a chat completion, with its tokens and their log probabilities."""
     asked = {"max_tokens": 6, "return_token_ids": True, "logprobs": True, **body}
     (part,), _ = await told(sampler, "chat_completions", weights, messages=messages, **asked)
-    return json.loads(part)
+    answer: dict[str, Any] = json.loads(part)
+    return answer
 
 
 def events(parts: list[str]) -> list[dict[str, Any]]:

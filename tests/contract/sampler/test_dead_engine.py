@@ -1,4 +1,4 @@
-"""What fails in the engine's host because the engine is dead."""
+"""Failures in the engine's host because the engine is dead."""
 
 from typing import Any
 

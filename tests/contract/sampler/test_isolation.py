@@ -1,4 +1,4 @@
-"""What one tenant's weights do, they do to him alone."""
+"""One owner's weights affect no other owner."""
 
 import asyncio
 import base64
@@ -51,7 +51,8 @@ async def test_the_prefix_cache_tells_no_owner_what_another_asked(sampler, messa
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
 
     async def cached(owner: str) -> int:
-        return (await sampler.chat(ChatTask("chat_completions", body, None, owner), lambda _: None)).cached
+        num_cached: int = (await sampler.chat(ChatTask("chat_completions", body, None, owner), lambda _: None)).cached
+        return num_cached
 
     first = await cached("one")
     assert await cached("one") > first + 50

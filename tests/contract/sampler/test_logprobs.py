@@ -106,7 +106,7 @@ async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference
 
 
 async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(sampler, reference, adapters):
-    """Of several weights at once, one prompt cut between steps."""
+    """Prompts of several weights at once, one of them split between steps."""
     names = list(adapters)
     inputs = [MIXED["text"], MIXED["one image"], prompt(words(5, 1)), prompt(words(2500, 7))]
     works, tables = [], []

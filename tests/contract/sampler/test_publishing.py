@@ -1,4 +1,4 @@
-"""What a trainer saved is scored by the sampler as the trainer scored it, or is not sampled from."""
+"""The sampler scores saved weights as the trainer did, or does not sample from them."""
 
 import asyncio
 import json

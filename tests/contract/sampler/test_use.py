@@ -1,4 +1,4 @@
-"""What the engine tells of its own batch and cache.
+"""The engine reports its own batch and cache.
 
 pytest tests/contract/sampler/test_use.py
 """
@@ -21,7 +21,8 @@ async def batch(sampler, is_so: Callable[[EngineBatch], bool]) -> EngineBatch:
         while True:
             use = await sampler.engine_use()
             if use is not None and use.batch is not None and is_so(use.batch):
-                return use.batch
+                batch: EngineBatch = use.batch
+                return batch
             await asyncio.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""What an operator sets, by environment and command line, and what is told when it is wrong."""
+"""Settings by environment and command line, and the messages for wrong ones."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What every base model gets of a machine, and what is said where they do not fit."""
+"""Every base model's share of a machine, and the message if they do not fit."""
 
 from pathlib import Path
 

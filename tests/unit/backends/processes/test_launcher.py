@@ -142,7 +142,7 @@ async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
 
 
 async def environment(pid: int) -> dict[str, str]:
-    """Of a process that was just started: while it becomes another program, it has none to show."""
+    """Return the environment of a process that was just started; it has none while it becomes another program."""
     async with asyncio.timeout(20):
         while not (found := psutil.Process(pid).environ()):  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.01)

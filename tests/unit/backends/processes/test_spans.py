@@ -1,4 +1,4 @@
-"""What a child process did for a call is told to whoever listens where the call was made."""
+"""Spans of a call in a child process are emitted to the callback of the caller."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a chat request may hold before anything of it is parsed by models that are not ours."""
+"""Chat requests are bounded before vLLM's models parse them."""
 
 import json
 from typing import Any

@@ -21,7 +21,7 @@ DEADLY = "deadly"
 
 
 class Deaths:
-    """Where the work of all servers comes to a halt: each is given up there, as if it had ended."""
+    """The point at which the work of all servers halts: each is abandoned there, as if it had ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []

@@ -1,4 +1,4 @@
-"""What a crash leaves, and what the next server makes of it. A crash is a copy of the disk of a running server."""
+"""The next server continues from the state that a crash leaves. A crash is a copy of the disk of a running server."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tinker_server.store.runs import RunStore
 
 
 def crash(data_dir: Path) -> Path:
-    """What the disk holds now, as another directory."""
+    """Copy the disk as it is now to another directory."""
     copy = data_dir.with_name("after the crash")
     shutil.copytree(data_dir, copy)
     return copy

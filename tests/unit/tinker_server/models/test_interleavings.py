@@ -1,4 +1,4 @@
-"""Whatever dies between whichever operations, results and states are those of the operations alone, in their order."""
+"""With deaths between any operations, results and states equal those of the operations alone, in order."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What people see while models load: bars on a terminal, lines of the log elsewhere, and bytes that are true."""
+"""Progress while models load: bars on a terminal, lines of the log elsewhere, with true bytes."""
 
 import asyncio
 import logging

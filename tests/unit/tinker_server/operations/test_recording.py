@@ -1,4 +1,4 @@
-"""How long operations waited and ran, and what is told of tokens and of GPUs."""
+"""Times that operations waited and ran, and metrics of tokens and GPUs."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is counted as used: every token once, for whoever had it done."""
+"""Usage counts every token once, for the owner of the request."""
 
 import time
 from collections.abc import AsyncIterator

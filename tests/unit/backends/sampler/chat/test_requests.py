@@ -1,4 +1,4 @@
-"""What vLLM's models keep of a chat body that is wrong in every place."""
+"""vLLM's models keep one error of a chat body that is wrong everywhere."""
 
 import tracemalloc
 from typing import Any
