@@ -1,4 +1,4 @@
-"""A vLLM worker that can be told to put adapters wrongly into the engine's slots."""
+"""A vLLM worker that puts adapters wrongly into the engine's slots on request."""
 
 from collections.abc import Callable
 from typing import Any

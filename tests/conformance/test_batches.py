@@ -33,7 +33,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory, wire: Wire) -> Iterator[Runn
 
 @contextlib.contextmanager
 def parallel_parts(client: tinker.ServiceClient) -> Iterator[None]:
-    """As clients post the parts of a batch that were not told to post them in order: the first one last."""
+    """Post the parts of a batch as clients without the flag for order do: the first one last."""
     config = client.holder.get_client_config()
     client.holder._client_config = config.model_copy(update={"parallel_fwdbwd_chunks": True})
     try:

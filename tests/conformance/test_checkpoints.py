@@ -139,7 +139,7 @@ def test_100_what_has_expired_is_removed_from_the_disk(tmp_path: Path) -> None:
         running.stop()
 
 
-def test_101_weights_info_tells_the_shape(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
+def test_101_weights_info_has_the_shape(client: tinker.ServiceClient, rest: tinker.RestClient) -> None:
     model = client.create_lora_training_client("tiny", rank=4, train_unembed=False).result()
     for path in (model.save_state("a").result().path, model.save_weights_for_sampler("a").result().path):
         info = rest.get_weights_info_by_tinker_path(path).result()

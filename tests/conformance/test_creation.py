@@ -91,7 +91,7 @@ def test_020_the_sdks_other_optimizer_is_refused_too(client: tinker.ServiceClien
     assert failed.value.category == "user"
 
 
-def test_021_a_creation_that_waits_for_its_turn_is_polled_and_then_succeeds(fake: Running) -> None:
+def test_021_a_creation_that_waits_for_a_grant_is_polled_and_then_succeeds(fake: Running) -> None:
     """There is no bound on models but memory, so a creation never waits for room: only for a grant of the trainer."""
     busy = fake.model()
     gate = fake.backend.tiny.trainer.gates["long"]

@@ -219,9 +219,7 @@ def test_090_a_result_lost_on_the_wire_is_delivered_at_the_next_poll(fake: Runni
     assert fake.post("/retrieve_future", request_id=request_id).status_code == 200
 
 
-def test_091_a_large_result_tells_its_size_once_where_that_is_allowed(
-    fake: Running, client: tinker.ServiceClient
-) -> None:
+def test_091_a_large_result_gives_its_size_once_if_that_is_allowed(fake: Running, client: tinker.ServiceClient) -> None:
     submitted = fake.sample(fake.sampler(), num_samples=100_000)
     plain = fake.result(submitted).content
     body = {"request_id": submitted.json()["request_id"], "allow_metadata_only": True}

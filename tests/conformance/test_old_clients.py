@@ -27,8 +27,8 @@ def server(fake: Running) -> Running:
 
 def result(server: Running, path: str, /, **body: object) -> dict:
     """As 0.8.1 asks for it."""
-    body: dict = server.result(server.post(path, **body)).json()
-    return body
+    answer: dict = server.result(server.post(path, **body)).json()
+    return answer
 
 
 def model(server: Running) -> str:

@@ -88,7 +88,7 @@ async def test_every_version_scores_and_draws_as_transformers_does_in_any_order(
             assert_is_of(response, references[index], renderer, model_input)
 
 
-async def test_versions_that_are_asked_for_at_once_wait_for_their_turns(sampler, versions, references, renderer):
+async def test_versions_that_are_requested_at_once_wait_for_the_engine(sampler, versions, references, renderer):
     async def one(number: int) -> None:
         index = number % 3
         weights = None if index == 0 else versions[index]

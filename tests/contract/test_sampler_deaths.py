@@ -76,7 +76,7 @@ async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler:
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_told(sampler: SamplerClient, told: bool) -> None:
+async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_emitted(sampler: SamplerClient, told: bool) -> None:
     """The engine dies under it, once."""
     parts: list[str] = []
     body = {"first": "hello" if told else None}

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import httpx
 from sqlalchemy import JSON, Boolean, Connection, MetaData
-from sqlalchemy.types import TypeEngine
 
 from tests.factories import photo
 from tests.servers import KEY, Server
@@ -226,7 +225,7 @@ async def copy_database(file: Path, url: str) -> None:
     await db.close()
 
 
-CONVERSIONS: dict[type[TypeEngine[Any]] | None, Callable[[Any], Any]] = {JSON: json.loads, Boolean: bool}
+CONVERSIONS: dict[Any, Callable[[Any], Any]] = {JSON: json.loads, Boolean: bool}
 """By the type of a column, from SQLite's values to Python's."""
 
 
@@ -239,7 +238,9 @@ def _insert_all(connection: Connection, file: Path) -> None:
             rows = [dict(row) for row in source.execute(f"SELECT * FROM {table.name}")]
             for column in table.columns:
                 convert = CONVERSIONS.get(column.type._type_affinity)
-                for row in rows if convert is not None else ():
+                if convert is None:
+                    continue
+                for row in rows:
                     row[column.name] = None if row[column.name] is None else convert(row[column.name])
             if rows and table.name != "alembic_version":
                 connection.execute(table.insert(), rows)

@@ -1,4 +1,4 @@
-"""Chats in the sampler's process: vLLM's handlers, with the prompts, the draws and the turns of every other sample.
+"""Chats in the sampler's process: vLLM's handlers, with the prompts, seeds and fair admission of every other sample.
 
 pytest tests/contract/sampler/test_chat.py
 """
@@ -215,7 +215,7 @@ async def test_what_cannot_be_read_is_refused_by_name(sampler, messages, text):
             await told(sampler, "chat_completions", messages=messages, max_tokens=4, stream=stream)
 
 
-async def test_weights_that_diverged_are_told_and_not_sampled(sampler, reference, tmp_path):
+async def test_weights_that_diverged_are_named_and_not_sampled(sampler, reference, tmp_path):
     diverged = spoilt(reference, tmp_path / "diverged", 1e30)
     for stream in (False, True):
         with pytest.raises(InvalidInput, match="not finite"):
@@ -311,7 +311,7 @@ async def kept(sampler, kept_bytes: int, **body) -> tuple[list[str], ChatUsage]:
     return parts, await sampler.chat(task, parts.append)
 
 
-async def test_the_likeliest_tokens_are_told_in_order_whatever_was_drawn(sampler):
+async def test_the_likeliest_tokens_come_in_order_whichever_was_sampled(sampler):
     answer = await chat(sampler, TEXT, top_logprobs=3, max_tokens=40, seed=1, temperature=2)
     outside = 0
     for one in answer["choices"][0]["logprobs"]["content"]:

@@ -1,4 +1,4 @@
-"""Grammars that answers must follow: none may stop the sequences of other tenants.
+"""Grammars that answers must follow: none may stop the sequences of other owners.
 
 pytest tests/contract/sampler/test_grammars.py
 """

@@ -26,7 +26,7 @@ async def batch(sampler, is_so: Callable[[EngineBatch], bool]) -> EngineBatch:
             await asyncio.sleep(0.02)
 
 
-async def test_the_engine_tells_how_many_sequences_it_runs_and_how_much_cache_they_hold(sampler):
+async def test_the_engine_reports_its_running_sequences_and_their_part_of_the_cache(sampler):
     idle = await batch(sampler, lambda one: one.running == 0)
     assert idle == EngineBatch(0, 0, 0)
     long = {"max_tokens": 3000, "stop": []}
