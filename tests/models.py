@@ -269,7 +269,7 @@ def _write_processor(directory: Path, patch_size: int = 16, processor_class: str
 
 
 def transpose_experts(directory: Path) -> None:
-    """Files of Qwen3-VL MoE hold inputs before outputs; transformers turns them when it loads, not when it saves."""
+    """Files of Qwen3-VL MoE hold inputs before outputs; transformers transposes them only when it loads."""
     for path in directory.glob("*.safetensors"):
         tensors = {
             name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor

@@ -53,7 +53,7 @@ class Watched:
         return [one for one in outside if urlsplit(one).netloc != own]
 
     def violations(self) -> list[str]:
-        """Return the serious faults that axe finds. It is injected by the browser, for the page allows no foreign script."""
+        """Return the serious faults that axe finds. The browser injects it, for the page allows no foreign script."""
         source = AXE.read_text()
         self.page.evaluate("source => { (0, eval)(source); }", source)
         found: dict[str, Any] = self.page.evaluate("() => axe.run({resultTypes: ['violations']})")

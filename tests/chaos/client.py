@@ -1,4 +1,4 @@
-"""A client that goes on through crashes: it sends again, as the SDK does, and keeps what it was told."""
+"""A client that goes on through crashes: it sends again, as the SDK does, and keeps every answer."""
 
 import time
 from dataclasses import dataclass, field
@@ -99,7 +99,7 @@ def well(result: Json) -> Json:
 
 @dataclass
 class Model:
-    """A model, and what it must be by what its client was told."""
+    """A model, and its expected state by its client's answers."""
 
     client: Client
     session_id: str

@@ -24,7 +24,7 @@ VICTIMS = ["trainer", "sampler", "engine", "server"]
 ORPHAN_S = 10
 """How long a child may outlive its server."""
 TOLERANCE = 2e-3
-"""Nats; trainer and sampler are 1e-4 apart. What the trainer gives is the same to the bit."""
+"""Nats; trainer and sampler are 1e-4 apart. The trainer's results are bitwise equal."""
 
 
 class Place:
@@ -89,7 +89,7 @@ class Place:
         self.start()
 
     def _spare_what_was_hit(self, victim: str) -> None:
-        """An operation under which a process ends twice is blamed for it, by name: it must not be by our hand."""
+        """An operation under which a process ends twice fails by name: our kills must not hit one twice."""
         deadline = time.monotonic() + PATIENCE_S
         hit = self._hit.get(victim, [])
         while self._may_go_on() and any(one in worker.client.under_way for worker in self.workers for one in hit):

@@ -19,7 +19,7 @@ PATIENCE_S = 120
 
 
 class Work:
-    """Steps of one model, sent again as often as the server says, until it is told to end."""
+    """Steps of one model, sent again as often as the server says, until `end` is called."""
 
     def __init__(self, running: Running) -> None:
         self._running = running
@@ -114,7 +114,7 @@ def test_a_postgresql_that_is_away_costs_a_pause(database_url: str, tmp_path: Pa
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 @pytest.mark.parametrize("silent_s", [9, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_network_that_loses_all_and_tells_nobody_costs_a_pause(
+def test_a_network_that_silently_loses_everything_costs_a_pause(
     database_url: str,
     tmp_path: Path,
     silent_s: int,

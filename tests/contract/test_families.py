@@ -183,7 +183,7 @@ def test_two_ranks_are_as_one(source: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.flaky(reruns=1)  # in bfloat16 how the engine's rows fell together may send a token to another expert
+@pytest.mark.flaky(reruns=1)  # in bfloat16 the engine's batch composition may send a token to another expert
 async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, renderer, data, tmp_path) -> None:
     """Base and adapters at once, images too where the family takes them."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.has_linear_attention else "float32"

@@ -68,7 +68,7 @@ def posts(server: Running) -> list[str]:
 
 
 @pytest.mark.parametrize("framing", ["Content-Length: 100000000", "Transfer-Encoding: chunked"])
-def test_a_wrong_key_is_told_before_any_of_the_body_is_sent(guarded: Running, framing: str) -> None:
+def test_a_wrong_key_is_refused_before_any_of_the_body_is_sent(guarded: Running, framing: str) -> None:
     assert len(posts(guarded)) > 20
     for path in posts(guarded):
         for key in ("X-Other: none", "X-API-Key: tml-wrong"):
@@ -253,7 +253,7 @@ def test_events_that_differ_only_in_their_request_share_a_short_line(
     assert lines[1] == client + """CRITICAL UNHANDLED_EXCEPTION error_type="KeyError" error_message="'loss'\""""
 
 
-def test_health_is_told_while_every_thread_decodes(server: Running) -> None:
+def test_health_is_answered_while_every_thread_decodes(server: Running) -> None:
     done = threading.Event()
 
     async def fill() -> None:

@@ -92,7 +92,7 @@ def loaded(world: World, config: ModelSpec) -> Loaded:
     files = [load_file(path).items() for path in Path(config.directory).glob("*.safetensors")]
     of_files = {_without_prefixes(name): tensor for file in files for name, tensor in file}
     found = {name: of_files.get(_without_prefixes(name)) for name in got}
-    # Of another shape are those that transformers turns when it loads.
+    # Tensors that transformers transposes when it loads have another shape.
     own = {name: tensor for name, tensor in found.items() if tensor is not None and got[name].shape == tensor.shape}
     different = [name for name, tensor in wanted.items() if not same(got.get(name), tensor)]
     different += [name for name, tensor in own.items() if not same(got[name], tensor.to(got[name].dtype))]

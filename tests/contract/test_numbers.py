@@ -190,7 +190,7 @@ def test_a_flood_of_samples_of_one_owner_gives_another_no_429(tmp_path: Path) ->
         server.stop()
 
 
-def test_training_takes_turns_by_owner_however_many_models_one_has(tmp_path: Path) -> None:
+def test_training_is_granted_to_owners_in_turn_for_any_number_of_models(tmp_path: Path) -> None:
     alice, bob = (keys.add(tmp_path / "keys", name) for name in ("alice", "bob"))
     server = Running(tmp_path)
     try:

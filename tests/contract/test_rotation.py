@@ -50,9 +50,7 @@ def describe(source: Path, context: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
-def test_of_every_rope_type_a_datum_is_scored_alike_alone_and_in_company_or_it_is_refused(
-    rope_type: str, tmp_path: Path
-) -> None:
+def test_every_rope_type_scores_a_datum_alike_alone_and_packed_or_is_refused(rope_type: str, tmp_path: Path) -> None:
     source = make(tmp_path / "model", rope_type)
     longest = CONTEXT
     try:

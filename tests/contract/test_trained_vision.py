@@ -140,7 +140,7 @@ def test_packed_samples_are_as_one_by_one(rank, source, data) -> None:
     assert_same(lora_model(rank, "m").tensors, lora_model(alone, "m").tensors)
 
 
-def test_models_in_one_row_see_with_their_own_towers(rank, source, data) -> None:
+def test_models_in_one_microbatch_see_with_their_own_towers(rank, source, data) -> None:
     models = {"m": TRAINED, "other": Trainable(rank=3, seed=5, train_vision=True), "frozen": FROZEN}
     together_rank, apart = with_model(trainer(source)), rank
     for one in (together_rank, apart):
@@ -227,8 +227,8 @@ def next_tokens(item: Datum, renderer: Renderer) -> Datum:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["Qwen3-VL", "Qwen3-VL MoE", "Qwen2.5-VL"], indirect=True)
 async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, renderer, data, tmp_path) -> None:
-    """One engine, the same images: two models that train the tower, one that does not, and the base; at once, then by
-    turns. The engine keeps what it has made of an image."""
+    """One engine, the same images: two models that train the tower, one that does not, and the base; at once, then one
+    after the other. The engine caches features of an image."""
     rank = trainer(source)
     models = {"a": TRAINED, "b": Trainable(rank=3, seed=5, train_vision=True), "frozen": FROZEN}
     weights: dict[str | None, Path | None] = {None: None}

@@ -99,7 +99,7 @@ def test_a_kept_image_counts_as_a_computed_one_and_is_computed_once(keeping, for
     assert_agree((again[0][::-1], again[1]), wanted)
 
 
-def test_new_and_kept_images_stand_in_one_row(keeping, forgetting, renderer):
+def test_new_and_cached_images_share_a_microbatch(keeping, forgetting, renderer):
     new = image(96, 96, 42)
     mixed = [datum(prompt(words(2), SMALL, words(1), new, words(1), SMALL, words(2)), renderer, 3)]
     tower = Tower(keeping)

@@ -110,7 +110,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
 
 
 async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_path):
-    """Long rows and short ones, which graphs compute; nothing is compiled for it while it serves."""
+    """Long microbatches and short ones, which graphs compute; nothing is compiled for it while it serves."""
     source, routing_dir = make_wide_moe(tmp_path / "model"), tmp_path / "routing"
     ranks = {"plain": on_cuda(source, "bfloat16"), "replayed": on_cuda(source, "bfloat16", routing_dir=routing_dir)}
     for rank in ranks.values():

@@ -1,6 +1,6 @@
-"""Random packed rows of several models on CUDA in bfloat16, each model against transformers + PEFT in float32.
+"""Random packed microbatches of several models on CUDA in bfloat16, each model against transformers + PEFT in float32.
 
-    pytest tests/gpu/test_truth.py            all rows; the worst are printed at the end
+    pytest tests/gpu/test_truth.py            all microbatches; the worst are printed at the end
     pytest tests/gpu/test_truth.py -k tail-3  one of them
 
 The bounds hold for each model of a row: in a row as a whole, what a small model loses is lost among the others.
@@ -27,9 +27,9 @@ from backends.model_spec import Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import Shape, make_model
+from tests.compositions import MAX_TOKENS, RANKS, compositions, data_of
 from tests.factories import cross_entropy, make_renderer
 from tests.trainers import config, gradients, lora_model, reference_inputs, relative_distance, together
-from tests.truth_rows import MAX_TOKENS, RANKS, compositions, data_of
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(
@@ -144,7 +144,9 @@ def worst(request: pytest.FixtureRequest) -> Iterator[Worst]:
 
 
 @pytest.mark.parametrize("row", compositions(), ids=lambda row: row.name)
-def test_each_model_of_a_packed_row_is_near_transformers_and_peft_in_float32(row, rank, reference, renderer, worst):
+def test_each_model_of_a_packed_microbatch_is_near_transformers_and_peft_in_float32(
+    row, rank, reference, renderer, worst
+):
     data, names = data_of(row, renderer), [f"m{place}" for place in range(len(row.models))]
     generator = torch.Generator().manual_seed(row.num_tokens)
     for name, (lora_rank, _) in zip(names, row.models, strict=True):

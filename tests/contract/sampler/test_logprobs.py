@@ -132,7 +132,7 @@ async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(
         assert len(response.sequences) == 2
 
 
-async def test_chosen_tokens_in_sparse_rows_come_back_in_sparse_rows(sampler, reference):
+async def test_chosen_tokens_in_sparse_tensors_come_back_in_sparse_tensors(sampler, reference):
     model_input = prompt(words(4, 1))
     asked = TensorData(
         data=[7, -1, 9], dtype="int64", shape=[3, 5], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 3, 4]

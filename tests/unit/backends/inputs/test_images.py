@@ -1,4 +1,4 @@
-"""Files that tenants send as images: read, or refused with the reason, and within bounds."""
+"""Files that clients send as images: read, or refused with the reason, and within bounds."""
 
 import io
 import random
@@ -177,7 +177,7 @@ def test_pixels_of_all_datums_of_one_request_are_bounded(tiny_vl) -> None:
 @pytest.mark.parametrize("orientation", [*range(1, 9), 0, 99])
 @pytest.mark.parametrize("format", ["jpeg", "png"])
 def test_an_image_is_turned_as_its_exif_says_and_measured_so_by_its_header(orientation, format):
-    """Images turn as in transformers' and vLLM's loaders. Quarters of four colours stay distinct in a JPEG."""
+    """Images are rotated as in transformers' and vLLM's loaders. Quarters of four colours stay distinct in a JPEG."""
     quarters = np.zeros((40, 96, 3), np.uint8)
     quarters[:20, :48], quarters[:20, 48:], quarters[20:, :48] = (250, 0, 0), (0, 250, 0), (0, 0, 250)
     stored, exif, buffer = Image.fromarray(quarters), Image.Exif(), io.BytesIO()

@@ -259,7 +259,7 @@ async def test_weights_that_were_loaded_outlive_their_checkpoint(tmp_path: Path)
         assert json.loads(stepped.body)["metrics"]["step"] == 2
 
 
-async def test_another_version_of_what_computes_is_told_when_a_model_is_restored(
+async def test_a_changed_version_of_a_library_is_logged_when_a_model_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with server(tmp_path / "data", numerics={"torch": "1"}) as before:

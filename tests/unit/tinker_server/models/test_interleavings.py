@@ -62,7 +62,7 @@ class Story:
                 await self.assert_answered()
 
     async def _crash(self) -> None:
-        """The next server has a copy of the disk, whatever was under way. More in a row would blame an operation."""
+        """The next server has a copy of the disk at any moment. Too many deaths would make an operation the culprit."""
         self._crashes += 1
         if self._crashes > MAX_TRIES:
             await self.assert_answered()

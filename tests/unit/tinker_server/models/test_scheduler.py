@@ -110,7 +110,7 @@ async def test_a_failed_operation_does_not_stop_the_lane(client: Client) -> None
     assert not (await client.result(step)).failed
 
 
-async def test_models_take_turns_on_one_trainer(client: Client) -> None:
+async def test_a_trainer_is_granted_to_its_models_in_turn(client: Client) -> None:
     await client.result(await client.create_model(1))
     other = f"{client.session_id}:train:1"
     client.trainer.gates["hold"].clear()

@@ -87,7 +87,7 @@ async def test_a_runs_operations_come_with_their_times_and_errors(db: Database) 
     assert (done.seq_id, done.state({3}), done.error, done.waited_s, done.run_s) == (1, "done", "", 2.0, 3.0)
 
 
-def test_a_character_of_several_tokens_is_told_with_its_last_one() -> None:
+def test_a_character_of_several_tokens_belongs_to_its_last_one() -> None:
     texts = TokenTexts(SEEING)
     tokenizer = texts._tokenizer
     assert tokenizer is not None
@@ -98,11 +98,11 @@ def test_a_character_of_several_tokens_is_told_with_its_last_one() -> None:
     assert texts.of([]) == []
 
 
-def test_a_model_without_a_fast_tokenizer_tells_ids(tmp_path: Path) -> None:
+def test_a_model_without_a_fast_tokenizer_gives_ids(tmp_path: Path) -> None:
     assert TokenTexts(tmp_path).of([3, 7]) == ["<3>", "<7>"]
 
 
-def test_where_there_is_no_gpu_none_is_told_of() -> None:
+def test_without_a_gpu_none_is_reported() -> None:
     assert read_gpus([]) == []
     if not Path("/proc/driver/nvidia").exists():
         assert read_gpus([0]) == []

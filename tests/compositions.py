@@ -1,4 +1,4 @@
-"""Random packed rows of several models, by which a GPU's gradients are compared with the truth."""
+"""Random packed microbatches of several models, for comparing a GPU's gradients with a reference."""
 
 import dataclasses
 import zlib
@@ -12,7 +12,7 @@ from backends.trainer.model.cuda_graphs import TOKENS
 from tests.factories import image, prompt, words
 
 MAX_TOKENS, LONGEST = 16_384, 6_500
-"""Of a row and of a datum."""
+"""Limits of a microbatch and of a datum."""
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 IMAGE_SIDES = ((64, 64), (320, 256), (96, 200), (640, 480))
 Lengths = tuple[int, ...]
@@ -33,7 +33,7 @@ class Composition:
 
 
 def compositions() -> list[Composition]:
-    """116 rows, the same in every run."""
+    """116 microbatches, the same in every run."""
     rows = [Composition("two-long-ones-then-four-tokens", ((32, (2955,)), (4, (5349, 6285)), (1, (1, 1, 1, 1))))]
     for size in TOKENS:
         rows += [_with_total(f"graph-{size}{more:+d}", size + more, few=24) for more in (-1, 0, 1)]
