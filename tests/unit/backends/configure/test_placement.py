@@ -93,7 +93,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 def test_training_all_weights_takes_masters_moments_and_gradients_more_and_says_so() -> None:
-    """Numbers of 4 bytes: a master, two moments, a step's and a microbatch's gradient, the original; shared by ranks."""
+    """Numbers of 4 bytes: a master, two moments, a step's and a microbatch's gradient, the original, by ranks."""
     whole = ModelSize("whole", 2 * GIB, GIB, GIB // 4, training_bytes=12 * GIB)
     needed = 2 * GIB + (2 + 12) * GIB + 2 * 3 * GIB // 2 + GIB
     place([whole], Machine(needed), "cpu", num_ranks=1, sampler_fraction=0.4)
