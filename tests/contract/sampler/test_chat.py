@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.protocol import ChatTask, ChatUsage, InvalidInput
 from backends.sampler.commands import CountProgress
-from tests.factories import PAINT, photo
+from tests.factories import PAINT, given, photo
 from tests.sampling import assert_close, request, sample, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -174,7 +174,7 @@ async def test_completions_continue_tokens_and_echo_scores_the_prompt(sampler):
         scores = json.loads(echoed)["choices"][0]["logprobs"]["token_logprobs"]
         assert scores[0] is None
         got = np.array(scores[1:], np.float32)
-        assert_close(got, np.concatenate([by_task.prompt_logprobs[1:], by_task.sequences[0].logprobs]))
+        assert_close(got, np.concatenate([given(by_task.prompt_logprobs)[1:], by_task.sequences[0].logprobs]))
 
 
 async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler, renderer):
