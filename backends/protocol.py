@@ -208,8 +208,8 @@ class Trainer(Protocol):
         """Return a model's state; None if it was not made here, or has ended with the process that held it."""
 
     async def restarted(self, seen: int) -> int:
-        """Wait until the trainer has been restarted more than `seen` times, and return how many times. What it held
-        before is lost."""
+        """Wait until the trainer has been restarted more than `seen` times, and return how many times. All models that
+        it held before are lost."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter into `directory`, which appears whole or not at all, but is not durable yet: in PEFT's form

@@ -184,7 +184,7 @@ class Model:
             await self._restore(run, self._trainer_of(run))
 
     async def suspend(self) -> None:
-        """Move the model from memory to disk. Whatever fails, it stays, or is found again by its log.
+        """Move the model from memory to disk. If that fails, it stays, or is found again by its log.
 
         Raises BackendFailed, DatabaseUnavailable.
         """
