@@ -82,7 +82,7 @@ class FakeTrainer:
         self.steps.pop(model_id, None)
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
-        with _told("trainer tiny rank 0", "ComputeMicrobatch"):
+        with _emitting("trainer tiny rank 0", "ComputeMicrobatch"):
             return await self._forward_backward(model_id, batch, backward)
 
     async def _forward_backward(self, model_id: str, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput:
@@ -195,7 +195,7 @@ class FakeSampler:
         self.num_begun += 1
         self.running += 1
         try:
-            with _told("sampler tiny", "Sample"):
+            with _emitting("sampler tiny", "Sample"):
                 await self.gate.wait()
         finally:
             self.running -= 1
@@ -294,7 +294,7 @@ def _write_steps(directory: Path, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def _told(process: str, command: str) -> Iterator[None]:
+def _emitting(process: str, command: str) -> Iterator[None]:
     """As a call of a child process is."""
     began_ns, outcome = time.time_ns(), "invalid"
     try:

@@ -75,7 +75,7 @@ class SamplerProcess:
 
     @classmethod
     async def start(cls, spec: ModelSpec, progress: Progress | None = None) -> "SamplerProcess":
-        """Load the model; `progress` is told how far that is. Raises BackendFailed for a KV cache that is too small,
+        """Load the model; `progress` gets its activity. Raises BackendFailed for a KV cache that is too small,
         or another version of vLLM."""
         check_version(device=spec.device)
         renderer = Renderer(

@@ -18,7 +18,7 @@ import tinker
 from safetensors.numpy import load
 from tinker import types
 
-from tests.factories import given
+from tests.factories import present
 from tests.fake_server import Running, fetch, session_of
 
 pytestmark = [
@@ -216,7 +216,7 @@ def test_103_copies_stand_on_their_own(
     assert len({source, copy, again}) == 3 and copy.endswith("/weights/a")
     rest.delete_checkpoint_from_tinker_path(source).result()
     resumed = client.create_training_client_from_state_with_optimizer(copy).result()
-    assert given(resumed.optim_step(types.AdamParams()).result().metrics)["step"] == 2
+    assert present(resumed.optim_step(types.AdamParams()).result().metrics)["step"] == 2
     run = rest.get_training_run_by_tinker_path(copy).result()
     assert run.base_model == "tiny" and run.last_checkpoint.user_metadata == {"k": "v"}
     assert run.last_checkpoint.expires_at is None

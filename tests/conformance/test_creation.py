@@ -16,7 +16,7 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from tests.conformance.wire import Wire, paths
-from tests.factories import given
+from tests.factories import present
 from tests.fake_server import HOLD_S, Running, datum, forward_backward_body
 from tests.servers import MODEL
 
@@ -147,7 +147,7 @@ def test_022_and_023_resuming_is_one_request(
         assert body["optimizer"] is with_optimizer and "model_id" not in body
         assert model.get_info().lora_rank == 8
         assert model.optim_step(ADAM).result().metrics["step"] == (3 if with_optimizer else 1)
-    assert given(training.optim_step(ADAM).result().metrics)["step"] == 3
+    assert present(training.optim_step(ADAM).result().metrics)["step"] == 3
 
 
 def test_024_what_comes_with_a_state_is_checked_or_kept(
@@ -170,7 +170,7 @@ def test_024_what_comes_with_a_state_is_checked_or_kept(
     rest = tinker.RestClient(base_url=fake.url, api_key="tml-test")
     assert rest.get_training_run(resumed.model_id).result().user_metadata == {"resumed": "yes"}
     assert resumed.get_info().optimizer_config.type == "adamw"
-    assert given(resumed.optim_step(ADAM).result().metrics)["step"] == 1
+    assert present(resumed.optim_step(ADAM).result().metrics)["step"] == 1
 
 
 def test_025_an_expired_state_is_refused(

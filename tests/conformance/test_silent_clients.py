@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.factories import given
+from tests.factories import present
 from tests.fake_server import Running, datum
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -58,11 +58,11 @@ def test_064_a_silent_client_finds_its_model_as_it_was(server: Running) -> None:
     client = tinker.ServiceClient(base_url=server.url, api_key="tml-test").create_lora_training_client("tiny", rank=8)
     training = client.result()
     training.forward_backward([datum(3)], "cross_entropy").result()
-    assert given(training.optim_step(types.AdamParams()).result().metrics)["step"] == 1
+    assert present(training.optim_step(types.AdamParams()).result().metrics)["step"] == 1
     for expected in (2, 3):
         until(lambda: training.model_id not in trainer.steps)
         assert list(server.settings.data_dir.glob("checkpoints/*/snapshots/*")), "not on disk"
-        assert given(training.optim_step(types.AdamParams()).result().metrics)["step"] == expected
+        assert present(training.optim_step(types.AdamParams()).result().metrics)["step"] == expected
         assert len(list(server.settings.data_dir.glob("checkpoints/*/snapshots/*"))) == 1, "older ones are still there"
 
 

@@ -24,7 +24,7 @@ from backends.sampler.client import SamplerClient
 from backends.trainer.distributed import World
 from backends.trainer.lora.linear import ALPHA
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, given, make_renderer, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import FAMILIES, make_tiny_moe, make_tiny_smolvlm
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, request, sample, sampler_config
@@ -231,8 +231,8 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
         of_prompt = expected[: len(rendered.token_ids_T) - 1]
         for span in rendered.spans:
             of_prompt[max(span.offset - 1, 0) : span.offset + span.num_tokens - 1] = 0
-        assert np.isnan(given(response.prompt_logprobs)[0])
-        got = np.append(given(response.prompt_logprobs)[1:], drawn.logprobs)
+        assert np.isnan(present(response.prompt_logprobs)[0])
+        got = np.append(present(response.prompt_logprobs)[1:], drawn.logprobs)
         differences.append(np.abs(got - np.append(of_prompt, expected[len(of_prompt) : -1])))
     both = np.concatenate(differences)
     if dtype == "float32":

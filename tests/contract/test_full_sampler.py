@@ -21,7 +21,7 @@ from api_schemas.sampling import SampleResponse
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
 from backends.sampler.client import SamplerClient
-from tests.factories import MIXED, given, image, prompt, words
+from tests.factories import MIXED, image, present, prompt, words
 from tests.full import FULL, full_trainer, mixed_data, train
 from tests.sampling import ATOL, request, sample, sampler_config, scoring
 from tests.trainers import LORA, reference_inputs, trainer
@@ -74,7 +74,7 @@ def expected(model, renderer: Renderer, model_input: ModelInput, continuation: l
 def assert_is_of(response: SampleResponse, model, renderer: Renderer, model_input: ModelInput) -> None:
     (sequence,) = response.sequences
     values = expected(model, renderer, model_input, sequence.tokens.tolist())
-    got = np.concatenate([given(response.prompt_logprobs)[1:], sequence.logprobs])
+    got = np.concatenate([present(response.prompt_logprobs)[1:], sequence.logprobs])
     np.testing.assert_allclose(got, values, rtol=0, atol=ATOL)
 
 

@@ -12,7 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.factories import given
+from tests.factories import present
 from tests.fake_server import Running, datum, forward_backward_body
 
 # The SDK leaves the connections of its first calls to the garbage collector.
@@ -48,9 +48,9 @@ def test_a_client_trains_saves_resumes_and_samples(client: tinker.ServiceClient)
     assert path == f"tinker://{training.model_id}/weights/checkpoint"
     resumed = client.create_training_client_from_state_with_optimizer(path).result()
     assert resumed.model_id != training.model_id and resumed.get_info().lora_rank == 8
-    assert given(resumed.optim_step(types.AdamParams()).result().metrics)["step"] == 2
+    assert present(resumed.optim_step(types.AdamParams()).result().metrics)["step"] == 2
     fresh = client.create_training_client_from_state(path).result()
-    assert given(fresh.optim_step(types.AdamParams()).result().metrics)["step"] == 1
+    assert present(fresh.optim_step(types.AdamParams()).result().metrics)["step"] == 1
 
     prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
     sampler = resumed.save_weights_and_get_sampling_client().result()

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker import types
 
 from api_schemas.wire import PROTOBUF, envelope_of
-from tests.factories import given
+from tests.factories import present
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
 
@@ -42,7 +42,7 @@ class SlowUplink:
             messages = [await receive()]
             while messages[-1].get("more_body"):
                 messages.append(await receive())
-            number = given(envelope_of(b"".join(message["body"] for message in messages)))[1]
+            number = present(envelope_of(b"".join(message["body"] for message in messages)))[1]
 
             async def read() -> Message:
                 if number == self.slow_number and len(messages) == 1:

@@ -173,7 +173,7 @@ async def test_a_replay_that_is_interrupted_again_and_again_goes_on_from_where_i
         begun, taken = ["nothing"], 0
 
         async def await_snapshot() -> None:
-            while snapshots.num_taken == taken:  # noqa: ASYNC110 - nobody is told of it
+            while snapshots.num_taken == taken:  # noqa: ASYNC110 - it emits no event
                 await asyncio.sleep(0.01)
 
         def counting(name, real):

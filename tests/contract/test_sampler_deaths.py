@@ -75,13 +75,15 @@ async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler:
     assert len(STARTS) >= 5
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_emitted(sampler: SamplerClient, told: bool) -> None:
+@pytest.mark.parametrize("is_emitted", [True, False])
+async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_emitted(
+    sampler: SamplerClient, is_emitted: bool
+) -> None:
     """The engine dies under it, once."""
     parts: list[str] = []
-    body = {"first": "hello" if told else None}
+    body = {"first": "hello" if is_emitted else None}
     chat = asyncio.create_task(sampler.chat(ChatTask("messages", body, None, "good"), parts.append))
-    if told:
+    if is_emitted:
         with pytest.raises(BackendFailed, match="died while it answered; send the request again"):
             await asyncio.wait_for(chat, 60)
         assert parts == ["hello"]

@@ -338,15 +338,15 @@ async def test_each_request_gets_the_spans_of_the_microbatches_with_its_datums(
     long = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(4)])
     short = cross_entropy([datum(prompt(words(24)), renderer)])
     client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
-    told: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
+    spans: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
 
     async def compute(name: str, batch: EncodedBatch) -> None:
-        with spans_to(told[name].append):
+        with spans_to(spans[name].append):
             await client.forward_backward(name, batch, backward=True)
 
     await client.start()
     try:
-        for name, owner in zip(told, "abb", strict=True):
+        for name, owner in zip(spans, "abb", strict=True):
             await client.create_model(name, LORA, owner)
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(compute("long", long))
@@ -355,11 +355,11 @@ async def test_each_request_gets_the_spans_of_the_microbatches_with_its_datums(
                 group.create_task(compute(name, short))
     finally:
         await client.stop()
-    (shared,) = told["short"]
-    assert told["shorter"] == [shared] and len(told["long"]) == 4
-    rows = sorted((one.began_ns, one.ended_ns) for one in [shared, *told["long"]])
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
-    assert {(one.process, one.command, one.outcome) for one in [shared, *told["long"]]} == {
+    (shared,) = spans["short"]
+    assert spans["shorter"] == [shared] and len(spans["long"]) == 4
+    times = sorted((one.began_ns, one.ended_ns) for one in [shared, *spans["long"]])
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+    assert {(one.process, one.command, one.outcome) for one in [shared, *spans["long"]]} == {
         ("trainer tiny rank 0", "ComputeMicrobatch", "value")
     }
 

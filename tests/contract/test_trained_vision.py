@@ -21,7 +21,7 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.sampler.client import SamplerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, given, image, make_renderer, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, words
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, sample, sampler_config, scoring
@@ -256,5 +256,5 @@ async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, rend
         await running.stop()
     for (index, adapter), response in zip([*works, *works], responses, strict=True):
         is_text = following[index].loss_fn_inputs["weights"][:-1] == 1
-        got, wanted = given(response.prompt_logprobs)[1:], expected[adapter][index][:-1]
+        got, wanted = present(response.prompt_logprobs)[1:], expected[adapter][index][:-1]
         np.testing.assert_allclose(got[is_text], wanted[is_text], rtol=0, atol=ATOL)

@@ -16,7 +16,7 @@ from backends.protocol import BackendFailed
 from backends.sampler.client import SamplerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, given, make_renderer, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import FAMILIES, make_wide_moe
 from tests.sampling import request, sample, sampler_config
@@ -102,7 +102,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
         is_text = np.ones(len(row["logprobs"]), bool)
         for span in renderer.render(item.model_input, "prompt").spans:
             is_text[span.offset : span.offset + span.num_tokens] = False
-        differences.append(np.abs(np.array(given(answer.prompt_logprobs)[1:]) - row["logprobs"][:-1])[is_text[1:]])
+        differences.append(np.abs(np.array(present(answer.prompt_logprobs)[1:]) - row["logprobs"][:-1])[is_text[1:]])
     found = np.concatenate(differences)
     print(f"{kind}: mean {found.mean():.4f}, max {found.max():.4f} nats over {len(found)} tokens")
     assert found.mean() < MEAN

@@ -60,9 +60,11 @@ async def test_what_cannot_be_recorded_costs_no_result(db: Database, monkeypatch
 
 async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
     recording = Recording(StepStore(db), Metrics())
-    told = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
+    metrics = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
     work = operation("forward_backward")
-    step = await recording.done(work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=told), Timer(work, Working()))
+    step = await recording.done(
+        work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=metrics), Timer(work, Working())
+    )
     assert step is not None
     assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)
 
