@@ -47,7 +47,7 @@ ADAPTER = {
     for module in ("model.language_model.layers.0.self_attn.q_proj", "lm_head")
     for half, shape in (("A", (8, 3)), ("B", (5, 8)))
 }
-"""What every model's adapter is."""
+"""The adapter of every model."""
 
 
 class FakeTrainer:

@@ -14,7 +14,7 @@ PAUSE_S = 0.1
 
 Json = dict[str, Any]
 State = tuple[tuple[int, ...], ...]
-"""What makes a model's weights: the steps it took, each with the seeds of its forward_backwards."""
+"""The origin of a model's weights: its steps, each with the seeds of its forward_backwards."""
 
 
 class Unanswered(AssertionError):
@@ -41,7 +41,7 @@ class Client:
     base_url: str
     answered: list[Request] = field(default_factory=list)
     under_way: list[Request] = field(default_factory=list)
-    """What was asked for and has no result."""
+    """Submitted requests without a result."""
 
     def __post_init__(self) -> None:
         self._http = httpx.Client(base_url=f"{self.base_url}/api/v1", timeout=60, headers={"X-API-Key": KEY})

@@ -22,7 +22,7 @@ from tests.servers import MODEL, Server
 SEED = 20
 VICTIMS = ["trainer", "sampler", "engine", "server"]
 ORPHAN_S = 10
-"""How long a child may outlive its server."""
+"""Time for which a child may outlive its server."""
 TOLERANCE = 2e-3
 """Nats; trainer and sampler are 1e-4 apart. The trainer's results are bitwise equal."""
 
@@ -36,7 +36,7 @@ class Place:
         self._random = random.Random(seed)
         self.starts_s: list[float] = []
         self.kills: list[tuple[str, float]] = []
-        """Who, and when."""
+        """The killed processes, with times."""
         self._hit: dict[str, list[Request]] = {}
         """By victim, what was under way at its last kill."""
         self.saved: dict[str, State] = {}

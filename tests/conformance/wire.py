@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BACKGROUND = ("/session_heartbeat", "/telemetry", "/client/dynamic_config", "/retrieve_future")
-"""What the SDK sends at times of its own, or as often as it takes."""
+"""Requests that the SDK sends at times of its own, or repeats."""
 KEPT_BYTES = 1 << 20
 
 

@@ -20,7 +20,7 @@ from tests.fakes import FakeBackend
 
 GRACE_S = 0.1
 UPLOAD_S = 1.0
-"""How long the one slow part of a batch takes to arrive: as many times the grace as a real server's 5 s are 50."""
+"""Time until the one slow part of a batch arrives: as many times the grace as a real server's 5 s are 50."""
 
 
 class SlowUplink:
@@ -28,7 +28,7 @@ class SlowUplink:
 
     def __init__(self) -> None:
         self.slow_number = 0
-        """Of the part; 0: none."""
+        """Number of the slow part; 0: none."""
         self.arrived: list[int] = []
         """Numbers of parts, in the order in which their bodies were whole."""
 

@@ -35,11 +35,11 @@ class Loaded:
     """One rank's shard of one model."""
 
     peak_bytes: int
-    """Of all tensors while it loaded."""
+    """Bytes of all tensors while it loaded."""
     share_bytes: int
-    """Of parameters, its part, and buffers."""
+    """Bytes of its part of the parameters, and of buffers."""
     largest_bytes: int
-    """Of all parameters."""
+    """Bytes of all parameters."""
     whole_bytes: int
     different: list[str]
     """Names of tensors that transformers loads otherwise, and that the files hold otherwise under the same name.

@@ -35,7 +35,7 @@ PARAMETERS: dict[str, dict[str, object]] = {
     },
     "proportional": {"partial_rotary_factor": 0.5},
 }
-"""Of every rope type, for heads of 32 numbers."""
+"""Parameters of every rope type, for heads of 32 numbers."""
 
 
 def make(directory: Path, rope_type: str) -> Path:

@@ -93,7 +93,7 @@ def step(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
 
 
 def test_gradients_are_those_of_transformers_and_peft(rank, source, renderer, data, tmp_path) -> None:
-    # Of Qwen3-VL's experts PEFT reads a part alone.
+    # PEFT reads only a part of Qwen3-VL's experts.
     has_experts = any("experts" in name for name in lora_model(rank, "m").tensors)
     rank.create_model("m", TRAINED.model_copy(update={"train_mlp": not has_experts}))
     perturb(rank, "m")

@@ -17,7 +17,7 @@ ON_CUDA = {
     "placement": Placement(sampler_fraction=0.2),
     "kv_cache_bytes": 1 << 30,
 }
-"""Of a sampler's config, beside a trainer in the test's own process."""
+"""Settings of a sampler beside a trainer in the test's own process."""
 
 
 def scoring_datum(model_input, renderer):

@@ -98,7 +98,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
     differences = []
     for (name, item), answer in zip(asked, answers, strict=True):
         (row,) = forward_backward(rank, name, cross_entropy([item]), False).loss_fn_outputs
-        # Of an image's tokens, what stands around it among them, nothing is said.
+        # An image's tokens, with those around it, are not compared.
         is_text = np.ones(len(row["logprobs"]), bool)
         for span in renderer.render(item.model_input, "prompt").spans:
             is_text[span.offset : span.offset + span.num_tokens] = False

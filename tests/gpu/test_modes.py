@@ -35,7 +35,7 @@ class Mode:
     lora: Trainable
     adam: AdamParams
     kind: str | None = None
-    """Of the tiny model; None: Qwen3-VL."""
+    """The kind of the tiny model; None: Qwen3-VL."""
 
     def source(self, tiny_vl: Path, directory: Path) -> Path:
         return tiny_vl if self.kind is None else FAMILIES[self.kind](directory)

@@ -47,7 +47,7 @@ SHAPE = Shape(
 )
 """Small enough for float32; attention, the head and its chunks are those of 4 billion parameters."""
 GRADIENT, MEAN, LARGEST = 0.05, 0.02, 0.2
-"""Of the gradient's norm; of the log probabilities, nats."""
+"""Bounds on the gradient, as a part of its norm, and on log probabilities, in nats."""
 
 
 class Reference:

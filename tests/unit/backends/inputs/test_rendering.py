@@ -46,7 +46,7 @@ def test_ids_and_pixels_are_those_of_the_models_own_processor(renderer, tiny_vl)
     assert torch.equal(pixels, expected["pixel_values"])
     grids = torch.cat([one.tensors["image_grid_thw"] for one in rendered.images])
     assert torch.equal(grids, expected["image_grid_thw"])
-    # Of each patch the processor makes two frames alike, of numbers that were a byte each.
+    # The processor makes two equal frames of each patch, from numbers of a byte each.
     assert renderer.pixel_bytes(pictures) == expected["pixel_values"].numel() // 2
     assert renderer.pixel_bytes([b"no image", *pictures[:1]]) == renderer.pixel_bytes(pictures[:1]) > 0
 
