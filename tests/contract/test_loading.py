@@ -39,7 +39,7 @@ class Loaded:
     share_bytes: int
     """Bytes of its part of the parameters, and of buffers."""
     largest_bytes: int
-    """Bytes of all parameters."""
+    """Bytes of the largest parameter."""
     whole_bytes: int
     different: list[str]
     """Names of tensors that transformers loads otherwise, and that the files hold otherwise under the same name.
