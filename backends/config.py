@@ -1,5 +1,7 @@
-"""The backend's settings, read once as part of the server's."""
+"""The backend's settings, read once as part of the server's, and the report on serving them from this machine."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +39,7 @@ class BackendConfig(BaseModel):
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Sequences decoded at once; more wait. Eight more are reserved for owners with none running."""
     adapter_slots: int = Field(default=8, ge=1, le=64)
-    """Adapters the sampler decodes with at once, each with memory for the largest rank; more take turns."""
+    """Adapters the sampler decodes with at once, each with memory for the largest rank; more share the slots."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
@@ -50,3 +52,46 @@ class BackendConfig(BaseModel):
     """Images in one sampling prompt."""
     scratch_dir: Path = Path("scratch")
     """Directory of the sampler's own links to adapters in use; emptied at start."""
+
+
+@dataclass(frozen=True)
+class ExaminedModel:
+    """A model as it would be served here, according to its files."""
+
+    name: str
+    arch: str
+    takes_images: bool
+    dtype: str
+    weight_bytes: int
+    """Bytes of one copy; trainer and sampler have one each."""
+    kv_cache_bytes: int
+    """Least KV cache of its sampler."""
+    context: int
+    max_lora_rank: int
+
+
+@dataclass(frozen=True)
+class ExaminedPatch:
+    """A change inside another project's code, compared with the installed version."""
+
+    name: str
+    target: str
+    state: str
+    """`as written`, `changed` or `absent`: that of the code that it changes."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Resources of this machine, and what the configured models need."""
+
+    versions: Mapping[str, str]
+    device: str
+    main_bytes: int
+    """Free main memory."""
+    gpus: Sequence[tuple[str, int]]
+    """Name and memory of each."""
+    models: Sequence[ExaminedModel]
+    patches: Sequence[ExaminedPatch]
+    problem: str | None
+    """Reason why they cannot be served."""

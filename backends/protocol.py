@@ -1,8 +1,8 @@
 """The one seam between the server and what computes: a trainer and a sampler per base model.
 
 `Backend.start` is called first, then anything from any task, and `Backend.stop` last. The server serialises a model's
-training operations by seq_id. Operations of several models may be given at once: owners take turns on the trainer, and
-then their models. Directories are given by paths that are the same to server, trainer and sampler.
+training operations by seq_id. Operations of several models may be given at once: the trainer serves owners in turn,
+and their models. Directories are given by paths that are the same to server, trainer and sampler.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleBuffer
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from api_schemas.inputs import ModelInput, TensorData
 from api_schemas.sampling import SampleRequest, SampleResponse, SamplingParams
@@ -150,6 +150,16 @@ class GpuState:
     """Part of the latest sampling interval in which a kernel ran, from 0 to 1."""
 
 
+@dataclass(frozen=True)
+class ModelState:
+    """State of a model that a trainer holds."""
+
+    latest_work: int
+    """A number that changes whenever the trainer begins to work for it."""
+    worked_s: float
+    """Seconds that the trainer has worked for it since it was loaded; the rest it has waited."""
+
+
 class Trainer(Protocol):
     """LoRA models on a frozen base, or one model that trains all of it. Every method raises InvalidInput, ModelLost or
     BackendFailed."""
@@ -164,8 +174,8 @@ class Trainer(Protocol):
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Compute the log probabilities of every target; with `backward`, add the loss's gradient to the model's.
 
-        It waits for its turn before each microbatch, in which other models' datums may be computed too. A failure with
-        `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
+        It waits for a grant of the trainer before each microbatch, in which other models' datums may be computed too. A
+        failure with `backward` leaves the gradient incomplete: the next optim_step clears it and fails.
         """
 
     async def mark_incomplete(self, model_id: str) -> None:
@@ -191,20 +201,15 @@ class Trainer(Protocol):
         """Make a model from its snapshot, as it was."""
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
-        """While the block runs, only models that are being restored get turns: this one, and others in such a block."""
+        """Grant the trainer only to models that are being restored while the block runs: this one, and others in such a
+        block."""
 
-    def last_turn(self, model_id: str) -> int:
-        """Return a number that changes whenever the trainer begins to work for this model."""
-
-    def holds(self, model_id: str) -> bool:
-        """Return whether the model was made here, and has not ended with the process that held it."""
+    def state(self, model_id: str) -> ModelState | None:
+        """Return a model's state; None if it was not made here, or has ended with the process that held it."""
 
     async def restarted(self, seen: int) -> int:
-        """Wait until the trainer has been restarted more than `seen` times, and return how many times. What it held
-        before is lost."""
-
-    def worked_s(self, model_id: str) -> float:
-        """Return the seconds that the trainer has worked for this model since it was loaded; the rest it has waited."""
+        """Wait until the trainer has been restarted more than `seen` times, and return how many times. All models that
+        it held before are lost."""
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         """Write the adapter into `directory`, which appears whole or not at all, but is not durable yet: in PEFT's form
@@ -319,6 +324,14 @@ class Sampler(Protocol):
         score a test text as the trainer did, and otherwise as `sample`."""
 
 
+class PromptSize(NamedTuple):
+    """Size of a prompt with its images expanded."""
+
+    num_tokens: int
+    pixel_bytes: int
+    """As `BaseModel.pixel_bytes`."""
+
+
 class BaseModel(Protocol):
     """One served base model."""
 
@@ -329,11 +342,9 @@ class BaseModel(Protocol):
     @property
     def sampler(self) -> Sampler: ...
 
-    def check_sample(self, request: SampleRequest) -> int:
-        """Return the prompt's length in tokens, with images expanded.
-
-        Raises InvalidInput for errors that can be found without computing: ids, images, lengths, parameters.
-        """
+    def check_sample(self, request: SampleRequest) -> PromptSize:
+        """Return the prompt's size. Raises InvalidInput for errors that can be found without computing: ids, images,
+        lengths, parameters."""
 
     def pixel_bytes(self, images: Sequence[bytes]) -> int:
         """Return the bytes of the pixels of image files, three a pixel, from their headers; 0 for what is no image."""
@@ -346,49 +357,6 @@ class BaseModel(Protocol):
 
     async def engine_use(self) -> EngineUse | None:
         """Return the engine's load; None if the sampler is being started, or does not answer at once."""
-
-
-@dataclass(frozen=True)
-class ExaminedModel:
-    """A model as it would be served here, according to its files."""
-
-    name: str
-    arch: str
-    takes_images: bool
-    dtype: str
-    weight_bytes: int
-    """Bytes of one copy; trainer and sampler have one each."""
-    kv_cache_bytes: int
-    """Least KV cache of its sampler."""
-    context: int
-    max_lora_rank: int
-
-
-@dataclass(frozen=True)
-class ExaminedPatch:
-    """A change inside another project's code, compared with the installed version."""
-
-    name: str
-    target: str
-    state: str
-    """`as written`, `changed` or `absent`: that of the code that it changes."""
-    why: str
-
-
-@dataclass(frozen=True)
-class Examination:
-    """Resources of this machine, and what the configured models need."""
-
-    versions: Mapping[str, str]
-    device: str
-    main_bytes: int
-    """Free main memory."""
-    gpus: Sequence[tuple[str, int]]
-    """Name and memory of each."""
-    models: Sequence[ExaminedModel]
-    patches: Sequence[ExaminedPatch]
-    problem: str | None
-    """Reason why they cannot be served."""
 
 
 class Backend(Protocol):

@@ -3,7 +3,7 @@
     python benchmarks/dashboard.py [--runs 1000] [--steps 1000000] [--database-url URL]
 
 A server on fakes, with so many runs and recorded steps of one owner: one run has a tenth of all steps, the others
-share the rest. Each page is asked for alone, `REPEATS` times; the median and the worst time to the first byte are told,
+share the rest. Each page is asked for alone, `REPEATS` times; it prints the median and worst time to the first byte,
 and the longest time in which a ready task of the server's loop had to wait. By hand, in a minute or two.
 """
 

@@ -1,9 +1,9 @@
-"""Round trips through the SDK beside the same work done bare, on a tiny text model.
+"""Compares round trips through the SDK with the same work done bare, on a tiny text model.
 
     python benchmarks/latency.py [--rounds 50]
 
 Bare is plain transformers + PEFT + torch.optim in this process, and vLLM's AsyncLLM without a server.
-What the server adds is the difference: HTTP twice, the database, the scheduler, two hops between processes.
+The difference is the server's cost: HTTP twice, the database, the scheduler, two hops between processes.
 """
 
 import argparse

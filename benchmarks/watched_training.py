@@ -4,7 +4,7 @@
 
 A server with the small model that comes with it, as a user starts it, and batches of photographs through the SDK. Each
 page is a process that holds the stream of events open and asks for what the page of a run asks for, as often. It works
-on the same cores; a browser would elsewhere, so what these processes compute is told beside the difference.
+on the same cores; a browser would elsewhere, so the time of these processes is printed beside the difference.
 """
 
 import argparse

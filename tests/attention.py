@@ -1,4 +1,4 @@
-"""References for the attention of packed rows."""
+"""References for the attention of packed microbatches."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def span_rows(long: int) -> dict[str, list[int]]:
-    """Lengths of samples, by what is special of the spans that a row of them is cut into.
+    """Lengths of samples, by the kind of span that they make in a microbatch.
 
     Samples of `long` tokens have a kernel call of their own. The others are as for one of 4,096, and shorter in
     proportion where it is less.

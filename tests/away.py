@@ -38,12 +38,12 @@ class Way:
         self._do(self._cut())
 
     def silence(self) -> None:
-        """What is sent is lost, in both directions, and nobody is told: also for all who are connected now."""
+        """Silently drop everything sent in both directions, on open connections too."""
         self._num_silences += 1
         self._is_silent = True
 
     def speak(self) -> None:
-        """Whoever connects from now on reaches PostgreSQL."""
+        """Let new connections reach PostgreSQL."""
         self._is_silent = False
 
     def end(self) -> None:

@@ -44,7 +44,7 @@ class Unloadable:
 
 
 def handle(command: object, _: object) -> object:
-    """What each command does."""
+    """Carries out each command."""
     match command:
         case Grandchild():
             started = subprocess.Popen(["sleep", "60"])

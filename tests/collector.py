@@ -25,7 +25,7 @@ class Span:
 
 
 class Collector:
-    """What was sent, and the answer to give."""
+    """The received spans, and the answer to give."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []

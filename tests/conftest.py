@@ -20,7 +20,7 @@ from tinker_server.store.database import Database
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests stay together where several workers run them: a file's, and all that share an engine."""
+    """Keep tests of a file, and all that share an engine, on one worker."""
     from tests.workers import ByEngine
 
     return ByEngine(config, log)

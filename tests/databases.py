@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 KINDS = ["sqlite", "postgresql"]
 VARIABLE = "TEST_DATABASE_URL"
-"""Of any database of the server, by a user who may make others: postgresql+asyncpg://user@host/postgres."""
+"""URL of any database of the server, with a user who may create others: postgresql+asyncpg://user@host/postgres."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -14,8 +14,15 @@ from api_schemas.inputs import Chunk, Datum, EncodedTextChunk, ImageChunk, Model
 from backends.inputs.rendering import Renderer
 from backends.protocol import EncodedBatch
 
+T = TypeVar("T")
 VOCAB = 300
 """Below every tiny model's image placeholder."""
+
+
+def present(value: T | None) -> T:
+    """Return a part of an answer that the test has asked for."""
+    assert value is not None
+    return value
 
 
 def make_renderer(source: Path) -> Renderer:

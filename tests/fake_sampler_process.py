@@ -21,7 +21,7 @@ async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
     (chunk,) = task.prompt.chunks
     token = int(chunk.tokens[0])  # type: ignore[union-attr]
     await asyncio.sleep({1: 1.0, 14: 0.5}.get(token, 0))
-    if token in (13, 14) or os.path.exists(broken):  # noqa: ASYNC240
+    if token in (13, 14) or broken.exists():  # noqa: ASYNC240
         os._exit(1)
     if token == 7:
         time.sleep(1000)  # noqa: ASYNC251 - it is to hang

@@ -21,7 +21,7 @@ from tinker_server.settings import Settings
 from tinker_server.web.server import Server
 
 HOLD_S = 0.3
-"""How long a server of fakes holds a poll."""
+"""Time for which a server of fakes holds a poll."""
 
 
 class Running:

@@ -21,7 +21,7 @@ from api_schemas.training import (
     Trainable,
 )
 from backends.files import written_aside
-from backends.processes.fair_queue import FairTurns
+from backends.processes.fair_queue import FairQueue
 from backends.processes.spans import ANSWERED, ProcessSpan, emit
 from backends.protocol import (
     BackendFailed,
@@ -34,7 +34,9 @@ from backends.protocol import (
     GpuState,
     InvalidInput,
     ModelLost,
+    ModelState,
     ProcessState,
+    PromptSize,
     SamplingTask,
 )
 from backends.sampler.checks import check_support
@@ -45,7 +47,7 @@ ADAPTER = {
     for module in ("model.language_model.layers.0.self_attn.q_proj", "lm_head")
     for half, shape in (("A", (8, 3)), ("B", (5, 8)))
 }
-"""What every model's adapter is."""
+"""The adapter of every model."""
 
 
 class FakeTrainer:
@@ -59,7 +61,7 @@ class FakeTrainer:
         self.applied: list[tuple[str, list[int]]] = []
         """The model and gradient of every step that was taken."""
         self.calls: list[tuple[str, str]] = []
-        self.turns = FairTurns()
+        self.queue = FairQueue()
         self.owners: dict[str, str] = {}
         self.begun: Counter[str] = Counter()
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
@@ -68,7 +70,7 @@ class FakeTrainer:
         self.restart = asyncio.Condition()
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
-        async with self.turns.turn(owner, model_id):
+        async with self.queue.grant(owner, model_id):
             if lora.rank > 64:
                 raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
             self.steps[model_id] = 0
@@ -80,13 +82,13 @@ class FakeTrainer:
         self.steps.pop(model_id, None)
 
     async def forward_backward(self, model_id: str, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
-        with _told("trainer tiny rank 0", "ComputeMicrobatch"):
+        with _emitting("trainer tiny rank 0", "ComputeMicrobatch"):
             return await self._forward_backward(model_id, batch, backward)
 
     async def _forward_backward(self, model_id: str, batch: EncodedBatch, backward: bool) -> ForwardBackwardOutput:
         self._held(model_id)
         loss_input = decode_batch(batch)
-        async with self.turns.turn(self.owners[model_id], model_id):
+        async with self.queue.grant(self.owners[model_id], model_id):
             self.begun[model_id] += 1
             await self.gates[loss_input.loss_fn].wait()
         self.calls.append((loss_input.loss_fn, model_id))
@@ -113,7 +115,7 @@ class FakeTrainer:
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResponse:
         self._held(model_id)
-        async with self.turns.turn(self.owners[model_id], model_id):
+        async with self.queue.grant(self.owners[model_id], model_id):
             self.begun[model_id] += 1
         self.calls.append(("optim_step", model_id))
         gradient, self.gradients[model_id] = self.gradients[model_id], []
@@ -144,11 +146,8 @@ class FakeTrainer:
 
         return asyncio.ensure_future(write())
 
-    def last_turn(self, model_id: str) -> int:
-        return self.begun[model_id]
-
-    def holds(self, model_id: str) -> bool:
-        return model_id in self.steps
+    def state(self, model_id: str) -> ModelState | None:
+        return ModelState(self.begun[model_id], 0.0) if model_id in self.steps else None
 
     async def restarted(self, seen: int) -> int:
         async with self.restart:
@@ -162,16 +161,13 @@ class FakeTrainer:
             self.num_restarts += 1
             self.restart.notify_all()
 
-    def worked_s(self, model_id: str) -> float:
-        return 0.0
-
     async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
         await self.create_model(model_id, lora, owner)
         await self.load_state(model_id, directory, with_optimizer=True)
         self.gradients[model_id] = json.loads((directory / "gradient").read_text())
 
     def restoring(self, model_id: str, owner: str) -> contextlib.AbstractContextManager[None]:
-        return self.turns.first(owner, model_id)
+        return self.queue.prioritize(owner, model_id)
 
     async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
         await self.save_state(model_id, directory)
@@ -199,7 +195,7 @@ class FakeSampler:
         self.num_begun += 1
         self.running += 1
         try:
-            with _told("sampler tiny", "Sample"):
+            with _emitting("sampler tiny", "Sample"):
                 await self.gate.wait()
         finally:
             self.running -= 1
@@ -254,11 +250,12 @@ class FakeBaseModel:
         self.trainer = FakeTrainer()
         self.sampler = FakeSampler()
 
-    def check_sample(self, request: SampleRequest) -> int:
+    def check_sample(self, request: SampleRequest) -> PromptSize:
         if not request.prompt.chunks:
             raise InvalidInput("the prompt is empty")
         check_support(request)
-        return sum(len(chunk.tokens) if isinstance(chunk, EncodedTextChunk) else 4 for chunk in request.prompt.chunks)
+        sizes = [len(one.tokens) if isinstance(one, EncodedTextChunk) else None for one in request.prompt.chunks]
+        return PromptSize(sum(4 if size is None else size for size in sizes), sizes.count(None) << 20)
 
     def pixel_bytes(self, images: Sequence[bytes]) -> int:
         return len(images) << 20
@@ -297,7 +294,7 @@ def _write_steps(directory: Path, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def _told(process: str, command: str) -> Iterator[None]:
+def _emitting(process: str, command: str) -> Iterator[None]:
     """As a call of a child process is."""
     began_ns, outcome = time.time_ns(), "invalid"
     try:

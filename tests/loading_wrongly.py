@@ -1,4 +1,4 @@
-"""A vLLM worker that can be told to put adapters wrongly into the engine's slots."""
+"""A vLLM worker that puts adapters wrongly into the engine's slots on request."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,8 @@ def _spoil(manager: Any, name: str, other: str, how: str, times: int) -> None:
             module.set_lora = right
             return right(slot, a, b)
         if how == "missing":
-            return module.reset_lora(slot)
+            module.reset_lora(slot)
+            return None
         if how == "doubled":
             return right(slot, a, [one if one is None else one * 2 for one in b] if isinstance(b, list) else b * 2)
         if how == "another layer's":

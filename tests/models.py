@@ -269,7 +269,7 @@ def _write_processor(directory: Path, patch_size: int = 16, processor_class: str
 
 
 def transpose_experts(directory: Path) -> None:
-    """Files of Qwen3-VL MoE hold inputs before outputs; transformers turns them when it loads, not when it saves."""
+    """Files of Qwen3-VL MoE hold inputs before outputs; transformers transposes them only when it loads."""
     for path in directory.glob("*.safetensors"):
         tensors = {
             name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
@@ -336,7 +336,7 @@ def make_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> Path:
 
 
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:
-    """What stands for images, as a config names it."""
+    """Placeholder tokens of images, as a config names them."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     return {f"{name}_token_id": ids[f"<|{token}|>"] for name, token in names.items()}
 

@@ -64,33 +64,33 @@ REFUSED = {
 }
 HEAD = """# Models
 
-Made by `make models`; a test holds this page to what the server says. What is not below is refused at start by name,
-or is a dense text decoder of transformers whose every weight LoRA reaches, which is checked at start, as is that the
-trainer's way of scoring is the model's own.
+Made by `make models`; a test holds this page to what the server says. A kind that is not below is refused at start by
+name, unless it is a dense text decoder of transformers. The start then checks that LoRA reaches every weight of it, and
+that the trainer's scores equal the model's own.
 
 Each kind below is trained and sampled in the tests as a random model of about 0.3 M parameters: trainer = transformers,
 packed = alone, saved weights merged into transformers = trainer, sampler = trainer with adapters and images, to 1e-4
-nats in float32 (the sampler of Qwen3.5 and Qwen3-Next: bfloat16, 0.03 in the mean and 0.2 at most). Of larger sizes,
-docs/performance.md tells what was measured.
+nats in float32 (the sampler of Qwen3.5 and Qwen3-Next: bfloat16, 0.03 in the mean and 0.2 at most). Figures
+of larger models are in docs/performance.md.
 
-| kind | architecture | images | experts | rows | `train_attn` | `train_mlp` | `train_unembed` | frozen |
+| kind | architecture | images | experts | microbatches | `train_attn` | `train_mlp` | `train_unembed` | frozen |
 |---|---|---|---|---|---|---|---|---|
 """
 NOTES = """
 - Video and audio are refused for every kind.
-- A frozen `model.visual` is so by default. A server started with `--train-vision` trains its linears and its mergers';
+- `model.visual` is frozen by default. A server started with `--train-vision` trains its linears and its mergers';
   the embedding of patches stays frozen. Trainer and engine agree on it for the kinds that have it.
 - An expert's three matrices have adapters of their own, each of the full rank: a model of rank r has r x experts x
   layers x 3 pairs. Routers and the gates of shared experts are frozen.
-- Rows "one sample": layers with linear attention carry a state along a row, so samples do not share one.
+- Microbatches of one sample: layers with linear attention carry a state along a microbatch.
 - Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
-  names of the model's own files, expert by expert. The cookbook's tools build and merge them, but for Mixtral's, whose
-  files have names of their own (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; of
-  other kinds with experts, and of layers without experts beside them, it leaves a part out in silence: merge those.
+  names of the model's own files, expert by expert. The cookbook's tools build and merge them, except Mixtral's, whose
+  files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; for
+  other kinds with experts, and layers without experts among them, it silently omits a part: merge those.
 - InternVL in transformers' own form (`-hf`), with a dense decoder. Its image is up to 12 tiles and one of the whole,
-  between `<img>` and `</img>`. SmolVLM's is tiles too, with their places in words and `<fake_token_around_image>`.
-  The first SmolVLM (`Idefics3ForConditionalGeneration`) is served as SmolVLM2 is, by the same class of the engine; the
-  tests hold its trainer alone to transformers. On CUDA InternVL's engine has run, and SmolVLM's has not yet.
+  between `<img>` and `</img>`. SmolVLM's is tiles too, with their positions as text and `<fake_token_around_image>`.
+  The first SmolVLM (`Idefics3ForConditionalGeneration`) is served like SmolVLM2, by the same class of the engine; the
+  tests compare only its trainer with transformers. On CUDA InternVL's engine has run, and SmolVLM's has not yet.
 - Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts; so is Qwen3-Next's `in_proj_qkvz`.
 - On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
   bfloat16 alone there. On an H200, mean and largest difference in bfloat16: the trainer's experts from the CPU's 0.015
@@ -101,16 +101,16 @@ NOTES = """
   trainer are 0.037 nats apart there and 0.50 at most, for a fifth of its tokens go to other experts by rounding alone;
   with `--replay-routing` 0.008 and 0.083 (docs/performance.md).
 
-- Every rope type of transformers is served. `longrope` and `dynamic` turn all tokens of a row by its longest sample
-  once that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats on a tiny
-  model. Within that length trainer and engine are right; a server whose context is longer does not start with them.
-- Windows are refused in bfloat16 on CUDA, and of Qwen2 MoE everywhere where only some layers have one: the engine
-  leaves them out. StableLM and Nemotron are refused when they have been loaded: in transformers their attention is not
-  told which samples a row holds. So is a model that scales or caps its logits (Cohere, Granite, Gemma 2).
+- Every rope type of transformers is served. `longrope` and `dynamic` rotate all tokens of a microbatch by its
+  longest sample if that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats
+  on a tiny model. Within that length trainer and engine are right; a server with a longer context refuses them.
+- Windows are refused in bfloat16 on CUDA, and for Qwen2 MoE everywhere if only some layers have one: the engine
+  ignores them. StableLM and Nemotron are refused when they have been loaded: in transformers their attention does not
+  get the lengths of packed samples. A model that scales or caps its logits (Cohere, Granite, Gemma 2) is refused too.
 
 ## Refused
 
-| kind | what the server says |
+| kind | message |
 |---|---|
 """
 
@@ -136,8 +136,8 @@ def _line(name: str, source: Path) -> str:
     names = {re.sub(r"\.\d+\.", ".*.", one) for one, _ in model.named_modules()}
     frozen = ", ".join(f"`{one.rpartition('*.')[2]}`" for one in family.frozen if one in names) or "-"
     has_experts = any(one.endswith(".experts") for one in groups["train_mlp"])
-    rows = "one sample" if family.has_linear_attention else "packed"
-    cells = [name, f"`{config.architectures[0]}`", _yes(family.vision is not None), _yes(has_experts), rows]
+    microbatches = "one sample" if family.has_linear_attention else "packed"
+    cells = [name, f"`{config.architectures[0]}`", _yes(family.vision is not None), _yes(has_experts), microbatches]
     return f"| {' | '.join([*cells, *flags, frozen])} |\n"
 
 

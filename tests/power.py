@@ -18,9 +18,9 @@ class Disk:
         """Open, so that no inode is used again."""
 
     def sync(self, handle: int) -> None:
-        """What the disk has from now on of a file or a directory."""
+        """Record a file or directory as synced: the disk has it from now on."""
         found = os.fstat(handle)
-        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        path = Path(f"/proc/self/fd/{handle}").readlink()
         if not path.is_relative_to(self._root):
             return
         self._kept.append(os.dup(handle))

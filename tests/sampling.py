@@ -1,4 +1,4 @@
-"""What the tests of the sampler share: requests, and plain transformers and PEFT to compare with."""
+"""The sampler's tests share these requests, and plain transformers and PEFT as a reference."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -94,7 +94,8 @@ class Reference:
 
     def _forward(self, inputs: dict[str, torch.Tensor], temperature: float) -> torch.Tensor:
         with torch.no_grad():
-            return (self._model(**inputs, use_cache=False).logits[0] / temperature).log_softmax(-1)
+            logprobs: torch.Tensor = (self._model(**inputs, use_cache=False).logits[0] / temperature).log_softmax(-1)
+            return logprobs
 
     def prompt_logprobs(self, model_input: ModelInput, adapter: str | None = None) -> np.ndarray:
         """As a SampleResponse holds them."""
@@ -130,7 +131,7 @@ def targets(rows: list[list[int]]) -> TensorData:
 
 
 def scoring(model_input: ModelInput) -> SampleRequest:
-    """What the SDK's compute_logprobs sends."""
+    """The request of the SDK's compute_logprobs."""
     return request(model_input, {"max_tokens": 1}, prompt_logprobs=True)
 
 

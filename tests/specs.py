@@ -1,4 +1,4 @@
-"""How a tiny model is served in tests."""
+"""Specifications of tiny models that tests serve."""
 
 from pathlib import Path
 

@@ -39,7 +39,8 @@ class Colours:
         self._tokenizer = AutoTokenizer.from_pretrained(SEEING)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def prompt(self, jpeg: bytes, answer: list[int] | None = None) -> types.ModelInput:
         """The question, and the beginning of its answer."""
@@ -68,7 +69,7 @@ class Colours:
         )
 
     def called(self, sampler: tinker.SamplingClient, jpegs: list[bytes]) -> list[str]:
-        """What the model says that the colours are, greedily."""
+        """The model's greedy answers for the colours."""
         params = types.SamplingParams(max_tokens=4, temperature=0.0)
         answers = [sampler.sample(self.prompt(jpeg), 1, params) for jpeg in jpegs]
         return [

@@ -1,4 +1,4 @@
-"""How long the event loop could do nothing else."""
+"""Measures stalls of the event loop."""
 
 import asyncio
 import time
@@ -35,9 +35,9 @@ async def longest_stall() -> AsyncIterator[Stall]:
 
 
 async def longest_stall_until(done: asyncio.Event) -> float:
-    """How long the loop did at most not come round, in seconds, while this process was at work.
+    """Return the loop's longest stall in seconds while this process was at work.
 
-    What other processes of a busy machine take is no stall of ours: they do not add to this process's own time.
+    Other processes of a busy machine cause no stall of ours: they do not add to this process's own time.
     """
     longest, pause_s = 0.0, 0.001
     while not done.is_set():

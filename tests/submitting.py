@@ -138,7 +138,8 @@ class Client:
     async def error(self, request_id: str) -> dict[str, str]:
         result = await self.result(request_id)
         assert result.failed, result.body
-        return json.loads(result.body)
+        error: dict[str, str] = json.loads(result.body)
+        return error
 
     def ran(self) -> list[str]:
         return [name for name, model_id in self.trainer.calls if model_id == self.model_id][1:]

@@ -29,14 +29,14 @@ class Terminal:
                 self._written += piece
 
     def close(self) -> list[str]:
-        """What stands there in the end."""
+        """The lines at the end."""
         os.close(self.end)
         self._reading.join(10)
         os.close(self._master)
         return self.lines()
 
     def lines(self) -> list[str]:
-        """What stands there now; as far as text, ends of lines, and what rich draws with."""
+        """The lines now, from text, ends of lines, and the control codes that rich uses."""
         screen, row, column = [""], 0, 0
         for piece in _PIECE.finditer(self._written.decode(errors="replace")):
             number, command = piece[1], piece[2]

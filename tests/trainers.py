@@ -99,7 +99,8 @@ def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.
 def reference_logprobs(renderer: Renderer, item: Datum, model) -> torch.Tensor:
     logits = model(**reference_inputs(renderer, item.model_input, model), use_cache=False).logits[0]
     targets = torch.from_numpy(item.loss_fn_inputs["target_tokens"]).reshape(len(logits), -1)
-    return logits.log_softmax(-1).gather(-1, targets)
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, targets)
+    return logprobs
 
 
 def lora_model(rank: TrainerRank, model_id: str) -> LoraModel:
@@ -132,4 +133,5 @@ def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], r
 def relative_distance(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
     """L2 norm of the difference, as a fraction of what is wanted."""
     flat_got, flat_wanted = (torch.cat([tensor.detach().flatten() for tensor in side]) for side in (got, wanted))
-    return ((flat_got - flat_wanted).norm() / flat_wanted.norm()).item()
+    distance: float = ((flat_got - flat_wanted).norm() / flat_wanted.norm()).item()
+    return distance

@@ -39,7 +39,7 @@ def logprobs_of(client: tinker.TrainingClient, data: list[Datum]) -> list[np.nda
 
 
 def rl_datum(prompt: list[int], drawn: types.SampledSequence, advantage: float) -> types.Datum:
-    """Of a prompt and what was drawn after it; the prompt's tokens have no advantage."""
+    """A datum of a prompt and a sample; the prompt's tokens have no advantage."""
     tokens = [*prompt, *drawn.tokens]
     before, logprobs = np.zeros(len(prompt) - 1, np.float32), np.asarray(drawn.logprobs, np.float32)
     rows = {
@@ -54,7 +54,7 @@ def rl_datum(prompt: list[int], drawn: types.SampledSequence, advantage: float) 
 
 
 def saved_adapter(server: Server, path: str) -> dict[str, torch.Tensor]:
-    """What a tinker:// path holds on the server's disk."""
+    """The tensors of a tinker:// path on the server's disk."""
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     (found,) = Path(server.log.with_suffix("")).glob(f"checkpoints/{run_id}/{kind}/{name}*/adapter_model.safetensors")
     return load_file(found)

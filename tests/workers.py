@@ -1,4 +1,4 @@
-"""Which tests stay together where several workers run them: a file's, and all that share a server or an engine."""
+"""Keeps tests of a file, and all that share a server or an engine, on one worker."""
 
 from xdist.scheduler import LoadScopeScheduling
 

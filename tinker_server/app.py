@@ -63,6 +63,7 @@ from tinker_server.web.handlers import install, storable_parameters
 from tinker_server.web.ledger import Ledger
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
+from tinker_server.weights.lookup import WeightStores
 from tinker_server.weights.saving import Saving
 
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
@@ -163,11 +164,9 @@ def build_services(
     snapshots = Snapshots(SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S, INTERRUPTED_S))
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
+    weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings)
     executors = Executors(
-        Training(keys, bases, checkpoints, storage, usage, holdings),
-        Saving(bases, checkpoints, samplers, storage, usage, audit, holdings),
-        Sampling(bases, checkpoints, samplers, storage, usage, gallery),
-        Recording(steps, measured),
+        Training(keys, weights), Saving(weights, audit), Sampling(weights, gallery), Recording(steps, measured)
     )
     admission = Admission(
         SAMPLES_PER_SLOT * settings.backend.max_concurrent_samples,
@@ -200,7 +199,7 @@ def build_services(
         admission=admission,
         storage=storage,
         snapshots=snapshots,
-        chats=Chats(bases, checkpoints, storage, usage, admission, gallery),
+        chats=Chats(weights, admission, gallery),
         copying=Copying(sessions, runs, checkpoints, storage, holdings),
         archives=Archives(storage, holdings),
         links=Links(settings.data_dir),

@@ -76,7 +76,7 @@ async def _fetched(address: str) -> bytes:
 
 def _read(path: Path) -> bytes:
     # Opening a pipe would block.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise IsADirectoryError(path)

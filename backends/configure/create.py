@@ -15,7 +15,7 @@ from backends.configure.gpus import read_gpus
 from backends.inputs.detokenize import TokenTexts
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
-from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, ignore_loading
+from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, PromptSize, ignore_loading
 from backends.sampler.checks import check_sample
 from backends.sampler.client import SamplerClient
 from backends.trainer.client import TrainerClient
@@ -33,7 +33,7 @@ class LocalModel:
     renderer: Renderer
     texts: TokenTexts
 
-    def check_sample(self, request: SampleRequest) -> int:
+    def check_sample(self, request: SampleRequest) -> PromptSize:
         """Implement the protocol."""
         if self.info.stable_reinforce is not None:  # its loss needs no records: the answer's own logprobs are enough
             request = request.model_copy(update={"record_stability_info": False})

@@ -5,13 +5,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from backends.config import BackendConfig
+from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch
 from backends.configure.describe import FoundModel, chosen_device, find, placed
 from backends.configure.placement import this_machine
 from backends.families import tower_patches
 from backends.formats.model_files import local_directory
 from backends.kernels.varlen_attention import OPERATORS
-from backends.protocol import BackendFailed, Examination, ExaminedModel, ExaminedPatch
+from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer
 

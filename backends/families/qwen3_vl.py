@@ -248,7 +248,7 @@ def _attend(
     cu_seqlens: Tensor,
     max_seqlen: int,
     position_embeddings: tuple[Tensor, Tensor],
-    **other: object,
+    **_: object,
 ) -> Tensor:
     """[P, E], as transformers' own forward; cosines and sines are [P, A]."""
     from backends.kernels.rotary import rotate

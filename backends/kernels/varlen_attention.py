@@ -325,7 +325,7 @@ def _(query_THD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @packed_attention_backward.register_fake
-def _(grad_THD: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(_grad_THD: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(query_THD), torch.empty_like(key_TGD), torch.empty_like(value_TGD)
 
 

@@ -28,7 +28,7 @@ class Suspect:
     is_culprit: bool = False
     began_at: float = 0.0
     ran_s: float = 0.0
-    """How long it had run when the process crashed."""
+    """Seconds that it had run when the process crashed."""
 
 
 class CrashIsolation:

@@ -1,4 +1,4 @@
-"""Turns on what can serve few at once: by owner, then by the owner's queues, and within a queue in order of arrival."""
+"""Grants what can serve few at once: to owners in turn, within an owner to keys in turn, within a key by arrival."""
 
 import asyncio
 import itertools
@@ -8,22 +8,22 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 REMEMBERED = 10_000
-"""Owners and queues whose last turn is remembered; who is forgotten counts as never served."""
+"""Owners and keys whose latest grant is remembered; all others count as never served."""
 
 
 @dataclass
 class _Queue:
-    """Those who wait under one owner and key."""
+    """Requests that wait under one owner and key."""
 
     owner: str
     key: str
     waiting: deque[tuple[asyncio.Future[None], int]] = field(default_factory=deque)
 
 
-class FairTurns:
-    """`capacity` units of something. Who was served longest ago comes next: first among owners, then among their keys.
+class FairQueue:
+    """Grants `capacity` units of something to whoever was served longest ago: first among owners, then among keys.
 
-    So a flood of one owner delays another's request by no more than one turn, and the same holds between keys.
+    A flood of one owner delays another's request by no more than one grant, and the same holds between keys.
     """
 
     def __init__(self, capacity: int = 1) -> None:
@@ -31,27 +31,27 @@ class FairTurns:
         self._free = capacity
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._served: dict[tuple[str, ...], int] = {}
-        """When an owner, and an owner's key, had its last turn."""
-        self._first: set[tuple[str, str]] = set()
-        """Owner and key of the queues that go before all others."""
+        """Number of the latest grant of an owner, and of an owner's key."""
+        self._prioritized: set[tuple[str, str]] = set()
+        """Owners and keys that go before all others."""
         self._count = itertools.count(1)
 
     @asynccontextmanager
-    async def turn(self, owner: str, key: str, size: int = 1) -> AsyncIterator[Callable[[int], None]]:
-        """Hold `size` units, all of them where there are fewer, while the block runs, or until it says that so many
-        are enough."""
+    async def grant(self, owner: str, key: str, size: int = 1) -> AsyncIterator[Callable[[int], None]]:
+        """Hold `size` units while the block runs, or all of them if there are fewer. The block is given a function that
+        releases all but so many of them earlier."""
         size = min(size, self._capacity)
 
         def shrink(enough: int) -> None:
             nonlocal size
             self._free += max(0, size - enough)
             size = min(size, enough)
-            self._grant()
+            self._admit()
 
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault((owner, key), _Queue(owner, key))
         queue.waiting.append((granted, size))
-        self._grant()
+        self._admit()
         try:
             await granted
             yield shrink
@@ -60,56 +60,56 @@ class FairTurns:
                 self._free += size
             else:
                 self._leave(queue, granted)
-            self._grant()
+            self._admit()
 
     @contextmanager
-    def first(self, owner: str, key: str) -> Iterator[None]:
-        """While the block runs, this queue goes before all others. They get no turn between two of its own either,
-        when nothing waits in it. Several such queues take turns."""
-        self._first.add((owner, key))
+    def prioritize(self, owner: str, key: str) -> Iterator[None]:
+        """Grant nothing to others while the block runs, even if nothing waits under this owner and key. Several that
+        are prioritized share as all do."""
+        self._prioritized.add((owner, key))
         try:
             yield
         finally:
-            self._first.discard((owner, key))
-            self._grant()
+            self._prioritized.discard((owner, key))
+            self._admit()
 
-    def standing(self, owner: str, key: str) -> tuple[bool, int, int]:
-        """Who has the smallest is next."""
-        is_later = (owner, key) not in self._first
+    def priority(self, owner: str, key: str) -> tuple[bool, int, int]:
+        """Return a value that is least for whoever is next."""
+        is_later = (owner, key) not in self._prioritized
         return is_later, self._served.get((owner,), 0), self._served.get((owner, key), 0)
 
     def _leave(self, queue: _Queue, granted: asyncio.Future[None]) -> None:
-        """One who waited is gone without a turn."""
+        """Remove a request that ends before its grant."""
         kept = deque(entry for entry in queue.waiting if entry[0] is not granted)
         if len(kept) < len(queue.waiting):
             queue.waiting = kept
-            self._drop_if_empty(queue)
+            self._remove_if_empty(queue)
 
-    def _grant(self) -> None:
-        """Give turns while there is room for the next in line; a large one is waited for, not passed over."""
+    def _admit(self) -> None:
+        """Grant while there is room for the next request; smaller ones do not overtake a large one."""
         while (queue := self._next()) is not None:
             granted, size = queue.waiting[0]
             if size > self._free:
                 return
             queue.waiting.popleft()
-            self._drop_if_empty(queue)
+            self._remove_if_empty(queue)
             if granted.cancelled():
                 continue
             self._free -= size
-            self._note(queue)
+            self._record(queue)
             granted.set_result(None)
 
     def _next(self) -> _Queue | None:
         queues = list(self._queues.values())
-        if self._first:
-            queues = [one for one in queues if (one.owner, one.key) in self._first]
-        return min(queues, key=lambda one: self.standing(one.owner, one.key), default=None)
+        if self._prioritized:
+            queues = [one for one in queues if (one.owner, one.key) in self._prioritized]
+        return min(queues, key=lambda one: self.priority(one.owner, one.key), default=None)
 
-    def _drop_if_empty(self, queue: _Queue) -> None:
+    def _remove_if_empty(self, queue: _Queue) -> None:
         if not queue.waiting:
             self._queues.pop((queue.owner, queue.key), None)
 
-    def _note(self, queue: _Queue) -> None:
+    def _record(self, queue: _Queue) -> None:
         number = next(self._count)
         for name in ((queue.owner,), (queue.owner, queue.key)):
             self._served.pop(name, None)  # so that the oldest come first

@@ -7,7 +7,7 @@ that do not decode.
 from api_schemas.inputs import ImageChunk, TensorData
 from api_schemas.sampling import SampleRequest, SamplingParams
 from backends.inputs.rendering import Renderer
-from backends.protocol import InvalidInput
+from backends.protocol import InvalidInput, PromptSize
 
 MAX_TOPK = 100
 """Largest number of likeliest, chosen or drawn tokens per position, of each."""
@@ -15,13 +15,13 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """The engine's own limits; it would silently raise a lower temperature to the lowest."""
 
 
-def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> int:
-    """Return the prompt's length in tokens. Raises InvalidInput naming the field and what is allowed."""
+def check_sample(renderer: Renderer, request: SampleRequest, max_context_length: int, max_images: int) -> PromptSize:
+    """Return the prompt's size, from its images' headers. Raises InvalidInput naming the field and what is allowed."""
     check_support(request)
     num_images = sum(isinstance(chunk, ImageChunk) for chunk in request.prompt.chunks)
     if num_images > max_images:
         raise InvalidInput(f"prompt: {num_images} images; {max_images} are allowed in one prompt")
-    length, _ = renderer.layout(request.prompt, "prompt")
+    length, spans = renderer.layout(request.prompt, "prompt")
     if length == 0:
         raise InvalidInput("prompt: it is empty")
     _check_params(request.sampling_params, renderer.vocab_size)
@@ -34,7 +34,8 @@ def check_sample(renderer: Renderer, request: SampleRequest, max_context_length:
     _check_suffix(request, length)
     if request.target_prompt_logprobs is not None:
         _check_targets(request.target_prompt_logprobs, length, renderer.vocab_size)
-    return length
+    vision = renderer.family.vision
+    return PromptSize(length, 0 if vision is None else sum(vision.size_bytes(span.grid) for span in spans))
 
 
 def check_support(request: SampleRequest) -> None:

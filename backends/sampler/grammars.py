@@ -11,7 +11,7 @@ import xgrammar
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from backends.processes.fair_queue import FairTurns
+from backends.processes.fair_queue import FairQueue
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child, ChildDied
 from backends.protocol import InvalidInput
@@ -37,7 +37,7 @@ class Grammars:
     def __init__(self, name: str, tokenizer: Any, vocab_size: int) -> None:
         self._name = f"grammars {name}"
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._turns = FairTurns()
+        self._queue = FairQueue()
         self._child: Child | None = None
 
     async def require_quick(self, owner: str, params: StructuredOutputsParams | None) -> None:
@@ -47,7 +47,7 @@ class Grammars:
         kind, text = _grammar(params)
         if len(text) > MAX_BYTES:
             raise InvalidInput(f"response_format: its grammar has {len(text)} characters; {MAX_BYTES} are allowed")
-        async with self._turns.turn(owner, kind):
+        async with self._queue.grant(owner, kind):
             if self._child is None:
                 self._child = await self._start()
             try:

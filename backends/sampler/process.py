@@ -1,6 +1,6 @@
 """Run the process that holds a base model's vLLM engine: `python -m backends.sampler.process FD`.
 
-Each sequence of a task becomes an engine request of its own when its turn comes. The process ends when the engine
+Each sequence of a task becomes an engine request of its own when it is admitted. The process ends when the engine
 dies, so that the server notices.
 """
 
@@ -58,7 +58,7 @@ class SamplerProcess:
         self._sequences = Sequences(engine)
         self._weights = weights
         self._publishing = asyncio.Lock()
-        self._takes_turns = spec.full
+        self._admits_publishing = spec.full
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, spec.directory)
         self._routing = None if spec.routing_dir is None else RoutingFiles(spec.routing_dir)
@@ -75,7 +75,7 @@ class SamplerProcess:
 
     @classmethod
     async def start(cls, spec: ModelSpec, progress: Progress | None = None) -> "SamplerProcess":
-        """Load the model; `progress` is told how far that is. Raises BackendFailed for a KV cache that is too small,
+        """Load the model; `progress` gets its activity. Raises BackendFailed for a KV cache that is too small,
         or another version of vLLM."""
         check_version(device=spec.device)
         renderer = Renderer(
@@ -122,10 +122,10 @@ class SamplerProcess:
 
     async def publish(self, weights: Path, owner: str) -> None:
         """`protocol.Sampler.publish`. Adapters are published one at a time, in a sequence and a slot that the engine
-        reserves for it: publishing neither waits for samples nor delays them. A whole model waits for its turn."""
+        reserves for it: publishing neither waits for samples nor delays them. A whole model waits for admission."""
         async with self._weights.hold(weights) as held:
             slot = self._weights.slot(weights)
-            async with self._admission.admission(owner, slot) if self._takes_turns else self._publishing:
+            async with self._admission.admission(owner, slot) if self._admits_publishing else self._publishing:
                 await self._weights.load(held)
         self._tasks_done += 1
 

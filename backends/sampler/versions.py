@@ -83,7 +83,7 @@ class VersionCache:
         self._evicting: set[asyncio.Task[None]] = set()
 
     def slot(self, weights: Path | None) -> Path | None:
-        """Return the key by which versions take turns at the engine; None needs no slot."""
+        """Return the key by which versions are admitted to the engine; None needs no slot."""
         base = self._loader.base
         return weights or (None if base is None else base.weights)
 

@@ -1,7 +1,7 @@
 """Drive the trainer processes of one base model: 1..N ranks, restarted together when one dies or hangs.
 
-Only here does the async server meet sync torch. Commands go to all ranks one after the other; owners take turns, and
-then their models. A forward_backward waits for its turn before each of its microbatches. Rank 0's answer counts. The
+Only here does the async server meet sync torch. Commands go to all ranks one after the other; a fair queue grants the
+ranks. A forward_backward waits for a grant before each of its microbatches. Rank 0's answer counts. The
 ranks agree on errors (`distributed.agreed`): after any other error they are ended, and their models with them.
 """
 
@@ -19,12 +19,20 @@ from typing import Any, TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends.model_spec import ModelSpec
-from backends.processes.fair_queue import FairTurns
+from backends.processes.fair_queue import FairQueue
 from backends.processes.launcher import StartWorkers, launch_trainer
 from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
 from backends.processes.spans import OnSpan, ProcessSpan, current_on_span, spans_to
 from backends.processes.supervisor import Supervisor
-from backends.protocol import EncodedBatch, InvalidInput, ModelLost, OnLoading, ProcessState, ignore_loading
+from backends.protocol import (
+    EncodedBatch,
+    InvalidInput,
+    ModelLost,
+    ModelState,
+    OnLoading,
+    ProcessState,
+    ignore_loading,
+)
 from backends.trainer import commands
 
 log = logging.getLogger(__name__)
@@ -65,7 +73,7 @@ class _Model:
     """A loaded model."""
 
     owner: str
-    latest: int
+    latest_work: int
     """Number of its latest work."""
     worked_s: float = 0.0
     """Seconds that its work has taken."""
@@ -82,7 +90,7 @@ class TrainerClient:
         name, launch = f"{spec.name}: the trainer", partial(start_workers, spec)
         self._supervisor = Supervisor(name, launch, self._load, restart=self._restart)
         self._models: dict[str, _Model] = {}
-        self._turns = FairTurns()
+        self._queue = FairQueue()
         """One command runs at a time: all ranks see the same order, time limits count from a command's own beginning,
         and no command meets ranks that are being started."""
         self._exclusive_until_s = 0.0
@@ -119,23 +127,15 @@ class TrainerClient:
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
         """Implement the protocol."""
-        return self._turns.first(owner, model_id)
+        return self._queue.prioritize(owner, model_id)
 
-    def holds(self, model_id: str) -> bool:
+    def state(self, model_id: str) -> ModelState | None:
         """Implement the protocol."""
-        return model_id in self._models
-
-    def last_turn(self, model_id: str) -> int:
-        """Implement the protocol."""
-        return 0 if (model := self._models.get(model_id)) is None else model.latest
-
-    def worked_s(self, model_id: str) -> float:
-        """Implement the protocol."""
-        return 0 if (model := self._models.get(model_id)) is None else model.worked_s
+        return None if (model := self._models.get(model_id)) is None else ModelState(model.latest_work, model.worked_s)
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """Implement the protocol; rank 0 writes."""
-        async with self._turns.turn(self._owner(model_id), model_id):
+        async with self._queue.grant(self._owner(model_id), model_id):
             await self._require(model_id)
             self._begin(model_id)
             writer = self._supervisor.children[0]
@@ -146,7 +146,7 @@ class TrainerClient:
         """Implement the protocol."""
         if (model := self._models.get(model_id)) is None:
             return
-        async with self._turns.turn(model.owner, model_id):
+        async with self._queue.grant(model.owner, model_id):
             if await self._alive():
                 await self._command(commands.DeleteModel(model_id))
             self._models.pop(model_id, None)
@@ -158,7 +158,7 @@ class TrainerClient:
         self._requests[this.new.number] = this
         try:
             while not this.finished.done():
-                async with self._turns.turn(owner, model_id):
+                async with self._queue.grant(owner, model_id):
                     if not this.finished.done():  # by another's microbatch
                         await self._compute_microbatch(this)
             return this.finished.result()
@@ -166,13 +166,13 @@ class TrainerClient:
             await self._discard(this)
 
     async def _compute_microbatch(self, first: "_Request") -> None:
-        """Compute one microbatch of this request. Others that wait for their turn may have datums in it."""
+        """Compute one microbatch of this request. Others that wait for a grant may have datums in it."""
         await self._require(first.new.model_id)
         batch_mates: list[_Request] = []
         if self._spec.shares_microbatches and asyncio.get_running_loop().time() > self._exclusive_until_s:
             waiting = [one for one in self._requests.values() if one is not first and not one.finished.done()]
             waiting = [one for one in waiting if one.new.model_id in self._models]
-            batch_mates = sorted(waiting, key=lambda one: self._turns.standing(one.new.owner, one.new.model_id))
+            batch_mates = sorted(waiting, key=lambda one: self._queue.priority(one.new.owner, one.new.model_id))
         requests = [first, *batch_mates]
         new = tuple(one.new for one in requests if not one.admitted)
         for one in requests:
@@ -196,7 +196,7 @@ class TrainerClient:
                 one.finish(outcome)
 
     def _emit(self, spans: list[ProcessSpan], numbers: set[int]) -> None:
-        """Emit the spans of a microbatch to all whose datums were in it, not just to the one whose turn it was."""
+        """Emit the spans of a microbatch to all whose datums were in it, not just to the one that has the grant."""
         for number in numbers & self._requests.keys():
             if (on_span := self._requests[number].on_span) is not None:
                 for span in spans:
@@ -206,7 +206,7 @@ class TrainerClient:
         """Forget a request, which is cancelled on the ranks if it was abandoned."""
         del self._requests[this.new.number]
         if this.admitted and not this.finished.done() and this.new.model_id in self._models:
-            async with self._turns.turn(this.new.owner, this.new.model_id):
+            async with self._queue.grant(this.new.owner, this.new.model_id):
                 if await self._alive():
                     await self._command(commands.CancelRequests((this.new.number,)))
 
@@ -231,7 +231,7 @@ class TrainerClient:
         await self._run(model_id, commands.SaveSamplerWeights(model_id, directory, for_elsewhere))
 
     async def _add(self, command: commands.CreateModel | commands.Resume, owner: str) -> None:
-        async with self._turns.turn(owner, command.model_id):
+        async with self._queue.grant(owner, command.model_id):
             await self._revive()
             if self._spec.full:
                 self._require_free(command.model_id, owner)
@@ -252,8 +252,8 @@ class TrainerClient:
         await self._on_all(commands.Start(self._spec), ranks, _START_PATIENCE_S, self._supervisor.on_loading)
 
     async def _restart(self) -> None:
-        """Start the ranks again, whether anybody needs them or not. Who needs them waits for the turn."""
-        async with self._turns.turn("", ""):
+        """Start the ranks again, even if no request needs them. Requests that do wait for the grant."""
+        async with self._queue.grant("", ""):
             await self._revive()
 
     async def _revive(self) -> None:
@@ -261,7 +261,7 @@ class TrainerClient:
             await self._supervisor.running()
 
     def _begin(self, model_id: str) -> None:
-        self._models[model_id].latest = next(self._numbers)
+        self._models[model_id].latest_work = next(self._numbers)
 
     @contextlib.contextmanager
     def _working(self, *model_ids: str) -> Iterator[None]:
@@ -273,7 +273,7 @@ class TrainerClient:
                 self._models[model_id].worked_s += time.monotonic() - began
 
     async def _run(self, model_id: str, command: Command[R]) -> R:
-        async with self._turns.turn(self._owner(model_id), model_id):
+        async with self._queue.grant(self._owner(model_id), model_id):
             await self._require(model_id)
             self._begin(model_id)
             with self._working(model_id):

@@ -7,7 +7,7 @@ Everything is counted on all test photographs of the archive.
 """
 
 # mypy: disable-error-code="no-any-return, operator"
-# What a torch module holds is a Tensor or a Module to mypy.
+# mypy takes every attribute of a torch module for a Tensor or a Module.
 
 import argparse
 import json

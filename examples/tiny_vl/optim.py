@@ -1,7 +1,7 @@
 """Muon for the matrices inside blocks, AdamW for the rest; the learning rate follows the clock."""
 
 # mypy: disable-error-code="misc, arg-type"
-# What a torch module holds is a Tensor or a Module to mypy.
+# mypy takes every attribute of a torch module for a Tensor or a Module.
 
 import time
 

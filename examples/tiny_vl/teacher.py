@@ -9,7 +9,7 @@ Legend: B images, H W pixels, Y X cells of 32 pixels a side.
 """
 
 # mypy: disable-error-code="no-any-return, call-overload"
-# What a torch module holds is a Tensor or a Module to mypy.
+# mypy takes every attribute of a torch module for a Tensor or a Module.
 
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ Test photographs are only counted in the log. `--resume DIR` goes on from an ear
 """
 
 # mypy: disable-error-code="no-any-return"
-# What a torch module holds is a Tensor or a Module to mypy.
+# mypy takes every attribute of a torch module for a Tensor or a Module.
 
 import argparse
 import csv

@@ -5,7 +5,7 @@ checked by `check.py`. Legend: B images, H W pixels, Y X token grid, P patches, 
 """
 
 # mypy: disable-error-code="union-attr, misc, arg-type"
-# What a torch module holds is a Tensor or a Module to mypy.
+# mypy takes every attribute of a torch module for a Tensor or a Module.
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -50,7 +50,7 @@ class Maze:
         return cell not in self.walls and all(0 <= place < SIDE for place in cell)
 
     def shortest_path(self) -> list[str] | None:
-        """Moves to the goal; None where there is no way. Of equally short ones the first in the order of MOVES."""
+        """Moves to the goal; None if there is no way. Among equally short ways the first in the order of MOVES."""
         seen = {self.player}
         waiting: deque[tuple[Maze, list[str]]] = deque([(self, [])])
         while waiting:

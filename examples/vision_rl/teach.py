@@ -61,7 +61,7 @@ class Task:
     group_size: int = 8
 
 
-def no_env(seed: int) -> MessageEnv:
+def no_env(_seed: int) -> MessageEnv:
     """Stand in for the environment of a task whose episodes come from a file."""
     raise AssertionError("records=FILE names the file of questions")
 

@@ -15,7 +15,7 @@ from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 @dataclass(frozen=True)
 class Row:
-    """What one case showed."""
+    """The result of one case."""
 
     case: str
     steps: int

@@ -28,13 +28,13 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl that belong to a step: RL appends one of token counts alone."""
+        """The lines of metrics.jsonl that belong to a step: RL appends one of token counts alone."""
         rows = read_jsonl(self.log_dir / "metrics.jsonl")
         return [row for row in rows if any(not name.startswith("tokens/") and name != "step" for name in row)]
 
     @property
     def checkpoints(self) -> list[dict[str, Any]]:
-        """The rows of checkpoints.jsonl."""
+        """The lines of checkpoints.jsonl."""
         return read_jsonl(self.log_dir / "checkpoints.jsonl")
 
     def column(self, name: str) -> list[float]:
@@ -80,7 +80,7 @@ class Cookbook:
         return self.run(recipe, f"log_path={log_dir}", *arguments, log_dir=log_dir)
 
     def call(self, command: list[Any]) -> tuple[str, float]:
-        """What a command in the working folder says, and its seconds. Fails where it does."""
+        """Return the output of a command in the working folder, and its seconds. Fails if the command does."""
         began = time.monotonic()
         done = subprocess.run(
             command,
@@ -98,7 +98,7 @@ class Cookbook:
         return done.stdout, wall_s
 
     def killed(self, recipe: str, *arguments: str, log_dir: Path, after_step: int) -> None:
-        """A recipe that is killed once metrics.jsonl has a row of `after_step`."""
+        """A recipe that is killed once metrics.jsonl has a line of `after_step`."""
         command = [PYTHON, "-m", f"tinker_cookbook.recipes.{recipe}", f"log_path={log_dir}", *arguments]
         began = time.monotonic()
         with subprocess.Popen(

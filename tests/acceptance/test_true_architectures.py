@@ -16,7 +16,7 @@ from tests.models import make_tiny_qwen3_5, make_tiny_vl
 from tests.servers import Server
 
 DEFAULT = "Qwen/Qwen3.5-397B-A17B"
-"""What the image classifier trains unless told otherwise."""
+"""Models that the image classifier trains by default."""
 NAMED = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 NEAR = {DEFAULT: 0.2, NAMED: 1e-4}
 """nats, of any token: on a CPU the first computes in bfloat16, the second in float32."""
@@ -113,7 +113,7 @@ def distance(model: torch.nn.Module, token_ids: list[int], expected: np.ndarray)
 
 
 def train(service: tinker.ServiceClient, name: str, token_ids: list[int]) -> tuple[str, np.ndarray]:
-    """Where a model is saved that no longer is its base, in its experts too; and how it scores the tokens."""
+    """Return the path of saved weights that differ from the base, in experts too, and their scores of the tokens."""
     training = service.create_lora_training_client(base_model=name, rank=4).result()
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(token_ids[:-1]),

@@ -1,4 +1,4 @@
-"""What a user does with trained weights: fetch, convert and merge them, and look after checkpoints."""
+"""Users fetch, convert and merge trained weights, and manage checkpoints."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,8 @@ def logprobs(model: torch.nn.Module, token_ids: list[int]) -> np.ndarray:
     """[T - 1] nats, of each token after the first."""
     with torch.no_grad():
         logits_TV = model(torch.tensor([token_ids])).logits[0]
-    return logits_TV.log_softmax(-1)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].numpy()
+    logprobs: np.ndarray = logits_TV.log_softmax(-1)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].numpy()
+    return logprobs
 
 
 def test_exported_weights_give_the_servers_own_numbers(cookbook: Cookbook, shows, trained: Run, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def write_jsonl(directory: Path, splits: dict[str, Sequence[object]], config: st
         (directory / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
 
 
-def write_photographs(directory: Path, archive: Path, test_per_class: int = 20) -> None:
+def write_photographs(directory: Path, archive: Path) -> None:
     """The demo's ten classes with the columns of dpdl-benchmark/caltech101."""
     import datasets
     from PIL import Image

@@ -1,4 +1,4 @@
-"""What a browser's page did while it was open, and what axe finds wrong with it."""
+"""Records a browser page's requests and errors while it is open, and the faults that axe finds."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Watched:
         return self.page
 
     def answer(self, question: str, *, yes: bool) -> None:
-        """What the page asks before it changes anything."""
+        """Questions that the page asks before a change."""
         asked = self.page.get_by_role("dialog")
         asked.wait_for()
         assert question in asked.inner_text()
@@ -53,7 +53,7 @@ class Watched:
         return [one for one in outside if urlsplit(one).netloc != own]
 
     def violations(self) -> list[str]:
-        """What axe takes for serious. It comes in as the browser's own, for the page lets in no script of others."""
+        """Return the serious faults that axe finds. The browser injects it, for the page allows no foreign script."""
         source = AXE.read_text()
         self.page.evaluate("source => { (0, eval)(source); }", source)
         found: dict[str, Any] = self.page.evaluate("() => axe.run({resultTypes: ['violations']})")

@@ -53,7 +53,7 @@ def run_id(owners: tuple[Owner, Owner], learning: LearningBackend) -> str:
 
 @pytest.fixture
 def seen(context: BrowserContext, owners: tuple[Owner, Owner], run_id: str) -> Iterator[Watched]:
-    """Alice's browser, signed in. Whatever it did, nothing left the machine and nothing was wrong."""
+    """Alice's browser, signed in. After the test, no request has left the machine and no error has occurred."""
     alice, _ = owners
     watched = Watched(context, alice.server.url)
     watched.sign_in(alice.key)
@@ -259,7 +259,7 @@ def test_a_photograph_is_talked_about_with_two_models_side_by_side(
     page.get_by_label("Message").fill("Hello?")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("log", name="Conversation 1").locator(".wrong")).to_contain_text("no/such-model")
-    seen.errors.clear()  # the browser itself tells of the refusal
+    seen.errors.clear()  # the browser itself logs the refusal
 
 
 def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner, Owner], run_id: str) -> None:
@@ -269,7 +269,7 @@ def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner,
         assert foreign not in seen.open(path).content()
     page = seen.open(f"/runs/{foreign}")
     expect(page.get_by_role("heading", name="Not here")).to_be_visible()
-    seen.errors.clear()  # the browser itself tells of the 404
+    seen.errors.clear()  # the browser itself logs the 404
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,4 +1,4 @@
-"""A client that goes on through crashes: it sends again, as the SDK does, and keeps what it was told."""
+"""A client that goes on through crashes: it sends again, as the SDK does, and keeps every answer."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ PAUSE_S = 0.1
 
 Json = dict[str, Any]
 State = tuple[tuple[int, ...], ...]
-"""What makes a model's weights: the steps it took, each with the seeds of its forward_backwards."""
+"""The origin of a model's weights: its steps, each with the seeds of its forward_backwards."""
 
 
 class Unanswered(AssertionError):
@@ -22,7 +22,7 @@ class Unanswered(AssertionError):
 
 
 @dataclass(eq=False)
-class Told:
+class Request:
     """An operation, and the one answer it may ever have."""
 
     path: str
@@ -39,9 +39,9 @@ class Client:
     """Plain HTTP to a server that may be away for a while."""
 
     base_url: str
-    told: list[Told] = field(default_factory=list)
-    under_way: list[Told] = field(default_factory=list)
-    """What was asked for and has no result."""
+    answered: list[Request] = field(default_factory=list)
+    under_way: list[Request] = field(default_factory=list)
+    """Submitted requests without a result."""
 
     def __post_init__(self) -> None:
         self._http = httpx.Client(base_url=f"{self.base_url}/api/v1", timeout=60, headers={"X-API-Key": KEY})
@@ -67,21 +67,21 @@ class Client:
             return found
         raise Unanswered(f"{path} {body}")
 
-    def submit(self, path: str, body: Json) -> Told:
+    def submit(self, path: str, body: Json) -> Request:
         """Accepted; `result` waits for what comes of it."""
-        told = Told(path, body, "", {}, -time.monotonic())
-        self.under_way.append(told)
-        told.request_id = self.post(path, body)["request_id"]
-        return told
+        request = Request(path, body, "", {}, -time.monotonic())
+        self.under_way.append(request)
+        request.request_id = self.post(path, body)["request_id"]
+        return request
 
-    def result(self, told: Told) -> Json:
-        """What comes of an operation, for good."""
-        told.result = self.post("/retrieve_future", {"request_id": told.request_id})
-        told.at_s = time.monotonic()
-        told.seconds += told.at_s
-        self.told.append(told)
-        self.under_way.remove(told)
-        return told.result
+    def result(self, request: Request) -> Json:
+        """The final outcome of an operation."""
+        request.result = self.post("/retrieve_future", {"request_id": request.request_id})
+        request.at_s = time.monotonic()
+        request.seconds += request.at_s
+        self.answered.append(request)
+        self.under_way.remove(request)
+        return request.result
 
     def do(self, path: str, body: Json) -> Json:
         return self.result(self.submit(path, body))
@@ -99,7 +99,7 @@ def well(result: Json) -> Json:
 
 @dataclass
 class Model:
-    """A model, and what it must be by what its client was told."""
+    """A model, and its expected state by its client's answers."""
 
     client: Client
     session_id: str
@@ -115,7 +115,7 @@ class Model:
         body = {"session_id": self.session_id, "model_seq_id": self.number, "base_model": MODEL}
         well(self.client.do("/create_model", body | {"lora_config": {"rank": 4, "seed": 1}}))
 
-    def submit(self, path: str, /, **body: Any) -> Told:
+    def submit(self, path: str, /, **body: Any) -> Request:
         self.seq_id += 1
         return self.client.submit(path, {"model_id": self.model_id, "seq_id": self.seq_id} | body)
 
@@ -124,9 +124,9 @@ class Model:
 
     def train(self, seeds: tuple[int, ...]) -> None:
         """A step with so many forward_backwards, all sent before any is answered."""
-        told = [self.submit("/forward_backward", forward_backward_input=batch(seed)) for seed in seeds]
-        told.append(self.submit("/optim_step", adam_params={"learning_rate": 0.01}))
-        for one in told:
+        submitted = [self.submit("/forward_backward", forward_backward_input=batch(seed)) for seed in seeds]
+        submitted.append(self.submit("/optim_step", adam_params={"learning_rate": 0.01}))
+        for one in submitted:
             well(self.client.result(one))
         self.state += (seeds,)
 

@@ -15,16 +15,16 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.chaos.client import PATIENCE_S, Client, Model, State, Told
+from tests.chaos.client import PATIENCE_S, Client, Model, Request, State
 from tests.chaos.worker import Seen, Worker
 from tests.servers import MODEL, Server
 
 SEED = 20
 VICTIMS = ["trainer", "sampler", "engine", "server"]
 ORPHAN_S = 10
-"""How long a child may outlive its server."""
+"""Time for which a child may outlive its server."""
 TOLERANCE = 2e-3
-"""Nats; trainer and sampler are 1e-4 apart. What the trainer gives is the same to the bit."""
+"""Nats; trainer and sampler are 1e-4 apart. The trainer's results are bitwise equal."""
 
 
 class Place:
@@ -36,8 +36,8 @@ class Place:
         self._random = random.Random(seed)
         self.starts_s: list[float] = []
         self.kills: list[tuple[str, float]] = []
-        """Who, and when."""
-        self._hit: dict[str, list[Told]] = {}
+        """The killed processes, with times."""
+        self._hit: dict[str, list[Request]] = {}
         """By victim, what was under way at its last kill."""
         self.saved: dict[str, State] = {}
         self.sampled: dict[str, State] = {}
@@ -53,7 +53,7 @@ class Place:
         self.starts_s.append(time.monotonic() - began)
 
     def num_answered(self) -> int:
-        return sum(len(worker.client.told) for worker in self.workers)
+        return sum(len(worker.client.answered) for worker in self.workers)
 
     def _may_go_on(self) -> bool:
         return self.num_answered() < self._num_operations and not any(worker.error for worker in self.workers)
@@ -79,7 +79,8 @@ class Place:
         if victim != "server":
             found = self._random.choice(self._await(api, victim))
             self.kills.append((victim, time.monotonic()))
-            return found.kill()
+            found.kill()
+            return
         children = api.children(recursive=True)
         self.kills.append((victim, time.monotonic()))
         self.server.kill()
@@ -88,7 +89,7 @@ class Place:
         self.start()
 
     def _spare_what_was_hit(self, victim: str) -> None:
-        """An operation under which a process ends twice is blamed for it, by name: it must not be by our hand."""
+        """An operation under which a process ends twice fails by name: our kills must not hit one twice."""
         deadline = time.monotonic() + PATIENCE_S
         hit = self._hit.get(victim, [])
         while self._may_go_on() and any(one in worker.client.under_way for worker in self.workers for one in hit):
@@ -120,14 +121,14 @@ def _is(process: psutil.Process, victim: str) -> bool:
 def assert_told_once(clients: list[Client]) -> None:
     """Sent again, every operation is the same one and has the same result."""
     for client in clients:
-        for told in list(client.told):
-            assert client.post(told.path, told.body)["request_id"] == told.request_id, told
-            again = client.post("/retrieve_future", {"request_id": told.request_id})
-            assert again == told.result, (told, again)
+        for request in list(client.answered):
+            assert client.post(request.path, request.body)["request_id"] == request.request_id, request
+            again = client.post("/retrieve_future", {"request_id": request.request_id})
+            assert again == request.result, (request, again)
 
 
 def assert_made_by_its_steps(seen: list[Seen], client: Client) -> None:
-    """What was seen of weights is what a model without crashes shows after the same steps."""
+    """Weights seen by clients equal those of a model without crashes after the same steps."""
     wanted: dict[State, list[float]] = {}
     states = {one.state for one in seen}
     for number, end in enumerate(sorted(states, key=len, reverse=True)):
@@ -163,15 +164,15 @@ def assert_sampler_was_back_in_time(place: Place) -> None:
     """No sample waited for longer than the server and the sampler take to start."""
     log = place.server.log.read_text()
     starts_s = place.starts_s + [float(found) for found in re.findall(r"sampler is ready after (\d+) s", log)]
-    samples = [told for worker in place.workers for told in worker.client.told if told.path == "/asample"]
-    assert max(told.seconds for told in samples) < 2 * max(starts_s) + 10
+    samples = [request for worker in place.workers for request in worker.client.answered if request.path == "/asample"]
+    assert max(request.seconds for request in samples) < 2 * max(starts_s) + 10
 
 
 def say_pauses(place: Place) -> None:
-    """How long clients waited: from a kill to the next result of what was asked after it, of what was killed."""
-    told = [one for worker in place.workers for one in worker.client.told]
+    """Print the wait from each kill to the next result of an operation submitted after it, by the killed process."""
+    answered = [one for worker in place.workers for one in worker.client.answered]
     for victim, at_s in place.kills:
-        after = [one for one in told if one.at_s - one.seconds > at_s]
+        after = [one for one in answered if one.at_s - one.seconds > at_s]
         waits = [one.at_s - at_s for one in after if (one.path == "/asample") == (victim in ("sampler", "engine"))]
         print(f"{victim}: {min(waits, default=0):.1f} s to the next result")
 

@@ -16,7 +16,7 @@ from tests.servers import Server
 
 @pytest.fixture(scope="module")
 def wire() -> Wire:
-    """What `fake` is asked."""
+    """Records the requests that `fake` gets."""
     return Wire()
 
 

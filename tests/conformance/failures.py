@@ -54,6 +54,6 @@ def assert_each_fails_alone(service: tinker.ServiceClient, renderer: Renderer, c
 
 
 def complete(loss_fn: str) -> types.Datum:
-    """What an RL loss takes."""
+    """Inputs of an RL loss."""
     inputs = {"logprobs": floats(5, fill=-1), "advantages": floats(5, fill=1)}
     return bad(**inputs, **({"sequence_ratio_mask": floats(5, fill=1)} if loss_fn == "gspo" else {}))

@@ -1,4 +1,4 @@
-"""What the real server must compute, by transformers, PEFT and autograd; and what it did compute."""
+"""Expected values of the real server, by transformers, PEFT and autograd, and the server's own."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,10 +48,11 @@ class Reference:
     def distribution_TV(self, model_input: ModelInput) -> Tensor:
         """[T, V] log probabilities; row t is of what follows token t."""
         inputs = reference_inputs(self._renderer, model_input, self.model)
-        return self.model(**inputs, use_cache=False).logits[0].log_softmax(-1)
+        logprobs: Tensor = self.model(**inputs, use_cache=False).logits[0].log_softmax(-1)
+        return logprobs
 
     def logprobs(self, item: Datum) -> Tensor:
-        """Of a datum's targets, in their shape."""
+        """Log probabilities of a datum's targets, in their shape."""
         targets = torch.from_numpy(item.loss_fn_inputs["target_tokens"])
         logprobs_TV = self.distribution_TV(item.model_input)
         return logprobs_TV.gather(-1, targets.reshape(len(targets), -1)).reshape(targets.shape)
@@ -76,7 +77,7 @@ class Trained:
         return saved_adapter(self._server, self.client.save_state(f"state-{self._num_saved}").result().path)
 
     def gradient(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the server has accumulated, read off the step that it takes with it."""
+        """The server's accumulated gradient, computed from the step that it takes with it."""
         self.client.optim_step(PLAIN).result()
         steps = {name: before[name].double() - tensor.double() for name, tensor in self.adapter().items()}
         return {name: (moved / (1 - moved.abs() / LARGE)).float() for name, moved in steps.items()}

@@ -1,4 +1,4 @@
-"""Which items of the protocol's checklist pass; a pytest plugin that `make conformance` alone loads.
+"""Reports the items of the protocol's checklist that pass; a pytest plugin that `make conformance` alone loads.
 
 A test is named by the items that it covers, in three digits each: test_086_..., test_024_and_025_...
 An item passes when one of its tests passes and none fails: the same tests on PostgreSQL are skipped where there is

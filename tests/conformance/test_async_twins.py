@@ -26,7 +26,7 @@ pytestmark = [
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
 DAY = ("2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z")
 CONFIG = "/client/config"
-"""What each kind of client asks for before its very first request."""
+"""Requests of each kind of client before its very first own one."""
 Arguments = dict[str, Callable[[], tuple[Any, ...]]]
 """Per method: what to call it with. Called before the record begins, so that it may save what the method needs."""
 _names = itertools.count()

@@ -37,9 +37,7 @@ def test_039_an_unknown_loss_names_the_known_ones_and_numbering_goes_on(
     )
 
 
-def test_037_an_unknown_key_of_a_losss_config_is_refused_with_the_known_ones(
-    service: tinker.ServiceClient, renderer: Renderer
-) -> None:
+def test_037_an_unknown_key_of_a_losss_config_is_refused_with_the_known_ones(service: tinker.ServiceClient) -> None:
     client = service.create_lora_training_client(MODEL, rank=4, seed=9).result()
     for loss_fn, config, message in (
         ("ppo", {"clip_hihg_threshold": 2.0}, "'clip_hihg_threshold'.*clip_low_threshold, clip_high_threshold"),

@@ -16,6 +16,7 @@ from tinker import types
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.wire import envelope_of
 from tests.conformance.wire import Wire
+from tests.factories import present
 from tests.fake_server import Running, datum, forward_backward_body
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -33,7 +34,7 @@ def roomy(tmp_path_factory: pytest.TempPathFactory, wire: Wire) -> Iterator[Runn
 
 @contextlib.contextmanager
 def parallel_parts(client: tinker.ServiceClient) -> Iterator[None]:
-    """As clients post the parts of a batch that were not told to post them in order: the first one last."""
+    """Post the parts of a batch as clients without the flag for order do: the first one last."""
     config = client.holder.get_client_config()
     client.holder._client_config = config.model_copy(update={"parallel_fwdbwd_chunks": True})
     try:
@@ -60,9 +61,9 @@ def test_031_fifteen_hundred_datums_are_two_requests_and_come_back_in_order(
         outputs = training.forward_backward(batch, "cross_entropy").result()
         stepped = training.optim_step(ADAM).result()
     assert [len(output["logprobs"].data) for output in outputs.loss_fn_outputs] == lengths
-    assert outputs.metrics == {"loss:sum": 1500} and stepped.metrics["step"] == 1
+    assert outputs.metrics == {"loss:sum": 1500} and present(stepped.metrics)["step"] == 1
     parts = [one for one in requests() if one.path == "/forward_backward"]
-    numbers = [envelope_of(part.body)[:2] for part in parts]
+    numbers = [present(envelope_of(part.body))[:2] for part in parts]
     expected = [(training.model_id, 2), (training.model_id, 1)]
     assert numbers == (expected if in_parallel else expected[::-1])
     sizes = sorted(len(pb.ForwardBackwardRequest.FromString(part.body).data) for part in parts)
@@ -77,7 +78,7 @@ def test_031_a_batch_over_five_megabytes_is_split_by_its_size(roomy: Running, wi
             outputs = training.forward_backward(batch, "cross_entropy").result()
         assert [len(output["logprobs"].data) for output in outputs.loss_fn_outputs] == [2, 5, 3]
         assert [one.status for one in requests() if one.path == "/forward_backward"] == [200] * 3
-        assert training.optim_step(ADAM).result().metrics["step"] == 1
+        assert present(training.optim_step(ADAM).result().metrics)["step"] == 1
 
 
 def test_032_ten_parts_in_parallel_with_the_first_last_run_in_order(fake: Running) -> None:
@@ -103,7 +104,7 @@ def test_032_ten_parts_in_parallel_with_the_first_last_run_in_order(fake: Runnin
 
 
 def test_033_a_datum_of_twenty_megabytes_is_taken_or_refused_with_a_text(
-    fake: Running, roomy: Running, training: tinker.TrainingClient
+    roomy: Running, training: tinker.TrainingClient
 ) -> None:
     large = image_datum(20_000_000)
     with tinker.ServiceClient(base_url=roomy.url, api_key="tml-test") as client:
@@ -117,7 +118,7 @@ def test_033_a_datum_of_twenty_megabytes_is_taken_or_refused_with_a_text(
         stepped.result(timeout=60)
     assert incomplete.value.category == "user"
     training.forward_backward([datum()], "cross_entropy").result(timeout=60)
-    assert training.optim_step(ADAM).result(timeout=60).metrics["step"] == 1
+    assert present(training.optim_step(ADAM).result(timeout=60).metrics)["step"] == 1
 
 
 def test_046_an_operation_that_never_left_the_client_leaves_no_hole(
@@ -139,5 +140,5 @@ def test_046_an_operation_that_never_left_the_client_leaves_no_hole(
         with pytest.raises(tinker.RequestFailedError, match="the gradient is incomplete") as incomplete:
             stepped.result()
         assert incomplete.value.category == "user"
-    numbers = [envelope_of(one.body)[:2] for one in requests() if one.path == "/forward_backward"]
+    numbers = [present(envelope_of(one.body))[:2] for one in requests() if one.path == "/forward_backward"]
     assert numbers == [(training.model_id, 1), (training.model_id, 5)]

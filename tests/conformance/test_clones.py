@@ -72,7 +72,7 @@ def test_081_copies_in_other_processes_sample_under_numbers_of_their_own(
     assert {one.status for one in beats} == {200}
 
 
-def test_081_a_copy_joins_where_its_client_was_told_to(wire: Wire, client: tinker.ServiceClient) -> None:
+def test_081_a_copy_joins_if_the_clients_configuration_says_so(wire: Wire, client: tinker.ServiceClient) -> None:
     config = client.holder.get_client_config()
     client.holder._client_config = config.model_copy(update={"sample_join_sampling_session": True})
     try:

@@ -41,7 +41,8 @@ def log(fake: Running, sampler_id: str, cursor: int = 0, clone: int = 0, **field
     target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone}
     answer = fake.post("/retrieve_futures", target=target, prev_cursor=cursor, **fields)
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    body: dict = answer.json()
+    return body
 
 
 def test_079_load_beyond_the_bound_is_429_and_the_client_recovers(
@@ -64,7 +65,7 @@ def test_079_load_beyond_the_bound_is_429_and_the_client_recovers(
     assert fake.backend.tiny.sampler.num_begun - begun == 4 + number
 
 
-def test_080_two_thousand_samples_at_once_all_finish(fake: Running, client: tinker.ServiceClient) -> None:
+def test_080_two_thousand_samples_at_once_all_finish(client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model="tiny").result()
     futures = [sampler.sample(PROMPT, 1, ONE_TOKEN) for _ in range(2000)]
     assert sum(future.result().sequences[0].tokens == [100] for future in futures) == 2000
@@ -105,7 +106,7 @@ def test_082_only_samples_can_be_cancelled(fake: Running) -> None:
     assert fake.result(submitted).status_code == 200
 
 
-def test_083_the_sdk_polls_one_log_for_all_its_samples(fake: Running, client: tinker.ServiceClient) -> None:
+def test_083_the_sdk_polls_one_log_for_all_its_samples(client: tinker.ServiceClient) -> None:
     config = client.holder.get_client_config()
     client.holder._client_config = config.model_copy(update={"sample_use_retrieve_futures": True})
     try:
@@ -116,6 +117,7 @@ def test_083_the_sdk_polls_one_log_for_all_its_samples(fake: Running, client: ti
         client.holder._client_config = config
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_083_the_log_has_what_finished_since_the_cursor_failures_included(fake: Running, gate: asyncio.Event) -> None:
     sampler_id = fake.sampler()
     ids = [fake.sample(sampler_id, seq_id).json()["request_id"] for seq_id in (0, 1, 10**9 + 5)]
@@ -156,6 +158,7 @@ def test_083_acknowledged_results_are_deleted_and_foreign_ones_are_not(fake: Run
     assert fake.post("/retrieve_futures", target=unknown).status_code == 404
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_086_an_unfinished_poll_is_held_then_408_and_a_result_wakes_it(fake: Running, gate: asyncio.Event) -> None:
     submitted = fake.sample(fake.sampler())
     started = time.monotonic()
@@ -216,9 +219,7 @@ def test_090_a_result_lost_on_the_wire_is_delivered_at_the_next_poll(fake: Runni
     assert fake.post("/retrieve_future", request_id=request_id).status_code == 200
 
 
-def test_091_a_large_result_tells_its_size_once_where_that_is_allowed(
-    fake: Running, client: tinker.ServiceClient
-) -> None:
+def test_091_a_large_result_gives_its_size_once_if_that_is_allowed(fake: Running, client: tinker.ServiceClient) -> None:
     submitted = fake.sample(fake.sampler(), num_samples=100_000)
     plain = fake.result(submitted).content
     body = {"request_id": submitted.json()["request_id"], "allow_metadata_only": True}

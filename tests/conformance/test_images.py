@@ -42,9 +42,8 @@ def picture(data: bytes, expected: int | None = None, format: str = "png") -> ty
 
 
 def datum(chunks: list[types.ModelInputChunk], targets: list[int], weights: list[float]) -> types.Datum:
-    return types.Datum(
-        model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": targets, "weights": weights}
-    )
+    inputs: dict[str, Any] = {"target_tokens": targets, "weights": weights}  # the SDK makes tensors of lists
+    return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 
 def count(processor: Any, data: bytes) -> tuple[int, dict[str, torch.Tensor]]:

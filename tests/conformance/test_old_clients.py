@@ -1,4 +1,4 @@
-"""What clients before 0.25 send and take: JSON both ways, explicit nulls, no `type`; numbers are the checklist's.
+"""Forms of clients before 0.25: JSON both ways, explicit nulls, no `type`; numbers are the checklist's.
 
 pytest tests/conformance/test_old_clients.py
 """
@@ -27,7 +27,8 @@ def server(fake: Running) -> Running:
 
 def result(server: Running, path: str, /, **body: object) -> dict:
     """As 0.8.1 asks for it."""
-    return server.result(server.post(path, **body)).json()
+    answer: dict = server.result(server.post(path, **body)).json()
+    return answer
 
 
 def model(server: Running) -> str:
@@ -40,7 +41,8 @@ def model(server: Running) -> str:
         user_metadata=None,
         lora_config={"rank": 8},
     )
-    return created["model_id"]
+    model_id: str = created["model_id"]
+    return model_id
 
 
 def test_027_weights_info_then_create_then_load_resumes(server: Running) -> None:

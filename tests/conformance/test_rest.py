@@ -143,7 +143,7 @@ def test_105_sessions_are_searched_and_assigned(
         "why",
     )
     ours = rest.search_sessions(SessionSearchRequest(session_id=session_of(training))).result().sessions[0]
-    assert ours.project_id == "first" and ours.checkpoints_count >= 1 and ours.checkpoint_storage_bytes > 0
+    assert ours.project_id == "first" and ours.checkpoints_count >= 1 and (ours.checkpoint_storage_bytes or 0) > 0
     with pytest.raises(tinker.NotFoundError):
         rest.assign_session_project("nothing", "whales").result()
 
@@ -174,9 +174,7 @@ def test_107_the_audit_log_has_what_was_done(
     assert admin.get_audit_log(day=datetime(2020, 1, 1).date()).result().entries == []
 
 
-def test_107_usage_counts_tokens_and_bytes(
-    client: tinker.ServiceClient, rest: tinker.RestClient, admin: tinker.AdminClient, fake: Running
-) -> None:
+def test_107_usage_counts_tokens_and_bytes(rest: tinker.RestClient, admin: tinker.AdminClient, fake: Running) -> None:
     with tinker.ServiceClient(base_url=fake.url, api_key="tml-test", project_id="usage") as counted:
         model = counted.create_lora_training_client("tiny", rank=8).result()
         model.forward_backward([datum(5), datum(2)], "cross_entropy").result()

@@ -11,6 +11,7 @@ import tinker
 from tinker import types
 
 from tests.conformance.wire import Wire, paths
+from tests.factories import present
 from tests.fake_server import Running
 from tests.servers import MODEL, Server
 
@@ -118,7 +119,7 @@ def test_071_max_tokens_past_the_context_names_the_numbers(real: tinker.Sampling
 
 def test_073_last_n_leaves_the_rest_undefined(real: tinker.SamplingClient) -> None:
     scores = real.sample(LONG, 1, ONE_TOKEN, include_prompt_logprobs=True, prompt_logprobs_last_n=2).result()
-    assert scores.prompt_logprobs[:2] == [None, None] and None not in scores.prompt_logprobs[2:]
+    assert present(scores.prompt_logprobs)[:2] == [None, None] and None not in present(scores.prompt_logprobs)[2:]
     with pytest.raises(tinker.BadRequestError, match="prompt_logprobs_last_n is 9"):
         real.sample(LONG, 1, ONE_TOKEN, include_prompt_logprobs=True, prompt_logprobs_last_n=9).result()
 
@@ -127,7 +128,10 @@ def test_074_topk_tables_are_dense(real: tinker.SamplingClient) -> None:
     scores = real.sample(
         LONG, 1, types.SamplingParams(max_tokens=2, stop=[]), topk_prompt_logprobs=3, topk_sample_logprobs=2
     ).result()
-    assert scores.topk_prompt_logprobs[0] is None and [len(row) for row in scores.topk_prompt_logprobs[1:]] == [3] * 3
+    assert (
+        present(scores.topk_prompt_logprobs)[0] is None
+        and [len(row) for row in present(scores.topk_prompt_logprobs)[1:]] == [3] * 3
+    )
     assert scores.sequences[0].topk_logprobs_np.token_ids.shape == (2, 2)
 
 
@@ -139,7 +143,7 @@ def test_075_target_logprobs_come_back_in_the_layout_asked(real: tinker.Sampling
     first = real.sample(LONG, 1, ONE_TOKEN, include_prompt_logprobs=True, target_prompt_logprobs=dense).result()
     second = real.sample(LONG, 1, ONE_TOKEN, target_prompt_logprobs=sparse).result().target_prompt_logprobs
     table = np.asarray(first.target_prompt_logprobs.data).reshape(3, 2)
-    np.testing.assert_allclose(table[:, 0], first.prompt_logprobs[1:], atol=1e-4)
+    np.testing.assert_allclose(table[:, 0], present(first.prompt_logprobs)[1:], atol=1e-4)
     assert table[0, 1] == 0 and (table[1:] < 0).all()
     assert second.sparse_crow_indices == [0, 1, 1, 2] and second.sparse_col_indices == [0, 1]
     np.testing.assert_allclose(second.data, [table[0, 0], table[2, 1]], atol=1e-4)

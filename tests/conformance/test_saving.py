@@ -56,7 +56,7 @@ def test_056_save_state_has_a_path_metadata_and_an_expiry(
     path = training.save_state("a", ttl_seconds=7200, user_metadata={"step": "1"}).result().path
     assert path == f"tinker://{training.model_id}/weights/a"
     listed = rest.list_checkpoints(training.model_id).result().checkpoints[0]
-    assert listed.user_metadata == {"step": "1"} and listed.expires_at - listed.time == timedelta(hours=2)
+    assert listed.user_metadata == {"step": "1"} and listed.expires_at == listed.time + timedelta(hours=2)
 
 
 def test_057_an_existing_name_needs_overwrite(rest: tinker.RestClient, training: tinker.TrainingClient) -> None:

@@ -12,6 +12,7 @@ import zstandard
 from tinker import types
 
 from tests.conformance.wire import Wire, paths
+from tests.factories import present
 from tests.fake_server import HOLD_S, Running, datum, forward_backward_body
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -19,6 +20,7 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 ADAM = types.AdamParams()
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_028_a_submit_is_answered_before_the_work_is_done(fake: Running) -> None:
     model_id = fake.model()
     gate = fake.backend.tiny.trainer.gates["cross_entropy"]
@@ -34,7 +36,7 @@ def test_028_a_submit_is_answered_before_the_work_is_done(fake: Running) -> None
 def test_030_a_step_submitted_at_once_runs_after_its_gradient(fake: Running, client: tinker.ServiceClient) -> None:
     training = client.create_lora_training_client("tiny", rank=8).result()
     passed, stepped = training.forward_backward([datum()], "cross_entropy"), training.optim_step(ADAM)
-    assert stepped.result().metrics["step"] == 1 and passed.result().metrics == {"loss:sum": 1}
+    assert present(stepped.result().metrics)["step"] == 1 and passed.result().metrics == {"loss:sum": 1}
     assert fake.backend.tiny.trainer.calls[-2:] == [
         ("cross_entropy", training.model_id),
         ("optim_step", training.model_id),
@@ -58,7 +60,7 @@ def test_039_an_unknown_loss_fails_and_numbering_goes_on(client: tinker.ServiceC
         failed.result()
     with pytest.raises(tinker.RequestFailedError, match="incomplete"):
         stepped.result()
-    assert training.optim_step(ADAM).result().metrics["step"] == 1
+    assert present(training.optim_step(ADAM).result().metrics)["step"] == 1
 
 
 def test_049_a_traced_loss_costs_no_request_and_runs_on_the_client(
@@ -87,7 +89,7 @@ def test_051_another_optimizers_parameters_are_refused(training: tinker.Training
     with pytest.raises(tinker.RequestFailedError, match=r"optimizer_params is not supported.*adamw") as failed:
         refused.result()
     assert failed.value.category == "user"
-    assert stepped.result().metrics["step"] == 1
+    assert present(stepped.result().metrics)["step"] == 1
 
 
 def test_053_the_same_number_twice_is_one_execution(fake: Running) -> None:
@@ -126,4 +128,4 @@ def test_062_a_state_can_be_loaded_into_a_model_at_any_time(
         if not first:
             model.optim_step(ADAM).result()
         assert getattr(model, load)(path).result().path == path
-        assert model.optim_step(ADAM).result().metrics["step"] == step
+        assert present(model.optim_step(ADAM).result().metrics)["step"] == step

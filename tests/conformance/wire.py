@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BACKGROUND = ("/session_heartbeat", "/telemetry", "/client/dynamic_config", "/retrieve_future")
-"""What the SDK sends at times of its own, or as often as it takes."""
+"""Requests that the SDK sends at times of its own, or repeats."""
 KEPT_BYTES = 1 << 20
 
 
@@ -43,7 +43,8 @@ class Wire:
 
         async def recorded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
-                return await app(scope, receive, send)
+                await app(scope, receive, send)
+                return
             headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
             seen = Seen(scope["method"], scope["path"].removeprefix("/api/v1"), headers)
             self.requests.append(seen)
@@ -65,7 +66,7 @@ class Wire:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Callable[[], list[Seen]]]:
-        """What arrives from here on, without what the SDK sends in the background."""
+        """Requests that arrive from here on, without those that the SDK sends in the background."""
         start = len(self.requests)
         yield lambda: [one for one in self.requests[start:] if one.path not in BACKGROUND]
 

@@ -1,4 +1,4 @@
-"""Whatever one rank alone runs into, both ranks refuse, and go on with equal weights.
+"""If one rank alone meets an error, both ranks refuse the request and go on with equal weights.
 
 pytest tests/contract/test_agreement.py
 """
@@ -23,7 +23,7 @@ Outcome = dict[str, str]
 
 
 def outcome(action: Callable[[], object]) -> str:
-    """How it ended, as a text that ranks can be compared by."""
+    """The outcome, as a text that ranks can be compared by."""
     try:
         action()
     except (InvalidInput, BackendFailed) as error:

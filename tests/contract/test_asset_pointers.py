@@ -44,7 +44,7 @@ def server(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def batches(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[EncodedBatch]:
-    """What comes to the trainer."""
+    """The batches that the trainer gets."""
     seen, trainer = [], server.backend.tiny.trainer
     run = trainer.forward_backward
 

@@ -186,7 +186,7 @@ def test_a_stream_comes_in_events_and_what_fails_in_it_is_its_last(server: Runni
     assert failed.text.startswith('data: one\n\nevent: error\ndata: {"type": "error", "error": {"type": "api_error"')
 
 
-def test_what_fails_before_anything_was_told_has_a_status(server: Running) -> None:
+def test_a_failure_before_the_first_part_has_a_status(server: Running) -> None:
     for stream in (False, True):
         failed = post(server, OPENAI[0], stream=stream, user="fails one")
         assert failed.status_code == 500 and words_of(failed) == "the engine failed in [path]"

@@ -121,15 +121,13 @@ def test_another_sites_page_changes_nothing(alice: Owner, run_id: str) -> None:
 
 def test_the_cookie_is_for_this_site_alone_and_no_script_reads_it(alice: Owner) -> None:
     answer = httpx.post(f"{alice.server.url}/login", data={"key": alice.key})
-    told = answer.headers["set-cookie"].lower()
-    assert told.startswith(COOKIE) and "httponly" in told and "samesite=strict" in told and "path=/" in told
-    assert alice.key.lower() not in told
+    cookie = answer.headers["set-cookie"].lower()
+    assert cookie.startswith(COOKIE) and "httponly" in cookie and "samesite=strict" in cookie and "path=/" in cookie
+    assert alice.key.lower() not in cookie
     assert httpx.post(f"{alice.server.url}/login", data={"key": "tml-wrong"}).status_code == 401
 
 
-def test_a_removed_key_a_changed_cookie_and_an_old_one_open_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_key_a_changed_cookie_and_an_old_one_open_nothing(tmp_path: Path) -> None:
     key = keys.add(tmp_path / "keys", "alice")
     keys.add(tmp_path / "keys", "bob")
     known = keys.Keys(tmp_path / "keys")
@@ -192,7 +190,7 @@ def test_csv_and_json_hold_every_recorded_operation(alice: Owner, run_id: str) -
     assert [line["learning_rate"] for line in lines] == ["", "0.25", "", "0.25", "", "0.25"]
 
 
-def test_operations_tell_how_long_they_waited_and_why_they_failed(alice: Owner) -> None:
+def test_operations_show_their_waiting_time_and_the_reason_of_a_failure(alice: Owner) -> None:
     run_id = alice.new_run()
     alice.post("/save_weights", model_id=run_id, seq_id=1, path="a/b")
     text = alice.get(f"/runs/{run_id}/operations").text
@@ -239,7 +237,7 @@ def test_no_samples_are_kept_where_the_operator_wants_none(tmp_path: Path) -> No
     server.stop()
 
 
-def test_chats_are_among_the_samples_of_their_owner_alone_and_open_pages_are_told(tmp_path: Path) -> None:
+def test_chats_are_among_the_samples_of_their_owner_alone_and_open_pages_are_notified(tmp_path: Path) -> None:
     server, made = with_keys(tmp_path, "alice", "bob")
     with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
         changes = server.app.state.services.futures.changes
@@ -285,7 +283,7 @@ def test_a_page_that_fails_says_so_and_nothing_else_is_touched(
     assert alice.get("/").status_code == 200
 
 
-def test_open_pages_are_told_of_changes_of_their_owner_alone(alice: Owner, bob: Owner, run_id: str) -> None:
+def test_open_pages_are_notified_of_changes_of_their_owner_alone(alice: Owner, bob: Owner, run_id: str) -> None:
     changes = alice.server.app.state.services.futures.changes
     with alice.pages.stream("GET", "/live") as mine, bob.pages.stream("GET", "/live") as others:
         assert mine.headers["content-type"].startswith("text/event-stream")

@@ -45,6 +45,11 @@ def sample(prompt: bytes, **fields: Any) -> bytes:
     return json.dumps(body).encode().replace(b'"PROMPT"', prompt)
 
 
+def chat(length: int) -> bytes:
+    message = {"role": "user", "content": "x" * length}
+    return json.dumps({"model": "tiny", "max_tokens": 1, "messages": [message]}).encode()
+
+
 def batch(*data: pb.Datum) -> bytes:
     request = pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=data, loss_fn="cross_entropy")
     return request.SerializeToString()
@@ -92,6 +97,7 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
         "a chat of 5 million lists": (f"{CHAT}/completions", JSON, lists, ""),
         "a chat that is called protobuf": (f"{CHAT}/completions", PROTOBUF, b'{"prompt":' + ones(24 * MIB) + b"}", ""),
         "a chat of 60,000 values": (f"{CHAT}/chat/completions", JSON, b'{"tools":[{"a":' + ones(120_000) + b"}]}", ""),
+        "a chat of 250 MB of text": (f"{CHAT}/chat/completions", JSON, chat(250_000_000), ""),
         "8,000 acknowledgements": ("retrieve_futures", JSON, json.dumps(poll).encode(), ""),
         "0.8 MiB of wrong chunks": ("asample", JSON, sample(b'{"chunks":' + ones(8 * MIB // 10) + b"}"), ""),
         "a prompt of a million tokens": ("asample", JSON, sample(ids), ""),
@@ -124,7 +130,7 @@ BODIES = bodies()
 
 
 def post(server: Running, path: str, content_type: str, body: bytes, header: str) -> int:
-    """Status of the answer. Plain sockets, so that the client itself takes no turn of the interpreter's."""
+    """Status of the answer. Plain sockets, so that the client itself does not hold the interpreter."""
     key = "" if header.startswith("X-Key") else "X-API-Key: tml-test\r\n"
     url = posixpath.normpath(f"/api/v1/{path}")
     head = (
@@ -162,7 +168,7 @@ def test_the_loop_comes_round_while_a_body_is_read_checked_and_refused(server: R
 
 @pytest.mark.parametrize("num_polls", [1, 8])
 def test_the_loop_comes_round_while_large_results_are_sent_as_json(server: Running, num_polls: int) -> None:
-    """Of log probabilities, fifteen megabytes where there is one, to clients that take no protobuf."""
+    """The results are log probabilities, fifteen megabytes for a single poll, for clients that take no protobuf."""
     length = 2_000_000 if num_polls == 1 else 500_000
     numbers = np.ones(length, "<f4").tobytes()
     one = pb.Datum(

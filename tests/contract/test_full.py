@@ -156,7 +156,7 @@ def test_a_snapshot_holds_the_gradient_too(text_rank, text_renderer, tmp_path):
     assert_equal(masters(text_rank), wanted)
 
 
-def test_the_next_model_starts_from_the_original_weights(text_rank, tiny_text, text_renderer):
+def test_the_next_model_starts_from_the_original_weights(text_rank, text_renderer):
     data = text_data(text_renderer)
     text_rank.create_model("m", FULL)
     original, fresh = masters(text_rank), logprobs(text_rank, data)
@@ -200,7 +200,7 @@ def test_a_step_that_is_not_finite_is_not_taken(text_rank, text_renderer):
         text_rank.optim_step("m", ADAM)
 
 
-def test_what_is_of_the_other_kind_is_refused_by_name(text_rank, tiny_text, text_renderer, tmp_path):
+def test_what_is_of_the_other_kind_is_refused_by_name(text_rank, tiny_text, tmp_path):
     with pytest.raises(InvalidInput, match=r"backend\.full"):
         text_rank.create_model("m", Trainable(rank=8, seed=1))
     adapters = TrainerRank(config(tiny_text), World(0, 1, torch.device("cpu")))

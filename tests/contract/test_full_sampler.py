@@ -21,7 +21,7 @@ from api_schemas.sampling import SampleResponse
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
 from backends.sampler.client import SamplerClient
-from tests.factories import MIXED, image, prompt, words
+from tests.factories import MIXED, image, present, prompt, words
 from tests.full import FULL, full_trainer, mixed_data, train
 from tests.sampling import ATOL, request, sample, sampler_config, scoring
 from tests.trainers import LORA, reference_inputs, trainer
@@ -66,7 +66,7 @@ def expected(model, renderer: Renderer, model_input: ModelInput, continuation: l
     with torch.no_grad():
         logprobs_TV = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
     ids = inputs["input_ids"][0]
-    values = logprobs_TV[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
+    values: np.ndarray = logprobs_TV[:-1].gather(-1, ids[1:, None])[:, 0].numpy()
     values[ids[1:].numpy() == model.config.image_token_id] = 0
     return values
 
@@ -74,7 +74,7 @@ def expected(model, renderer: Renderer, model_input: ModelInput, continuation: l
 def assert_is_of(response: SampleResponse, model, renderer: Renderer, model_input: ModelInput) -> None:
     (sequence,) = response.sequences
     values = expected(model, renderer, model_input, sequence.tokens.tolist())
-    got = np.concatenate([response.prompt_logprobs[1:], sequence.logprobs])
+    got = np.concatenate([present(response.prompt_logprobs)[1:], sequence.logprobs])
     np.testing.assert_allclose(got, values, rtol=0, atol=ATOL)
 
 
@@ -88,7 +88,7 @@ async def test_every_version_scores_and_draws_as_transformers_does_in_any_order(
             assert_is_of(response, references[index], renderer, model_input)
 
 
-async def test_versions_that_are_asked_for_at_once_wait_for_their_turns(sampler, versions, references, renderer):
+async def test_versions_that_are_requested_at_once_wait_for_the_engine(sampler, versions, references, renderer):
     async def one(number: int) -> None:
         index = number % 3
         weights = None if index == 0 else versions[index]
@@ -126,7 +126,7 @@ async def test_weights_that_are_not_the_trainers_are_refused_and_the_others_are_
         assert_is_of(response, references[index], renderer, LONG)
 
 
-async def test_adapters_and_what_is_gone_are_refused_by_name(sampler, versions, tiny_vl, renderer, tmp_path):
+async def test_adapters_and_what_is_gone_are_refused_by_name(sampler, versions, tiny_vl, tmp_path):
     rank = trainer(tiny_vl)
     rank.create_model("m", LORA)
     rank.save_sampler_weights("m", tmp_path / "lora", for_elsewhere=False)

@@ -28,7 +28,7 @@ def server(tmp_path: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte is free. What the fakes save is one byte: nine of them are at most nine tenths of what there is."""
+    """One byte is free. The fakes save one byte each: nine of them are at most nine tenths of all."""
     monkeypatch.setattr(holdings, "disk_usage", lambda _: SimpleNamespace(free=1))
 
 

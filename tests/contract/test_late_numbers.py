@@ -14,12 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker import types
 
 from api_schemas.wire import PROTOBUF, envelope_of
+from tests.factories import present
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import FakeBackend
 
 GRACE_S = 0.1
 UPLOAD_S = 1.0
-"""How long the one slow part of a batch takes to arrive: as many times the grace as a real server's 5 s are 50."""
+"""Time until the one slow part of a batch arrives: as many times the grace as a real server's 5 s are 50."""
 
 
 class SlowUplink:
@@ -27,7 +28,7 @@ class SlowUplink:
 
     def __init__(self) -> None:
         self.slow_number = 0
-        """Of the part; 0: none."""
+        """Number of the slow part; 0: none."""
         self.arrived: list[int] = []
         """Numbers of parts, in the order in which their bodies were whole."""
 
@@ -36,11 +37,12 @@ class SlowUplink:
 
         async def delayed(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or not scope["path"].endswith("/forward_backward"):
-                return await app(scope, receive, send)
+                await app(scope, receive, send)
+                return
             messages = [await receive()]
             while messages[-1].get("more_body"):
                 messages.append(await receive())
-            number = envelope_of(b"".join(message["body"] for message in messages))[1]
+            number = present(envelope_of(b"".join(message["body"] for message in messages)))[1]
 
             async def read() -> Message:
                 if number == self.slow_number and len(messages) == 1:

@@ -1,4 +1,4 @@
-"""What clients note is bounded, and so are the lists of it.
+"""Clients' notes are bounded, and so are the lists of them.
 
 pytest tests/contract/test_lists.py -s    prints the longest stall of each list
 """

@@ -32,14 +32,14 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @dataclass
 class Loaded:
-    """What one rank has of one model."""
+    """One rank's shard of one model."""
 
     peak_bytes: int
-    """Of all tensors while it loaded."""
+    """Bytes of all tensors while it loaded."""
     share_bytes: int
-    """Of parameters, its part, and buffers."""
+    """Bytes of its part of the parameters, and of buffers."""
     largest_bytes: int
-    """Of all parameters."""
+    """Bytes of the largest parameter."""
     whole_bytes: int
     different: list[str]
     """Names of tensors that transformers loads otherwise, and that the files hold otherwise under the same name.
@@ -92,7 +92,7 @@ def loaded(world: World, config: ModelSpec) -> Loaded:
     files = [load_file(path).items() for path in Path(config.directory).glob("*.safetensors")]
     of_files = {_without_prefixes(name): tensor for file in files for name, tensor in file}
     found = {name: of_files.get(_without_prefixes(name)) for name in got}
-    # Of another shape are those that transformers turns when it loads.
+    # Tensors that transformers transposes when it loads have another shape.
     own = {name: tensor for name, tensor in found.items() if tensor is not None and got[name].shape == tensor.shape}
     different = [name for name, tensor in wanted.items() if not same(got.get(name), tensor)]
     different += [name for name, tensor in own.items() if not same(got[name], tensor.to(got[name].dtype))]

@@ -1,4 +1,4 @@
-"""What Prometheus reads, of a server on fakes, and what a finished step leaves."""
+"""Metrics of a server on fakes as Prometheus reads them, and the records of a finished step."""
 
 import asyncio
 import json
@@ -98,7 +98,7 @@ def test_what_waits_and_what_runs_is_counted_by_kind(server: Running) -> None:
     assert ("tinker_operations", "forward_backward", "waiting") not in samples(server)
 
 
-def test_failures_are_told_apart_by_whose_they_are(server: Running) -> None:
+def test_failures_are_counted_by_category(server: Running) -> None:
     model_id = server.model()
     for number, loss_fn in enumerate(("wrong", "broken"), start=1):
         body = forward_backward_body(model_id, number, loss_fn=loss_fn)

@@ -1,4 +1,4 @@
-"""What a number stands for: one operation of its owner's, sent again or not, and how much may wait under many.
+"""A number stands for one operation of its owner, also if it is sent again; waiting operations are bounded.
 
 pytest tests/contract/test_numbers.py
 """
@@ -190,7 +190,7 @@ def test_a_flood_of_samples_of_one_owner_gives_another_no_429(tmp_path: Path) ->
         server.stop()
 
 
-def test_training_takes_turns_by_owner_however_many_models_one_has(tmp_path: Path) -> None:
+def test_training_is_granted_to_owners_in_turn_for_any_number_of_models(tmp_path: Path) -> None:
     alice, bob = (keys.add(tmp_path / "keys", name) for name in ("alice", "bob"))
     server = Running(tmp_path)
     try:

@@ -97,7 +97,7 @@ def test_a_backup_of_a_server_at_work_is_restored_whole(two_databases: tuple[str
             asyncio.run(restore(fresh.model_copy(update={"data_dir": tmp_path / "third"}), tmp_path / "backup"))
 
 
-def test_weights_that_are_gone_for_good_are_told_and_no_backup_is_left(tmp_path: Path) -> None:
+def test_missing_weights_are_named_and_no_backup_is_left(tmp_path: Path) -> None:
     server = Running(tmp_path / "data")
     try:
         saved(server, server.model(), 1, "lost")

@@ -138,7 +138,7 @@ async def test_a_trainer_that_dies_is_there_again_with_its_models_before_anybody
         names = [f"{client.session_id}:train:{number}" for number in range(2)]
         async with asyncio.timeout(120):
             await backend.trainer.restarted(0)
-            while not all(map(backend.trainer.holds, names)):  # noqa: ASYNC110 - nobody is told of it
+            while None in map(backend.trainer.state, names):  # noqa: ASYNC110 - it emits no event
                 await asyncio.sleep(0.05)
         found.append(await train(client, 4))
     assert found == undisturbed[:2]
@@ -173,7 +173,7 @@ async def test_a_replay_that_is_interrupted_again_and_again_goes_on_from_where_i
         begun, taken = ["nothing"], 0
 
         async def await_snapshot() -> None:
-            while snapshots.num_taken == taken:  # noqa: ASYNC110 - nobody is told of it
+            while snapshots.num_taken == taken:  # noqa: ASYNC110 - it emits no event
                 await asyncio.sleep(0.01)
 
         def counting(name, real):
@@ -255,7 +255,7 @@ async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_
         await trainer._supervisor.children[0].stop(0)
         async with asyncio.timeout(120):
             await trainer.create_model("m", Trainable(rank=4, seed=1), "owner")
-        assert failures == 0 and trainer.holds("m") and await trainer.restarted(0) == 1
+        assert failures == 0 and trainer.state("m") is not None and await trainer.restarted(0) == 1
     finally:
         await trainer.stop()
 

@@ -1,4 +1,4 @@
-"""What was sampled is trained on by the experts that it was sampled with: engine and trainer, and a whole server.
+"""Sampled tokens are trained by the experts that sampled them: engine and trainer, and a whole server.
 
 pytest -m slow tests/contract/test_replayed_routing.py
 """
@@ -32,8 +32,8 @@ def with_sampled(model_input: ModelInput, tokens: np.ndarray) -> ModelInput:
     return ModelInput(chunks=[*model_input.chunks, EncodedTextChunk(tokens=np.asarray(tokens, np.int32))])
 
 
-async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_further_turns(tmp_path: Path) -> None:
-    """In float32, where both choose the same experts: so what the engine tells is what the trainer would choose."""
+async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later_messages(tmp_path: Path) -> None:
+    """In float32, where both choose the same experts: so the engine reports what the trainer would choose."""
     source, routing_dir = make_tiny_vl(tmp_path / "model", moe=True), tmp_path / "routing"
     renderer = make_renderer(source)
     rank = TrainerRank(replace(config(source), routing_dir=routing_dir), World(0, 1, torch.device("cpu")))
@@ -53,7 +53,7 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_furth
 
     try:
         await draw([*MIXED.values(), prompt(words(300, 3))], seed=1)
-        # A second turn, whose beginning is in the prefix cache: the engine computes only what is new.
+        # A second message, whose beginning is in the prefix cache: the engine computes only the new part.
         await draw([with_sampled(one, np.append(tokens, [5, 6, 7])) for one, tokens, _ in drawn], seed=2)
         before = {path.name for path in routing_dir.iterdir()}
         await sample(running, request(prompt(words(9, 9))), None)

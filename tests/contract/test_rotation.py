@@ -1,4 +1,4 @@
-"""How tokens are turned by their positions: every rope type of transformers, alone and in company.
+"""Rotary positions of every rope type of transformers, alone and packed.
 
 pytest tests/contract/test_rotation.py
 """
@@ -35,7 +35,7 @@ PARAMETERS: dict[str, dict[str, object]] = {
     },
     "proportional": {"partial_rotary_factor": 0.5},
 }
-"""Of every rope type, for heads of 32 numbers."""
+"""Parameters of every rope type, for heads of 32 numbers."""
 
 
 def make(directory: Path, rope_type: str) -> Path:
@@ -50,9 +50,7 @@ def describe(source: Path, context: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
-def test_of_every_rope_type_a_datum_is_scored_alike_alone_and_in_company_or_it_is_refused(
-    rope_type: str, tmp_path: Path
-) -> None:
+def test_every_rope_type_scores_a_datum_alike_alone_and_packed_or_is_refused(rope_type: str, tmp_path: Path) -> None:
     source = make(tmp_path / "model", rope_type)
     longest = CONTEXT
     try:

@@ -1,4 +1,4 @@
-"""What happens to whom when the sampler's process dies; a real process, with a light one in the engine's place."""
+"""Deaths of the sampler's process: a real process, with a light one in the engine's place."""
 
 import asyncio
 import itertools
@@ -75,13 +75,15 @@ async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler:
     assert len(STARTS) >= 5
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_told(sampler: SamplerClient, told: bool) -> None:
+@pytest.mark.parametrize("is_emitted", [True, False])
+async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_emitted(
+    sampler: SamplerClient, is_emitted: bool
+) -> None:
     """The engine dies under it, once."""
     parts: list[str] = []
-    body = {"first": "hello" if told else None}
+    body = {"first": "hello" if is_emitted else None}
     chat = asyncio.create_task(sampler.chat(ChatTask("messages", body, None, "good"), parts.append))
-    if told:
+    if is_emitted:
         with pytest.raises(BackendFailed, match="died while it answered; send the request again"):
             await asyncio.wait_for(chat, 60)
         assert parts == ["hello"]
@@ -112,14 +114,15 @@ async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more
     assert not psutil.pid_exists(child.process.pid)
 
 
-@pytest.mark.parametrize("turns", range(4))
-async def test_a_stop_that_meets_a_sign_of_progress_ends(tmp_path: Path, turns: int) -> None:
-    """So many turns of the event loop after it: the watch must not take the one for the other."""
+@pytest.mark.parametrize("num_iterations", range(4))
+async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) -> None:
+    """The stop comes so many iterations of the event loop later: the watch must not take the one for the other."""
     asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
 
     async def ask_progress(_: Any) -> int:
         asked.set()
-        return await answer
+        progress: int = await answer
+        return progress
 
     child = Mock(died=asyncio.Event(), call=ask_progress, stop=AsyncMock())
     isolation = CrashIsolation(is_exclusive=True)
@@ -135,7 +138,7 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(tmp_path: Path, turns: 
     await asked.wait()
     working.cancel()
     answer.set_result(1)
-    for _ in range(turns):
+    for _ in range(num_iterations):
         await asyncio.sleep(0)
     async with asyncio.timeout(10):
         await running.stop()

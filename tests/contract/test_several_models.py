@@ -30,6 +30,7 @@ def config(directory: Path, **models: Path) -> BackendConfig:
     )
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 @pytest.mark.slow
 async def test_several_models_load_side_by_side_with_a_line_each(
     tiny_vl: Path, tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

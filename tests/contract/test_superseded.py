@@ -19,9 +19,9 @@ from tinker_server.errors import Superseded
 @pytest.fixture
 def stops() -> Iterator[list[int]]:
     """The signals by which a server of this process stops itself."""
-    told: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    yield told
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    yield received
     signal.signal(signal.SIGTERM, before)
 
 
@@ -100,7 +100,7 @@ def test_a_server_whose_database_was_taken_accepts_and_writes_nothing(
         assert asyncio.run(count(database_url, "futures")) == 2, "the model and its first batch"
         assert asyncio.run(count(database_url, "loose_directories")) == loose
         assert submit(second, 2)[0] == 200, "the number is free, and the model is the other server's"
-        assert stops == [signal.SIGTERM], "told once"
+        assert stops == [signal.SIGTERM], "stopped once"
     finally:
         first.stop()
         second.stop()

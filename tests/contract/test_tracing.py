@@ -132,7 +132,7 @@ def test_a_client_that_has_begun_a_trace_finds_its_operation_in_it(collector: Co
     assert unsampled not in {one.attributes.get("tinker.request_id") for one in collector.spans()}
 
 
-def test_failures_tell_whose_they_are_and_traces_hold_nobodys_words_or_keys(
+def test_failures_have_a_category_and_traces_hold_no_text_or_key(
     collector: Collector, serve: Serve, tmp_path: Path
 ) -> None:
     key = keys.add(tmp_path / "keys", "alice")

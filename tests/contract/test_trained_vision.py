@@ -21,7 +21,7 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.sampler.client import SamplerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, words
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, sample, sampler_config, scoring
@@ -93,7 +93,7 @@ def step(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
 
 
 def test_gradients_are_those_of_transformers_and_peft(rank, source, renderer, data, tmp_path) -> None:
-    # Of Qwen3-VL's experts PEFT reads a part alone.
+    # PEFT reads only a part of Qwen3-VL's experts.
     has_experts = any("experts" in name for name in lora_model(rank, "m").tensors)
     rank.create_model("m", TRAINED.model_copy(update={"train_mlp": not has_experts}))
     perturb(rank, "m")
@@ -140,7 +140,7 @@ def test_packed_samples_are_as_one_by_one(rank, source, data) -> None:
     assert_same(lora_model(rank, "m").tensors, lora_model(alone, "m").tensors)
 
 
-def test_models_in_one_row_see_with_their_own_towers(rank, source, data) -> None:
+def test_models_in_one_microbatch_see_with_their_own_towers(rank, source, data) -> None:
     models = {"m": TRAINED, "other": Trainable(rank=3, seed=5, train_vision=True), "frozen": FROZEN}
     together_rank, apart = with_model(trainer(source)), rank
     for one in (together_rank, apart):
@@ -201,7 +201,7 @@ def test_a_server_that_trains_no_tower_refuses_a_model_that_does(source) -> None
 
 
 def on_ranks(world: World, source: Path) -> Stepped:
-    """What two steps on mixed samples give, and the adapter after them; rank 0's."""
+    """Outputs of two steps on mixed samples, and the adapter after them, of rank 0."""
     renderer = make_renderer(source)
     batch = cross_entropy([datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())])
     rank = with_model(TrainerRank(replace(config(source, 60, num_ranks=world.size), trains_vision=True), world))
@@ -227,8 +227,8 @@ def next_tokens(item: Datum, renderer: Renderer) -> Datum:
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["Qwen3-VL", "Qwen3-VL MoE", "Qwen2.5-VL"], indirect=True)
 async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, renderer, data, tmp_path) -> None:
-    """One engine, the same images: two models that train the tower, one that does not, and the base; at once, then by
-    turns. The engine keeps what it has made of an image."""
+    """One engine, the same images: two models that train the tower, one that does not, and the base; at once, then one
+    after the other. The engine caches features of an image."""
     rank = trainer(source)
     models = {"a": TRAINED, "b": Trainable(rank=3, seed=5, train_vision=True), "frozen": FROZEN}
     weights: dict[str | None, Path | None] = {None: None}
@@ -256,5 +256,5 @@ async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, rend
         await running.stop()
     for (index, adapter), response in zip([*works, *works], responses, strict=True):
         is_text = following[index].loss_fn_inputs["weights"][:-1] == 1
-        got, wanted = response.prompt_logprobs[1:], expected[adapter][index][:-1]
+        got, wanted = present(response.prompt_logprobs)[1:], expected[adapter][index][:-1]
         np.testing.assert_allclose(got[is_text], wanted[is_text], rtol=0, atol=ATOL)

@@ -398,7 +398,7 @@ def test_text_models_train_as_transformers_scores_them(tiny_text):
     rank.optim_step("m", SMOOTH)
 
 
-def test_a_sliding_window_stays_the_models_own_in_packed_rows(tiny_text, tmp_path):
+def test_a_sliding_window_stays_the_models_own_in_packed_microbatches(tiny_text, tmp_path):
     source = shutil.copytree(tiny_text, tmp_path / "windowed")
     path = source / "config.json"
     window = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -554,7 +554,7 @@ def test_pixels_of_a_request_are_never_in_memory_all_at_once(tiny_vl, renderer):
     assert (max(seen) - before) / 2**20 < 250
 
 
-def test_the_next_rows_images_are_decoded_while_a_row_is_computed(tiny_vl, renderer, monkeypatch):
+def test_the_next_microbatchs_images_are_decoded_while_one_is_computed(tiny_vl, renderer, monkeypatch):
     rank = trainer(tiny_vl, max_tokens=20)
     rank.create_model("m", LORA)
     waiting, score = [], rank.base.score

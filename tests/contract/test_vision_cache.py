@@ -99,7 +99,7 @@ def test_a_kept_image_counts_as_a_computed_one_and_is_computed_once(keeping, for
     assert_agree((again[0][::-1], again[1]), wanted)
 
 
-def test_new_and_kept_images_stand_in_one_row(keeping, forgetting, renderer):
+def test_new_and_cached_images_share_a_microbatch(keeping, forgetting, renderer):
     new = image(96, 96, 42)
     mixed = [datum(prompt(words(2), SMALL, words(1), new, words(1), SMALL, words(2)), renderer, 3)]
     tower = Tower(keeping)
@@ -152,7 +152,7 @@ def test_an_image_that_was_known_when_rendered_is_there_when_computed(tiny_vl, f
     assert_agree(run(rank, data + data), run(forgetting, data + data))
 
 
-def test_a_broken_image_is_refused_whatever_is_kept(keeping, renderer, data):
+def test_a_broken_image_is_refused_whatever_is_kept(keeping, data):
     whole = data[1].model_input.chunks[1]
     cut = type(whole)(data=whole.data[: len(whole.data) // 2], format="png")
     broken = Datum(
@@ -172,14 +172,14 @@ def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, m
 
 
 @pytest.fixture
-async def two_ranks(tiny_vl, renderer) -> AsyncIterator[TrainerClient]:
+async def two_ranks(tiny_vl) -> AsyncIterator[TrainerClient]:
     ranked = TrainerClient(config(tiny_vl, max_tokens=60, num_ranks=2))
     await ranked.start()
     yield ranked
     await ranked.stop()
 
 
-async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, tiny_vl, renderer, tmp_path, data):
+async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, tiny_vl, tmp_path, data):
     one = TrainerClient(config(tiny_vl, max_tokens=60))
     await one.start()
     try:

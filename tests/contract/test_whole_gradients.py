@@ -20,7 +20,7 @@ from tests.fakes import FakeBackend
 PROTOBUF = {"content-type": "application/x-protobuf"}
 ACTIONS = ["good", "forward", "failing", "refused", "too large", "never sent", "suspended", "restarted", "cut", "step"]
 ACTIONS += ["snapshot", "trainer died", "killed"]
-"""What may come between two steps. `cut`: the server is stopped while the request runs. `killed`: the next server finds
+"""Events between two steps. `cut`: the server is stopped while the request runs. `killed`: the next server finds
 what the disk held while a request ran."""
 
 
@@ -34,9 +34,9 @@ class History:
     submitted: dict[int, httpx.Response] = field(default_factory=dict)
     """The answers to accepted requests since the last step, by their datum's token."""
     is_missing: bool = False
-    """Whether a request since the last step was refused or never arrived."""
+    """True if a request since the last step was refused or never arrived."""
     steps: list[list[int]] = field(default_factory=list)
-    """Of every step that was taken, the tokens."""
+    """The tokens of every step that was taken."""
 
     def number(self) -> int:
         self.seq_id += 1
@@ -174,7 +174,7 @@ class Run:
         else:
             assert not text, text
             history.steps.append(acknowledged)
-        # Where it was restored, the trainer took the steps again that the model's snapshot does not hold.
+        # If it was restored, the trainer took the steps after the model's snapshot again.
         applied = [gradient for model_id, gradient in self.trainer.applied if model_id == history.model_id]
         assert applied == history.steps[len(history.steps) - len(applied) :]
         assert self.trainer.steps[history.model_id] == len(history.steps)

@@ -82,7 +82,7 @@ class Client:
 
 
 def fill(client: Client) -> dict[str, Any]:
-    """What a small data directory holds; the names of its parts."""
+    """Make the contents of a small data directory, and return the names of its parts."""
     session_id = client.post("/create_session", sdk_version="0.38.0", tags=["t"], display_name="old")["session_id"]
     lora = {"rank": 1, "seed": 7, "train_mlp": False, "train_unembed": False}
     create = {"session_id": session_id, "base_model": MODEL, "user_metadata": {"note": "größer"}}
@@ -119,7 +119,7 @@ def fill(client: Client) -> dict[str, Any]:
 
 
 def measure(client: Client, parts: dict[str, Any]) -> dict[str, Any]:
-    """What a server says of the directory and computes from it."""
+    """A server's answers about the directory and results from it."""
     run = client.get(f"/training_runs/{parts['model']}")
     listed = client.get(f"/training_runs/{parts['model']}/checkpoints")["checkpoints"]
     session = client.get(f"/sessions/{parts['session']}")
@@ -225,6 +225,10 @@ async def copy_database(file: Path, url: str) -> None:
     await db.close()
 
 
+CONVERSIONS: dict[Any, Callable[[Any], Any]] = {JSON: json.loads, Boolean: bool}
+"""By the type of a column, from SQLite's values to Python's."""
+
+
 def _insert_all(connection: Connection, file: Path) -> None:
     metadata = MetaData()
     metadata.reflect(connection)
@@ -233,8 +237,10 @@ def _insert_all(connection: Connection, file: Path) -> None:
         for table in metadata.sorted_tables:
             rows = [dict(row) for row in source.execute(f"SELECT * FROM {table.name}")]
             for column in table.columns:
-                convert = {JSON: json.loads, Boolean: bool}.get(column.type._type_affinity)
-                for row in rows if convert is not None else ():
+                convert = CONVERSIONS.get(column.type._type_affinity)
+                if convert is None:
+                    continue
+                for row in rows:
                     row[column.name] = None if row[column.name] is None else convert(row[column.name])
             if rows and table.name != "alembic_version":
                 connection.execute(table.insert(), rows)

@@ -54,7 +54,7 @@ def test_openai_chats_and_streams_the_same(chatgpt: openai.OpenAI, messages: Any
     assert chunk.usage == whole.usage or chunk.usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-def test_openai_stops_at_what_it_was_told(chatgpt: openai.OpenAI) -> None:
+def test_openai_stops_at_the_strings_it_is_given(chatgpt: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
     text = chatgpt.chat.completions.create(**asked).choices[0].message.content
     readable = next(one for one in text if one.isalnum())

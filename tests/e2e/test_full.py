@@ -58,7 +58,7 @@ def unload(server: Server, model_id: str) -> None:
         raise AssertionError(f"the model was not unloaded: {answer}")
 
 
-def test_all_weights_are_trained_sampled_saved_and_recovered(full_server, renderer, tiny_vl, tmp_path):
+def test_all_weights_are_trained_sampled_saved_and_recovered(full_server, renderer, tmp_path):
     service, data = full_server.client(), batch(renderer)
     client = service.create_lora_training_client(MODEL, rank=32).result()
     info = client.get_info()

@@ -1,4 +1,4 @@
-"""The embedded model learns real photographs through the server: names that it has never been told.
+"""The embedded model learns real photographs through the server: names that it was never trained on.
 
 pytest tests/e2e/test_learning.py
 """

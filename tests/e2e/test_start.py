@@ -1,4 +1,4 @@
-"""What the start of a real server looks like.
+"""The output of a real server at its start.
 
 pytest tests/e2e/test_start.py
 """

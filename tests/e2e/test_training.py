@@ -1,4 +1,4 @@
-"""The SDK against a real server: training and sampling agree, and tenants do not disturb each other.
+"""The SDK against a real server: training and sampling agree, and models do not affect each other.
 
 pytest tests/e2e
 """
@@ -21,7 +21,7 @@ def service(server: Server) -> tinker.ServiceClient:
 
 
 def test_sampled_tokens_have_the_trainers_logprobs(service, renderer):
-    """What importance sampling relies on: at step 0 the ratio is 1."""
+    """Importance sampling relies on it: at step 0 the ratio is 1."""
     client = service.create_lora_training_client(MODEL, rank=8, seed=3).result()
     step(client, batch(renderer), types.AdamParams(learning_rate=2e-2))
     sampler = client.save_weights_and_get_sampling_client().result()
@@ -48,7 +48,7 @@ def test_sampled_tokens_have_the_trainers_logprobs(service, renderer):
         np.testing.assert_allclose(sequence.logprobs, trained[length - 1 :], atol=1e-4)
 
 
-def test_interleaved_tenants_of_different_ranks_are_each_as_alone(service, renderer):
+def test_interleaved_models_of_different_ranks_equal_each_alone(service, renderer):
     def run(ranks: list[int]) -> dict[int, list[np.ndarray]]:
         clients = {rank: service.create_lora_training_client(MODEL, rank=rank, seed=rank).result() for rank in ranks}
         for number in range(3):
@@ -114,7 +114,7 @@ async def test_bad_prompts_are_refused_and_the_engine_goes_on(service):
     assert len(response.sequences[0].tokens) <= 2
 
 
-async def test_two_hundred_prompts_are_scored_at_once_by_tenants_and_base(service, renderer):
+async def test_two_hundred_prompts_are_scored_at_once_by_models_and_base(service, renderer):
     """The cookbook's evaluators do this, with adapters on the head."""
     samplers, expected = [await service.create_sampling_client(base_model=MODEL)], []
     clients = []

@@ -1,4 +1,4 @@
-"""How far trainer and sampler of a server are apart, in bfloat16.
+"""Distance of trainer and sampler of a server, in bfloat16.
 
 The bounds are twice what vLLM and transformers differ by on one H200 with random models.
 """
@@ -17,7 +17,7 @@ ON_CUDA = {
     "placement": Placement(sampler_fraction=0.2),
     "kv_cache_bytes": 1 << 30,
 }
-"""Of a sampler's config, beside a trainer in the test's own process."""
+"""Settings of a sampler beside a trainer in the test's own process."""
 
 
 def scoring_datum(model_input, renderer):

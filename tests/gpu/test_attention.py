@@ -1,4 +1,4 @@
-"""Attention of packed rows on CUDA, against a masked softmax in float32: every kind of span that a row is cut into.
+"""Attention of packed microbatches on CUDA, against a masked softmax in float32: every kind of span.
 
 pytest tests/gpu/test_attention.py
 """

@@ -16,7 +16,7 @@ from backends.protocol import BackendFailed
 from backends.sampler.client import SamplerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import FAMILIES, make_wide_moe
 from tests.sampling import request, sample, sampler_config
@@ -98,11 +98,11 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
     differences = []
     for (name, item), answer in zip(asked, answers, strict=True):
         (row,) = forward_backward(rank, name, cross_entropy([item]), False).loss_fn_outputs
-        # Of an image's tokens, what stands around it among them, nothing is said.
+        # An image's tokens, with those around it, are not compared.
         is_text = np.ones(len(row["logprobs"]), bool)
         for span in renderer.render(item.model_input, "prompt").spans:
             is_text[span.offset : span.offset + span.num_tokens] = False
-        differences.append(np.abs(np.array(answer.prompt_logprobs[1:]) - row["logprobs"][:-1])[is_text[1:]])
+        differences.append(np.abs(np.array(present(answer.prompt_logprobs)[1:]) - row["logprobs"][:-1])[is_text[1:]])
     found = np.concatenate(differences)
     print(f"{kind}: mean {found.mean():.4f}, max {found.max():.4f} nats over {len(found)} tokens")
     assert found.mean() < MEAN
@@ -110,7 +110,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
 
 
 async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_path):
-    """Long rows and short ones, which graphs compute; nothing is compiled for it while it serves."""
+    """Long microbatches and short ones, which graphs compute; nothing is compiled for it while it serves."""
     source, routing_dir = make_wide_moe(tmp_path / "model"), tmp_path / "routing"
     ranks = {"plain": on_cuda(source, "bfloat16"), "replayed": on_cuda(source, "bfloat16", routing_dir=routing_dir)}
     for rank in ranks.values():

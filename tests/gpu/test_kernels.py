@@ -37,7 +37,7 @@ def test_the_engines_norm_adds_in_float32_and_rounds_once(width, kind):
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("of_one_model", [False, True])
 @pytest.mark.parametrize("linears", [1, 3])
-def test_scales_of_a_row_are_applied_to_the_bit_and_zero_stays_zero(tokens, columns, kind, of_one_model, linears):
+def test_scales_of_a_microbatch_are_bitwise_equal_and_zero_stays_zero(tokens, columns, kind, of_one_model, linears):
     torch.manual_seed(0)
     product = torch.randn(tokens, linears * columns).to(kind)
     scales = torch.randn(1 if of_one_model else tokens, columns) * torch.randint(0, 2, (columns,))
@@ -95,8 +95,8 @@ def test_queries_and_keys_are_rotated_to_the_bit_as_transformers_does_and_so_are
 
 @pytest.mark.parametrize("width", [8, 16, 32, 40, 64, 128, 256])
 @pytest.mark.parametrize("outputs", [128, 1024, 2560, 4096, 9728])
-def test_no_token_is_left_out_of_a_product_over_a_rows_tokens(width, outputs):
-    """Of small whole numbers, whose sums are exact in float32."""
+def test_no_token_is_left_out_of_a_product_over_a_microbatchs_tokens(width, outputs):
+    """The inputs are small whole numbers, whose sums are exact in float32."""
     torch.manual_seed(0)
     left = torch.randint(-1, 2, (16_500, width), device="cuda").bfloat16()
     right = torch.randint(-1, 2, (16_500, outputs), device="cuda").bfloat16()

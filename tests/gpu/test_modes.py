@@ -17,7 +17,7 @@ from api_schemas.training import AdamParams, Trainable
 from backends.sampler.client import SamplerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, make_renderer
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, present
 from tests.full import FULL
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import FAMILIES
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class Mode:
-    """Of a server."""
+    """Settings of a server, and of the training on it."""
 
     settings: dict[str, Any]
     lora: Trainable
     adam: AdamParams
     kind: str | None = None
-    """Of the tiny model; None: Qwen3-VL."""
+    """The kind of the tiny model; None: Qwen3-VL."""
 
     def source(self, tiny_vl: Path, directory: Path) -> Path:
         return tiny_vl if self.kind is None else FAMILIES[self.kind](directory)
@@ -101,7 +101,7 @@ async def test_the_sampler_scores_as_the_trainer(mode, tiny_vl, tmp_path):
     finally:
         await running.stop()
     of_base, of_model, again = (
-        np.concatenate([np.array(answer.prompt_logprobs[1:]) for answer in answers]) for answers in scores
+        np.concatenate([np.array(present(answer.prompt_logprobs)[1:]) for answer in answers]) for answers in scores
     )
     wanted = np.concatenate([row[:-1] for row in logprobs(rank, data)])
     targets = np.concatenate([one.loss_fn_inputs["target_tokens"][:-1] for one in data])

@@ -31,7 +31,7 @@ def test_trainer_and_sampler_agree_on_text_and_images_base_and_adapter(server, r
     assert max(base.max(), adapted.max()) < LARGEST
 
 
-async def test_two_hundred_prompts_of_two_tenants_and_the_base_are_scored_at_once(server, renderer):
+async def test_two_hundred_prompts_of_two_owners_and_the_base_are_scored_at_once(server, renderer):
     service = server.client()
     clients = [await service.create_lora_training_client(MODEL, rank=1, seed=0)]
     samplers = [await service.create_sampling_client(base_model=MODEL)]

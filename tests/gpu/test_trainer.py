@@ -72,8 +72,8 @@ def test_packed_in_bfloat16_is_near_one_by_one_and_near_float32(tiny_vl, rendere
     ("dtype", "memory", "close"), [("float32", None, 1e-4), ("bfloat16", None, 0.06), ("bfloat16", 20 << 30, 0.06)]
 )
 async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, close):
-    """Sharded, and where memory is planned each with the whole base. In bfloat16 layers are compiled, and rows of
-    other lengths round otherwise."""
+    """Sharded, and where memory is planned each with the whole base. In bfloat16 layers are compiled, and
+    microbatches of other lengths round differently."""
     batches = [
         [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())],
         [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
@@ -131,7 +131,7 @@ def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-def test_a_graph_of_a_small_row_gives_what_its_kernels_give_one_by_one(tiny_vl, renderer):
+def test_a_graph_of_a_small_microbatch_equals_its_eager_kernels(tiny_vl, renderer):
     rank = on_cuda(tiny_vl, "bfloat16", max_tokens=4096)
     graphs = rank.base._graphs
     assert graphs is not None
@@ -162,7 +162,7 @@ def test_a_graph_of_a_small_row_gives_what_its_kernels_give_one_by_one(tiny_vl, 
             expected = forward_backward(rank, name, alone)
             for one, other in zip(output.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
                 assert np.abs(one["logprobs"] - other["logprobs"]).max() < 0.1
-            # 0.025 was seen between rows of different lengths; a wrong sample or scale is off by more than 0.3.
+            # 0.025 was seen between microbatches of different lengths; a wrong sample or scale is off by more than 0.3.
             assert relative_distance(gradient.values(), gradients(rank, name).values()) < 0.06
             rank.models[name].clear_gradient()
         rank.base._graphs = graphs

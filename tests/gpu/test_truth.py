@@ -1,6 +1,6 @@
-"""Random packed rows of several models on CUDA in bfloat16, each model against transformers + PEFT in float32.
+"""Random packed microbatches of several models on CUDA in bfloat16, each model against transformers + PEFT in float32.
 
-    pytest tests/gpu/test_truth.py            all rows; the worst are printed at the end
+    pytest tests/gpu/test_truth.py            all microbatches; the worst are printed at the end
     pytest tests/gpu/test_truth.py -k tail-3  one of them
 
 The bounds hold for each model of a row: in a row as a whole, what a small model loses is lost among the others.
@@ -9,6 +9,7 @@ The bounds hold for each model of a row: in a row as a whole, what a small model
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,9 @@ from backends.model_spec import Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import Shape, make_model
+from tests.compositions import MAX_TOKENS, RANKS, compositions, data_of
 from tests.factories import cross_entropy, make_renderer
 from tests.trainers import config, gradients, lora_model, reference_inputs, relative_distance, together
-from tests.truth_rows import MAX_TOKENS, RANKS, compositions, data_of
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(
@@ -46,7 +47,7 @@ SHAPE = Shape(
 )
 """Small enough for float32; attention, the head and its chunks are those of 4 billion parameters."""
 GRADIENT, MEAN, LARGEST = 0.05, 0.02, 0.2
-"""Of the gradient's norm; of the log probabilities, nats."""
+"""Bounds on the gradient, as a part of its norm, and on log probabilities, in nats."""
 
 
 class Reference:
@@ -91,18 +92,18 @@ class Reference:
 
 @dataclass
 class Worst:
-    """What was furthest from the truth, each with the row and the model that it was found in."""
+    """The largest distances from the reference, each with its microbatch and model."""
 
     found: list[tuple[float, float, float, str]] = field(default_factory=list)
 
     def print(self) -> None:
         """The five worst by each of the three figures."""
         print(f"\n{torch.cuda.get_device_name()}: {len(self.found)} models of packed rows")
-        for place, what in enumerate(
+        for index, figure in enumerate(
             ("gradient, of its norm", "log probabilities, mean", "log probabilities, largest")
         ):
-            for one in sorted(self.found, key=lambda one: -one[place])[:5]:
-                print(f"{what}: {one[place]:.4f} in {one[3]}")
+            for *figures, where in sorted(self.found, key=itemgetter(index), reverse=True)[:5]:
+                print(f"{figure}: {figures[index]:.4f} in {where}")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,9 @@ def worst(request: pytest.FixtureRequest) -> Iterator[Worst]:
 
 
 @pytest.mark.parametrize("row", compositions(), ids=lambda row: row.name)
-def test_each_model_of_a_packed_row_is_near_transformers_and_peft_in_float32(row, rank, reference, renderer, worst):
+def test_each_model_of_a_packed_microbatch_is_near_transformers_and_peft_in_float32(
+    row, rank, reference, renderer, worst
+):
     data, names = data_of(row, renderer), [f"m{place}" for place in range(len(row.models))]
     generator = torch.Generator().manual_seed(row.num_tokens)
     for name, (lora_rank, _) in zip(names, row.models, strict=True):

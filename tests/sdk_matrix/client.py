@@ -100,7 +100,7 @@ def info(client: Any) -> dict[str, Any]:
 
 
 def records(service: Any, client: Any, path: str) -> dict[str, Any]:
-    """What the REST client of every version can ask for; ids of sessions differ and are left out."""
+    """Answers that the REST client of every version can get, without ids of sessions, which differ."""
     rest = service.create_rest_client()
     run_id = client.get_info().model_id
     run = rest.get_training_run(run_id).result()

@@ -1,4 +1,4 @@
-"""Whether one version saw what another did, and whether what it saw makes sense by itself."""
+"""Compares one version's results with another's, and checks each by itself."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def differences(expected: Any, got: Any, where: str = "") -> Iterator[str]:
 
 
 def contradictions(seen: dict[str, Any]) -> Iterator[str]:
-    """Where one version's own results cannot be right, whatever the others saw."""
+    """Return the faults in one version's own results, without the others'."""
     trained, original, restarted = seen["trained"], seen["original"], seen["restarted"]
     if not trained["loss"] < seen["steps"][0]["loss"] - 1:
         yield f"the loss did not fall: {seen['steps'][0]['loss']:.4f}, trained {trained['loss']:.4f}"

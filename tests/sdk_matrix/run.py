@@ -79,7 +79,7 @@ def environment(version: str) -> Path | Failed:
 
 
 def run_all(environments: dict[str, Path | Failed], base_url: str, work_file: Path) -> int:
-    """How many versions saw what the reference saw."""
+    """Return the number of versions that agree with the reference."""
     reference: dict[str, Any] | None = None
     num_ok = 0
     for version, python in environments.items():
@@ -111,7 +111,8 @@ def scenario(version: str, python: Path, base_url: str, work_file: Path) -> dict
     seen: dict[str, Any] = json.loads(result_file.read_text())
     if seen["version"] != version:
         raise Failed(f"its environment holds {seen['version']}; remove {CACHE / version}")
-    return seen["seen"]
+    values: dict[str, Any] = seen["seen"]
+    return values
 
 
 def command(words: list[str], timeout_s: float, log: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What every SDK is given to do, as JSON: the same numbers in every version's own types."""
+"""The work of every SDK, as JSON: the same numbers in every version's own types."""
 
 import base64
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `deploy/` says is so: settings exist, commands are understood, ports and paths agree."""
+"""Files of `deploy/` are valid: settings exist, commands are understood, ports and paths agree."""
 
 import re
 import shlex

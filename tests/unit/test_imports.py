@@ -152,7 +152,7 @@ def test_event_loops_start_only_in_process_mains() -> None:
 
 
 def test_no_test_file_imports_another() -> None:
-    """What several of them use is in a module that holds no tests."""
+    """Shared parts are in modules that hold no tests."""
     files = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("*.py"))]
     modules = {path: ".".join(path.with_suffix("").parts) for path in files}
     tests = [module for path, module in modules.items() if path.name.startswith(("test_", "conftest"))]

@@ -10,12 +10,9 @@ from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models.admission import Admission
-from tinker_server.models.base_models import BaseModels
 from tinker_server.observability.recent_samples import Gallery
-from tinker_server.store.checkpoints import CheckpointStore
-from tinker_server.store.directories import Storage
-from tinker_server.store.usage import NO_SESSION, UsageStore
-from tinker_server.weights.lookup import FoundWeights, find_weights
+from tinker_server.store.usage import NO_SESSION
+from tinker_server.weights.lookup import FoundWeights, WeightStores, find_weights
 
 SCHEME = "tinker://"
 
@@ -23,19 +20,8 @@ SCHEME = "tinker://"
 class Chats:
     """Answers the requests of the chat endpoints."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        bases: BaseModels,
-        checkpoints: CheckpointStore,
-        storage: Storage,
-        usage: UsageStore,
-        admission: Admission,
-        gallery: Gallery,
-    ) -> None:
-        self._bases = bases
-        self._checkpoints = checkpoints
-        self._storage = storage
-        self._usage = usage
+    def __init__(self, stores: WeightStores, admission: Admission, gallery: Gallery) -> None:
+        self._stores = stores
         self._admission = admission
         self._gallery = gallery
 
@@ -45,7 +31,7 @@ class Chats:
         Raises BadRequest, UnknownBaseModel, UnknownCheckpoint, OtherBaseModel.
         """
         base_model, path = _names(name)
-        return await find_weights(self._bases, self._checkpoints, base_model, path, owner)
+        return await find_weights(self._stores.bases, self._stores.checkpoints, base_model, path, owner)
 
     async def answer(self, request: ChatRequest, owner: str, addresses: ImageAddresses) -> AsyncGenerator[str, None]:
         """Yield the parts of the answer, in its vendor's form, as they arrive. Closing the generator stops the work.
@@ -70,12 +56,12 @@ class Chats:
         """Return the bytes of the pixels of a conversation's images."""
         if request.endpoint == "completions":
             return 0
-        base = self._bases.base(base_model)
+        base = self._stores.bases.base(base_model)
         return await asyncio.to_thread(lambda: base.pixel_bytes(files(request.body)))
 
     async def _parts(self, task: ChatTask, found: FoundWeights) -> AsyncGenerator[str, None]:
         parts: asyncio.Queue[str | None] = asyncio.Queue()
-        work = asyncio.create_task(self._bases.base(found.base_model).sampler.chat(task, parts.put_nowait))
+        work = asyncio.create_task(self._stores.bases.base(found.base_model).sampler.chat(task, parts.put_nowait))
         work.add_done_callback(lambda _: parts.put_nowait(None))
         try:
             while (part := await parts.get()) is not None:
@@ -89,16 +75,16 @@ class Chats:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
         used = (task.owner, NO_SESSION, found.base_model)
-        self._usage.count("prefill", *used, usage.prompt - usage.cached)
-        self._usage.count("cached_prefill", *used, usage.cached)
-        self._usage.count("sampled", *used, usage.sampled)
+        self._stores.usage.count("prefill", *used, usage.prompt - usage.cached)
+        self._stores.usage.count("cached_prefill", *used, usage.cached)
+        self._stores.usage.count("sampled", *used, usage.sampled)
         for drawn in usage.drawn:
             self._gallery.note(*drawn, task.owner, (found.base_model, _names(task.body["model"])[1]))
 
     def _weights(self, directory: str | None, name: str) -> Path | None:
-        if directory is not None and not self._storage.holds(directory):
+        if directory is not None and not self._stores.storage.holds(directory):
             raise UnknownCheckpoint(f"the weights of {name} were deleted")
-        return None if directory is None else self._storage.path(directory)
+        return None if directory is None else self._stores.storage.path(directory)
 
 
 def _names(name: str) -> tuple[str | None, str | None]:

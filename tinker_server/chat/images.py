@@ -28,7 +28,8 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, Any], addresses: Ima
 
 
 def files(body: dict[str, Any]) -> list[bytes]:
-    """The image files that a conversation has as base64. What is no base64 is empty: the sampler says what is wrong."""
+    """Return the image files that a conversation has as base64. Invalid base64 gives an empty file, which the sampler
+    refuses with the reason."""
     found = []
     for holder, key in _sources(body.get("messages")):
         text = holder[key]

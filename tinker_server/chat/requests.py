@@ -1,7 +1,8 @@
 """Parsing of chat requests. A field means what its vendor documents, or vLLM if the vendor has no such field."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import AsyncIterable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,11 @@ from tinker_server.errors import BadField
 
 MAX_CHOICES = 128
 """Answers to one prompt."""
+MAX_TEXT_BYTES = 16 << 20
+"""Bytes of a body beside its images; a context of a million tokens has some five million."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Bounds as for samples; the engine would silently raise a lower temperature to the lowest."""
+_DATA_FIELD = re.compile(rb'"data"\s*:\s*"$')
 _SAMPLING_FIELDS = (
     "model stream stream_options n seed stop stop_token_ids include_stop_str_in_output skip_special_tokens"
     " max_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias"
@@ -47,7 +51,32 @@ class ChatRequest:
     size_bytes: int
 
 
-def read(endpoint: ChatEndpoint, content: bytes) -> ChatRequest:
+async def receive(pieces: AsyncIterable[bytes]) -> bytearray:
+    """Join a body's pieces as they come. Raises BadField as soon as they have too much text beside images.
+
+    One long call, to join or to parse it, would stop all threads meanwhile.
+    """
+    content, num_text, string_at = bytearray(), 0, 0
+    async for piece in pieces:
+        at = len(content)
+        content += piece
+        first, last = content.find(b'"', at), content.rfind(b'"', at)
+        if not _is_image(content, string_at):
+            num_text += (len(content) if first < 0 else first) - at
+        if first >= 0:
+            num_text += len(content) - first
+            string_at = last + 1
+        if num_text > MAX_TEXT_BYTES:
+            raise BadField(f"the request has more than {MAX_TEXT_BYTES} bytes beside its images")
+    return content
+
+
+def _is_image(content: bytearray, at: int) -> bool:
+    """Return whether the string that begins here is an image's data, in either vendor's form."""
+    return content.startswith(b"data:", at) or _DATA_FIELD.search(content, max(0, at - 16), at) is not None
+
+
+def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
     """Parse and check a body. Raises BadField."""
     try:
         body = json.loads(content)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 from rich.table import Table
 
-from backends.config import BackendConfig
-from backends.protocol import BackendFailed, Examination
+from backends.config import BackendConfig, Examination
+from backends.protocol import BackendFailed
 from tinker_server.commands.tables import show
 
 GIB = 1 << 30

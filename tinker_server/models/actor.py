@@ -35,7 +35,7 @@ class Actor:
         self._requests: deque[tuple[Request, asyncio.Future[None]]] = deque()
         self._unloads: deque[Operation] = deque()
         self._running: Operation | None = None
-        self._last_turn = 0
+        self._latest_work = 0
         """The trainer's for this model, when the running operation was taken."""
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -68,7 +68,7 @@ class Actor:
                 yield operation, False
 
     def queue(self, lane: Lane, operation: Operation) -> None:
-        """Have an operation run in its turn."""
+        """Run an operation after all before it."""
         if operation.size_bytes > INLINE_BYTES and (lane.waiting or self.is_working):
             operation = replace(operation, body=None, request=None)  # it is in the database
         lane.add(operation, asyncio.get_running_loop().time())
@@ -96,7 +96,7 @@ class Actor:
         self._woken.set()
         if self._task is None or self._task.done():
             return None
-        waits = self._running is not None and self.model.last_turn() == self._last_turn
+        waits = self._running is not None and self.model.latest_work == self._latest_work
         if waits or (self._running is None and self.model.is_being_restored):
             self._task.cancel()
         return self._task
@@ -129,7 +129,7 @@ class Actor:
 
     async def _operate(self, lane: Lane) -> None:
         operation = self._running = lane.take()
-        self._last_turn = self.model.last_turn()
+        self._latest_work = self.model.latest_work
         try:
             result = await self._execution.result(operation, self.model, lane.lacking)
             logged = await self.model.takes_place_in_log(operation, result.failure_category)

@@ -1,7 +1,7 @@
 """Isolate the operations that an earlier server left unfinished: one of them may have ended it, with its whole machine.
 
-Each attempt is noted durably before it begins. Where a server ends then too, the next one runs those that had begun in
-groups: so with every end fewer remain, and the last one is not tried once more.
+Each attempt is noted durably before it begins. If a server ends again, the next one runs the operations that had begun
+in groups: so each crash leaves fewer suspects, and the last one is not tried again.
 """
 
 import logging

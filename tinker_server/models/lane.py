@@ -82,7 +82,7 @@ class Lane:
     def takes(self, operation_kind: str, number: int) -> bool:
         """Return whether an operation comes in time: none after it has run, or it is a part that this gradient lacks.
 
-        A model that is created again, as number 0, is told so by its result.
+        A model that is created again, as number 0, learns that from its result.
         """
         is_late_part = operation_kind in PARTS_OF_BATCHES and number in self.skipped
         return number >= self.expected or is_late_part or number == 0

@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.protocol import ModelLost, ProcessDied, Trainer
+from backends.protocol import ModelLost, ModelState, ProcessDied, Trainer
 from tinker_server.errors import DatabaseUnavailable, LostModel, ModelIdTaken, UnknownModel
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.replay import LogReplay, Replayed
@@ -113,24 +113,30 @@ class Model:
     @property
     def is_in_memory(self) -> bool:
         """True where the trainer holds the model, unless it has died unnoticed."""
-        return self._is_whole and self._trainer is not None and self._trainer.holds(self.id)
+        return self._is_whole and self._state is not None
 
     def is_lost_with(self, trainer: Trainer) -> bool:
         """Return whether the model was in this trainer's memory, and the trainer has died."""
-        return self._is_whole and self._trainer is trainer and not trainer.holds(self.id)
+        return self._is_whole and self._trainer is trainer and self._state is None
 
     @property
     def is_writing(self) -> bool:
         """True while a snapshot is being written or recorded."""
         return self._writing is not None and not self._writing.done()
 
-    def last_turn(self) -> int:
-        """Return a number that changes when the trainer begins to work for the model: before, nothing has changed."""
-        return 0 if self._trainer is None else self._trainer.last_turn(self.id)
+    @property
+    def latest_work(self) -> int:
+        """A number that changes when the trainer begins to work for the model: before, nothing has changed."""
+        return 0 if self._state is None else self._state.latest_work
 
+    @property
     def worked_s(self) -> float:
-        """Return the seconds that the trainer has worked for the model since it was loaded."""
-        return 0 if self._trainer is None else self._trainer.worked_s(self.id)
+        """Seconds that the trainer has worked for the model since it was loaded."""
+        return 0 if self._state is None else self._state.worked_s
+
+    @property
+    def _state(self) -> ModelState | None:
+        return None if self._trainer is None else self._trainer.state(self.id)
 
     async def loaded(self) -> tuple[TrainingRun, Trainer]:
         """Return the run and its trainer, which holds the model. A model that is not in memory is restored.
@@ -178,7 +184,7 @@ class Model:
             await self._restore(run, self._trainer_of(run))
 
     async def suspend(self) -> None:
-        """Move the model from memory to disk. Whatever fails, it stays, or is found again by its log.
+        """Move the model from memory to disk. If that fails, it stays, or is found again by its log.
 
         Raises BackendFailed, DatabaseUnavailable.
         """
@@ -200,9 +206,10 @@ class Model:
             await self._stores.storage.delete(run.snapshot)
 
     async def unload(self) -> None:
-        """Free the model's memory."""
+        """Free the model's memory, if its base model is served: otherwise no process holds it."""
         run = await self._find()
-        await self._trainer_of(run).delete_model(self.id)
+        if run.base_model in self._stores.bases.served:
+            await self._trainer_of(run).delete_model(self.id)
         self._is_whole = False
         self.log = Log()
 

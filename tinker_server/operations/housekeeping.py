@@ -1,7 +1,7 @@
-"""Keeps house from time to time: moves to disk or deletes what clients leave behind, and writes what was counted.
+"""Moves to disk or deletes from time to time what clients leave behind, and writes counted usage.
 
-A client that only paused (a debugger, a lost network) finds its model again: it comes back from disk with its
-next operation, gradient and optimizer as they were.
+A client that only paused (a debugger, a lost network) finds its model again: its next operation restores it from disk,
+with gradient and optimizer.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class SteadyClock:
 
 @dataclass(frozen=True)
 class Periods:
-    """Say how often each chore is done, and how long things are kept."""
+    """Interval of the sweeps, and how long things are kept."""
 
     every_s: float
     session_timeout_s: float
@@ -66,7 +66,7 @@ class Periods:
 
 @dataclass(frozen=True)
 class Stores:
-    """Hold what is looked after."""
+    """The stores that are swept."""
 
     sessions: SessionStore
     runs: RunStore
@@ -79,7 +79,7 @@ class Stores:
 
 
 class Housekeeper:
-    """Looks after everything that the stores hold, and the models in memory."""
+    """Sweeps everything that the stores hold, and the models in memory."""
 
     def __init__(self, stores: Stores, scheduler: Scheduler, periods: Periods, clock: Callable[[], float]) -> None:
         self._stores = stores
@@ -88,19 +88,19 @@ class Housekeeper:
         self._clock = clock
 
     async def run(self) -> None:
-        """Do all chores for as long as the server lives. One that fails does not keep the others from being done."""
+        """Run all sweeps for as long as the server lives. One that fails does not stop the others."""
         while True:
             await asyncio.sleep(self._periods.every_s)
             now = self._clock()
-            for chore in (self.look_after_models, self.look_after_weights, self.look_after_records):
+            for sweep in (self.sweep_models, self.sweep_weights, self.sweep_records):
                 try:
-                    await chore(now)
+                    await sweep(now)
                 except DatabaseUnavailable as error:
                     log.warning("housekeeping will be tried again: %s", error)
                 except Exception:  # the server must not stop for it
                     log.exception("housekeeping failed, and will be tried again")
 
-    async def look_after_models(self, now: float) -> None:
+    async def sweep_models(self, now: float) -> None:
         """Drop the models of finished sessions and of clients that did not come back, suspend those of silent ones."""
         stores, timeout_s = self._stores, self._periods.session_timeout_s
         for run in await stores.runs.in_memory():
@@ -118,15 +118,15 @@ class Housekeeper:
             if self._scheduler.is_idle(run.model_id, 0):
                 await self._drop(run, "its client did not come back")
 
-    async def look_after_weights(self, now: float) -> None:
+    async def sweep_weights(self, now: float) -> None:
         """Delete weights that have expired, or have no name and are not used, and directories without a reference."""
         storage = self._stores.storage
         await storage.delete(*await self._stores.samplers.take_unused(self._periods.unnamed, now))
         await storage.delete(*await self._stores.checkpoints.take_expired(now))
         await storage.delete_unreferenced()
 
-    async def look_after_records(self, now: float) -> None:
-        """Write what was counted, and delete old results."""
+    async def sweep_records(self, now: float) -> None:
+        """Write counted usage, and delete old results."""
         await self._stores.usage.save()
         await self._stores.steps.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)

@@ -20,7 +20,7 @@ from tinker_server.store.steps import StepStore
 log = logging.getLogger(__name__)
 RUNS_KEPT = 10_000
 """Runs whose last step is remembered; the last step of others is read again."""
-TAKES_TURNS = ("forward_backward", "forward", "optim_step")
+TRAINED = ("forward_backward", "forward", "optim_step")
 """Operations that do nothing but have the trainer work: while the trainer did not work for them, they waited."""
 
 
@@ -36,15 +36,15 @@ class Timer:
     """Times an operation, from when it is carried out."""
 
     def __init__(self, operation: Operation, model: Model | None) -> None:
-        self._model = model if operation.operation_kind in TAKES_TURNS else None
+        self._model = model if operation.operation_kind in TRAINED else None
         self._queued_s = max(0.0, time.time() - operation.accepted_at)
         self._began = time.monotonic()
-        self._worked_s = 0.0 if self._model is None else self._model.worked_s()
+        self._worked_s = 0.0 if self._model is None else self._model.worked_s
 
     def read(self) -> Timing:
         """Return the times until now."""
         run_s = elapsed_s = time.monotonic() - self._began
-        if self._model is not None and 0 < (worked_s := self._model.worked_s() - self._worked_s) < elapsed_s:
+        if self._model is not None and 0 < (worked_s := self._model.worked_s - self._worked_s) < elapsed_s:
             run_s = worked_s
         return Timing(self._queued_s + elapsed_s - run_s, run_s)
 

@@ -7,68 +7,52 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
-from tinker_server.models.base_models import BaseModels
 from tinker_server.observability.recent_samples import Gallery
 from tinker_server.observability.tracing.hooks import note
-from tinker_server.store.checkpoints import CheckpointStore
-from tinker_server.store.directories import Storage
-from tinker_server.store.samplers import SamplerStore
-from tinker_server.store.usage import NO_SESSION, UsageStore
-from tinker_server.weights.lookup import find_weights
+from tinker_server.store.usage import NO_SESSION
+from tinker_server.weights.lookup import WeightStores, find_weights
 
 
 class Sampling:
     """Works on the samplers. Raises InvalidInput, BackendFailed or a TinkerServerError; texts are for the user."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        bases: BaseModels,
-        checkpoints: CheckpointStore,
-        samplers: SamplerStore,
-        storage: Storage,
-        usage: UsageStore,
-        gallery: Gallery,
-    ) -> None:
-        self._bases = bases
-        self._checkpoints = checkpoints
-        self._samplers = samplers
-        self._storage = storage
-        self._usage = usage
+    def __init__(self, stores: WeightStores, gallery: Gallery) -> None:
+        self._stores = stores
         self._gallery = gallery
 
     async def sample(self, request: SampleRequest, owner: str) -> SampleResponse:
         """Return as many continuations as the request asks for."""
         if request.sampling_session_id is not None:
-            with self._samplers.using(request.sampling_session_id):
-                sampler = await self._samplers.get(request.sampling_session_id)
+            with self._stores.samplers.using(request.sampling_session_id):
+                sampler = await self._stores.samplers.get(request.sampling_session_id)
                 if sampler.weights_deleted_at is not None:
                     raise UnknownCheckpoint(
                         "the weights of the sampling session were deleted: they had no name, and were not used for long"
                     )
                 session_id, base_model = sampler.session_id, sampler.base_model
                 note(base_model=base_model)
-                self._bases.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
+                self._stores.bases.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
                 weights = self._weights(sampler.directory, sampler.model_path or "the weights of the sampling session")
                 task = SamplingTask.from_request(request, weights, owner)
                 model_path = sampler.model_path
-                response = await self._bases.base(base_model).sampler.sample(task)
+                response = await self._stores.bases.base(base_model).sampler.sample(task)
         else:
             session_id, model_path = NO_SESSION, request.model_path
             base_model, directory, _ = await find_weights(
-                self._bases, self._checkpoints, request.base_model, request.model_path, owner
+                self._stores.bases, self._stores.checkpoints, request.base_model, request.model_path, owner
             )
             note(base_model=base_model)
             weights = self._weights(directory, f"{request.model_path}")
             task = SamplingTask.from_request(request, weights, owner)
-            response = await self._bases.base(base_model).sampler.sample(task)
+            response = await self._stores.bases.base(base_model).sampler.sample(task)
         await self._count(request, response, owner, session_id, base_model)
         self._gallery.note(request, response, owner, (base_model, model_path))
         return response
 
     def _weights(self, directory: str | None, name: str) -> Path | None:
-        if directory is not None and not self._storage.holds(directory):
+        if directory is not None and not self._stores.storage.holds(directory):
             raise UnknownCheckpoint(f"{name} were deleted")
-        return None if directory is None else self._storage.path(directory)
+        return None if directory is None else self._stores.storage.path(directory)
 
     async def _count(
         self, request: SampleRequest, response: SampleResponse, owner: str, session_id: str, base_model: str
@@ -76,13 +60,13 @@ class Sampling:
         """Count prompt tokens once, however many continuations were sampled, and an image as what it expands to."""
         length = _known_length(request.prompt)
         if length is None:
-            length = await asyncio.to_thread(self._bases.base(base_model).check_sample, request)
+            length = (await asyncio.to_thread(self._stores.bases.base(base_model).check_sample, request)).num_tokens
         cached = min(response.prompt_cache_hit_tokens, length)
         sampled = sum(len(sequence.tokens) for sequence in response.sequences)
         used = (owner, session_id, base_model)
-        self._usage.count("prefill", *used, length - cached)
-        self._usage.count("cached_prefill", *used, cached)
-        self._usage.count("sampled", *used, sampled)
+        self._stores.usage.count("prefill", *used, length - cached)
+        self._stores.usage.count("cached_prefill", *used, cached)
+        self._stores.usage.count("sampled", *used, sampled)
         note(prompt_tokens=length, cached_tokens=cached, sampled_tokens=sampled)
 
 

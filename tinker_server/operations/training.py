@@ -25,35 +25,20 @@ from api_schemas.weights import LoadWeightsRequest, LoadWeightsResponse
 from backends.protocol import BaseModelInfo, EncodedBatch, InvalidInput
 from tinker_server.auth.keys import Keys
 from tinker_server.errors import Unsupported
-from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Model
 from tinker_server.observability.tracing.hooks import note
-from tinker_server.store.checkpoints import CheckpointStore, parse_path
-from tinker_server.store.directories import Storage
-from tinker_server.store.holdings import Holdings
+from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.records import Checkpoint, TrainingRun
-from tinker_server.store.usage import UsageStore
+from tinker_server.weights.lookup import WeightStores
 
 
 class Training:
     """Works on one model at a time, for its actor. Methods raise InvalidInput, BackendFailed or a TinkerServerError;
     texts are for the user."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        keys: Keys,
-        bases: BaseModels,
-        checkpoints: CheckpointStore,
-        storage: Storage,
-        usage: UsageStore,
-        holdings: Holdings,
-    ) -> None:
+    def __init__(self, keys: Keys, stores: WeightStores) -> None:
         self._keys = keys
-        self._bases = bases
-        self._checkpoints = checkpoints
-        self._storage = storage
-        self._usage = usage
-        self._holdings = holdings
+        self._stores = stores
 
     async def forward_backward(self, model: Model, batch: EncodedBatch, *, backward: bool) -> ForwardBackwardOutput:
         """Compute log probabilities, and with `backward` add the gradient to the model's."""
@@ -61,7 +46,7 @@ class Training:
         output = await trainer.forward_backward(model.id, batch, backward=backward)
         # Every position of every datum; images as many as they are expanded to.
         tokens = sum(len(outputs["logprobs"]) for outputs in output.loss_fn_outputs)
-        self._usage.count("training", run.owner, run.session_id, run.base_model, tokens)
+        self._stores.usage.count("training", run.owner, run.session_id, run.base_model, tokens)
         note(trained_tokens=tokens)
         return output
 
@@ -78,7 +63,7 @@ class Training:
 
     async def create_model(self, model: Model, request: CreateModelRequest, owner: str) -> CreateModelResponse:
         """Make a fresh model."""
-        base = self._bases.base(request.base_model).info
+        base = self._stores.bases.base(request.base_model).info
         if request.lora_config is None:
             if base.full:
                 raise Unsupported("lora_config is missing: its train_attn, train_mlp and train_unembed say what trains")
@@ -87,7 +72,7 @@ class Training:
             )
         trainable = _trainable(request.lora_config, full=base.full, train_vision=_trains_vision(request, base))
         run = _run(request, owner, base, trainable, request.optimizer_config)
-        async with self._holdings.model(run.owner, run.model_id):
+        async with self._stores.holdings.model(run.owner, run.model_id):
             await model.create(run, None, with_optimizer=False)
         return CreateModelResponse(model_id=run.model_id)
 
@@ -103,8 +88,8 @@ class Training:
         )
         if request.base_model not in (None, checkpoint.base_model):
             raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
-        self._bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
-        directory = self._storage.path(checkpoint.directory)
+        self._stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
+        directory = self._stores.storage.path(checkpoint.directory)
         if request.model_id is not None:
             run, trainer = await model.loaded()
             if run.base_model != checkpoint.base_model:
@@ -116,9 +101,9 @@ class Training:
             await trainer.load_state(model.id, directory, with_optimizer=request.optimizer)
         else:
             optimizer = request.optimizer_config or OptimizerConfig()
-            base = self._bases.base(checkpoint.base_model).info
+            base = self._stores.bases.base(checkpoint.base_model).info
             run = _run(request, owner, base, checkpoint.trainable, optimizer)
-            async with self._holdings.model(run.owner, run.model_id):
+            async with self._stores.holdings.model(run.owner, run.model_id):
                 await model.create(run, directory, with_optimizer=request.optimizer)
         return LoadWeightsResponse(path=request.path, model_id=model.id)
 
@@ -126,7 +111,7 @@ class Training:
         parsed = parse_path(path)
         if parsed.kind != "weights":
             raise Unsupported(f"{path} cannot be trained on; take a tinker://<run>/weights/<name> (save_state)")
-        return await self._checkpoints.require_readable(parsed, readers, time.time())
+        return await self._stores.checkpoints.require_readable(parsed, readers, time.time())
 
 
 def _trains_vision(request: CreateModelRequest, base: BaseModelInfo) -> bool:

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from api_schemas.wire import JSON
 from backends.protocol import ChatEndpoint, InvalidInput
-from tinker_server.chat.requests import read
+from tinker_server.chat.requests import read, receive
 from tinker_server.errors import BadRequest, TinkerServerError
 from tinker_server.offload import off_loop
 from tinker_server.web import vendors
@@ -56,7 +56,7 @@ def _card(name: str) -> dict[str, Any]:
 def _answering(endpoint: ChatEndpoint) -> Handler:
     async def answer(http: Request, server: Server) -> Response:
         server.scheduler.require_open()
-        content = await http.body()
+        content = await receive(http.stream())
         request = await off_loop(len(content), read, endpoint, content)
         parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
         first = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))

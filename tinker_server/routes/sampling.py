@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Path, Response
 
 from api_schemas import ids
 from api_schemas.futures import UntypedFuture
-from api_schemas.inputs import EncodedTextChunk, ImageChunk
+from api_schemas.inputs import EncodedTextChunk
 from api_schemas.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -129,9 +129,8 @@ async def asample(
     if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
         base.check_sample(request)
     else:
-        await asyncio.to_thread(base.check_sample, request)  # it parses images
-        images = [chunk.data for chunk in request.prompt.chunks if isinstance(chunk, ImageChunk)]
-        submission = replace(submission, image_bytes=await asyncio.to_thread(base.pixel_bytes, images))
+        size = await asyncio.to_thread(base.check_sample, request)  # it parses images
+        submission = replace(submission, image_bytes=size.pixel_bytes)
     future = await submission.accept(scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import importlib.resources
 import json
-import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic import command
@@ -44,7 +44,8 @@ SHRUNK_PAGES = 20_000
 
 
 class Database:
-    """Sessions to read and to write. Writers take turns: SQLite has one, and waiting here is fair and cheap."""
+    """Sessions to read and to write. One transaction writes at a time: SQLite allows no more, and waiting here is
+    fair and cheap."""
 
     def __init__(
         self, url: str, retry_s: float = RETRY_S, busy_timeout_ms: int = BUSY_TIMEOUT_MS, synchronous: str = "full"
@@ -86,7 +87,7 @@ class Database:
         self._writing = self._engine.execution_options(writes=True)
         self._read = async_sessionmaker(self._engine, expire_on_commit=False)
         self._write = async_sessionmaker(self._writing, expire_on_commit=False)
-        self._turn = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         self._rolling_back: set[asyncio.Task[None]] = set()
         self._lease: Lease | None = None
         self._reads, self._writes = Outage("reads"), Outage("writes")
@@ -112,7 +113,7 @@ class Database:
     @asynccontextmanager
     async def _transaction(self, begun: AbstractAsyncContextManager[S]) -> AsyncIterator[S]:
         with self._outages(self._writes):
-            async with self._turn, begun as transaction:
+            async with self._write_lock, begun as transaction:
                 if self._lease is not None:
                     await self._lease.require_in(transaction)
                 yield transaction
@@ -184,7 +185,7 @@ class Database:
         """
         try:
             if self._engine.dialect.name == "sqlite" and self._engine.url.database:
-                await asyncio.to_thread(os.makedirs, os.path.dirname(self._engine.url.database) or ".", exist_ok=True)
+                await asyncio.to_thread(Path(self._engine.url.database).parent.mkdir, parents=True, exist_ok=True)
             async with self._engine.begin() as connection:
                 await connection.run_sync(_upgrade, revision, self._lease)
         except CommandError as error:
@@ -220,7 +221,7 @@ class Database:
             return
         async with self._engine.connect() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            async with self._turn:
+            async with self._write_lock:
                 # As a script: a plain execute would stop after the first page.
                 await driver.executescript(f"PRAGMA incremental_vacuum({SHRUNK_PAGES});")
             # Writers go on meanwhile. A reader (a backup, a shell) keeps the log from being truncated. It is not waited

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 UNREFERENCED_KEPT_S = 600.0
 """A sample that has begun may still read weights that were given up."""
+ARCHIVE_SUFFIX = ".tar.gz"
 MAX_NAMES = 500
 """Directories in one statement: databases limit its parameters."""
 
@@ -44,7 +45,7 @@ async def claim(session: AsyncSession, directory: str | None) -> None:
 
 async def release(session: AsyncSession, directories: Iterable[str]) -> None:
     """Within a transaction, record that no row references the directories. Those that are listed already stay so."""
-    for batch in _batches(directories):
+    for batch in batches(directories):
         listed = select(UnreferencedDirectory.directory).where(UnreferencedDirectory.directory.in_(batch))
         new = set(batch) - set(await session.scalars(listed))
         if new:
@@ -116,7 +117,7 @@ class Storage:
         gone = [directory for directory in directories if not self.path(directory).exists()]
         with contextlib.suppress(DatabaseUnavailable):  # they stay listed, and are deleted later
             async with self._db.write() as session:
-                for batch in _batches(gone):
+                for batch in batches(gone):
                     listed = UnreferencedDirectory.directory.in_(batch)
                     await session.execute(delete(UnreferencedDirectory).where(listed))
 
@@ -162,7 +163,7 @@ class Storage:
 
     def archive_of(self, directory: str) -> Path:
         """Return the path of a directory's archive, if there is one."""
-        return self._root / "archives" / f"{directory.replace('/', '.')}.tar.gz"
+        return self._root / "archives" / f"{directory.replace('/', '.')}{ARCHIVE_SUFFIX}"
 
     def archive_bytes(self) -> dict[str, int]:
         """Return the sizes of all archives by their file's name, those being written apart. Reads the disk."""
@@ -177,7 +178,8 @@ class Storage:
         return resolved
 
 
-def _batches(directories: Iterable[str]) -> list[list[str]]:
+def batches(directories: Iterable[str]) -> list[list[str]]:
+    """Split names into lists that one statement takes."""
     all_ = sorted(set(directories))
     return [all_[start : start + MAX_NAMES] for start in range(0, len(all_), MAX_NAMES)]
 

@@ -6,16 +6,16 @@ Snapshots are never refused, since models are restored by them.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from shutil import disk_usage
 
-from sqlalchemy import func, select
+from sqlalchemy import String, func, select
 
 from backends.lru import LRU
 from tinker_server.errors import LimitReached
 from tinker_server.store.database import Database
-from tinker_server.store.directories import Storage
+from tinker_server.store.directories import ARCHIVE_SUFFIX, Storage, batches
 from tinker_server.store.tables import CheckpointRow, SamplingSessionRow, TrainingRunRow
 
 GIB = 1 << 30
@@ -74,12 +74,10 @@ class Holdings:
 
         An owner may hold a part of what it holds and what is free. However full the disk is, others have the rest.
         """
-        sizes = await self._sizes(owner)
-        archives, free_bytes = await asyncio.to_thread(self._archives_and_free, sizes)
-        for name, size_bytes in archives.items():
-            sizes[name] += size_bytes
-        available = sum(sizes.values()) + free_bytes
-        held, allowed = sum(sizes.values()) - sizes.get(replaced or "", 0) + more_bytes, self._disk_part * available
+        archives, free_bytes = await asyncio.to_thread(self._archives_and_free)
+        held, freed = await self._held_bytes(owner, replaced, archives)
+        allowed = self._disk_part * (held + free_bytes)
+        held += more_bytes - freed
         if held > allowed:
             raise LimitReached(
                 f"saved weights, snapshots and archives of {owner} would take {held / GIB:.3f} GiB;"
@@ -87,27 +85,38 @@ class Holdings:
                 " delete some, or unload models"
             )
 
-    async def _sizes(self, owner: str) -> dict[str, int]:
-        """Return the bytes of the owner's directories, without archives."""
+    async def _held_bytes(self, owner: str, replaced: str | None, archives: Mapping[str, int]) -> tuple[int, int]:
+        """Return the bytes that the owner holds, and those of them that are the directory `replaced` with its archive.
+
+        The database adds up what may be many rows.
+        """
         run, named, unnamed = TrainingRunRow, CheckpointRow, SamplingSessionRow
-        has_no_name = (unnamed.directory.is_not(None), unnamed.model_path.is_(None))
+        written = dict(self._weights[owner])
+        versions = (
+            select(func.max(func.coalesce(unnamed.size_bytes, 0)).label("size_bytes"))
+            .where(unnamed.owner == owner, unnamed.weights_deleted_at.is_(None), unnamed.model_path.is_(None))
+            .where(unnamed.directory.is_not(None), unnamed.directory.not_in(written))
+            .group_by(unnamed.directory)
+            .subquery()
+        )
+        sums = (
+            select(func.sum(named.size_bytes)).where(named.owner == owner, named.directory.not_in(written)),
+            select(func.sum(versions.c.size_bytes)),
+        )
+        snapshots = select(run.snapshot).where(run.owner == owner, run.snapshot.is_not(None), run.status != "lost")
+        archive = func.replace(named.directory, "/", ".", type_=String) + ARCHIVE_SUFFIX
+        freed = select(named.size_bytes).where(named.owner == owner, named.directory == replaced)
         async with self._db.read() as session:
-            weights = [
-                *await session.execute(select(named.directory, named.size_bytes).where(named.owner == owner)),
-                *await session.execute(
-                    select(unnamed.directory, func.max(func.coalesce(unnamed.size_bytes, 0)))
-                    .where(unnamed.owner == owner, unnamed.weights_deleted_at.is_(None), *has_no_name)
-                    .group_by(unnamed.directory)
-                ),
-            ]
-            snapshots = await session.scalars(
-                select(run.snapshot).where(run.owner == owner, run.snapshot.is_not(None), run.status != "lost")
-            )
-            of_models = [directory for directory in snapshots if directory is not None]
-        sizes = {directory: size_bytes for directory, size_bytes in weights} | self._weights[owner]
-        for directory in of_models:
-            sizes[directory] = await self._snapshot_bytes(directory)
-        return sizes
+            held = [int(await session.scalar(one) or 0) for one in sums]
+            for batch in batches(archives):
+                of_owner = select(archive).where(named.owner == owner, archive.in_(batch))
+                held += [archives[name] for name in await session.scalars(of_owner)]
+            of_models = [directory for directory in await session.scalars(snapshots) if directory is not None]
+            freed_bytes = await session.scalar(freed) or 0
+        if replaced is not None:
+            freed_bytes += archives.get(self._storage.archive_of(replaced).name, 0)
+        held += [*written.values(), *[await self._snapshot_bytes(directory) for directory in of_models]]
+        return sum(held), freed_bytes
 
     async def _snapshot_bytes(self, directory: str) -> int:
         size_bytes = self._measured.get(directory)
@@ -119,9 +128,6 @@ class Holdings:
             self._measured.put(directory, size_bytes)
         return size_bytes
 
-    def _archives_and_free(self, directories: Iterable[str]) -> tuple[dict[str, int], int]:
-        """Return the bytes of those archives that there are, and the bytes that are free on the disk."""
-        found = self._storage.archive_bytes()
-        names = {self._storage.archive_of(directory).name: directory for directory in directories} if found else {}
-        sizes = {names[name]: size_bytes for name, size_bytes in found.items() if name in names}
-        return sizes, disk_usage(self._storage.path("")).free
+    def _archives_and_free(self) -> tuple[dict[str, int], int]:
+        """Return the bytes of all archives by their file's name, and the bytes that are free on the disk."""
+        return self._storage.archive_bytes(), disk_usage(self._storage.path("")).free

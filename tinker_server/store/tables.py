@@ -167,7 +167,7 @@ class Future(Table):
     position: Mapped[int | None]
     """Position in its model's log (`replay_log.py`); null: it changed nothing, or the model's snapshot holds it."""
     tries: Mapped[int] = mapped_column(default=0, server_default="0")
-    """Servers that began it after an earlier one left it unfinished, since the last server that was told to stop."""
+    """Servers that began it after an earlier one left it unfinished, since the last server that stopped on request."""
 
 
 class Image(Table):

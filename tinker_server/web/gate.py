@@ -7,7 +7,6 @@ parsed.
 import asyncio
 import ipaddress
 import time
-from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -61,7 +60,8 @@ class Measured:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         metrics: Metrics = scope["app"].state.services.metrics
         began = time.monotonic()
 
@@ -88,7 +88,8 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         keys: Keys = scope["app"].state.services.keys
         headers = Headers(scope=scope)
         try:
@@ -101,7 +102,8 @@ class Gate:
                 owner = self._signed_in(scope, headers) if vendor is not None and key is None else None
                 scope.setdefault("state", {})["owner"] = owner or owner_of(key, keys)
         except TinkerServerError as error:
-            return await answer(scope["path"], error.status, error, str(error))(scope, receive, send)
+            await answer(scope["path"], error.status, error, str(error))(scope, receive, send)
+            return
         await self.app(scope, receive, send)
 
     def _require_local(self, headers: Headers) -> None:
@@ -140,7 +142,8 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         headers = Headers(scope=scope)
         limit, most_values = largest_body(scope["path"], self.max_bytes), _most_values(scope["path"], headers)
         num_bytes = num_commas = num_brackets = 0
@@ -172,25 +175,24 @@ class BodyLimit:
                 status = 422 if num_brackets > most_values else BodyTooLarge.status
                 raise HTTPException(status, _too_many_values(most_values))
             if is_whole:
-                receiving.close()
                 came(num_bytes)
             return message
 
         if declared > limit:
-            return await answer(scope["path"], 413, BodyTooLarge(), _too_large(limit))(scope, receive, send)
+            await answer(scope["path"], 413, BodyTooLarge(), _too_large(limit))(scope, receive, send)
+            return
         ledger: Ledger = scope["app"].state.services.ledger
         owner = scope.get("state", {}).get("owner") or ""
-        with ExitStack() as receiving:
-            if not size_bytes:
-                return await self.app(scope, counted, send)
-            try:
-                async with ledger.body(owner, size_bytes) as came:
-                    receiving.enter_context(ledger.received(owner))
-                    await self.app(scope, counted, send)
-            except Busy as error:
-                await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
-                    scope, receive, send
-                )
+        if not size_bytes:
+            await self.app(scope, counted, send)
+            return
+        try:
+            async with ledger.body(owner, size_bytes) as came:
+                await self.app(scope, counted, send)
+        except Busy as error:
+            await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
+                scope, receive, send
+            )
 
 
 def _route(scope: Scope) -> str:

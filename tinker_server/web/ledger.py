@@ -1,15 +1,15 @@
 """The memory budget of request bodies in flight: one account per owner, charged before a body's first byte is read.
 
 A body costs its length while it is received and handled. While it is decoded it also costs its decompressed length.
-Owners take turns at both, and at encoding results. Requests without an owner share one account.
+Fair queues grant both, and the encoding of results. Requests without an owner share one account.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from backends.processes.fair_queue import FairTurns
+from backends.processes.fair_queue import FairQueue
 from tinker_server.errors import Busy
 
 BODIES_OF_OWNER, BODIES_OF_ALL, BODIES_DECODED = 4, 8, 1
@@ -30,22 +30,17 @@ class Ledger:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._of_owner = BODIES_OF_OWNER * max_body_bytes
-        self._all = FairTurns(BODIES_OF_ALL * max_body_bytes)
+        self._all = FairQueue(BODIES_OF_ALL * max_body_bytes)
         self._decoded_bytes = BODIES_DECODED * max_body_bytes
-        self._decoding = FairTurns(self._decoded_bytes)
-        self._encoding = FairTurns()
-        self._owners: dict[str, FairTurns] = {}
+        self._decoding = FairQueue(self._decoded_bytes)
+        self._encoding = FairQueue()
+        self._owners: dict[str, FairQueue] = {}
         self._in_flight: Counter[str] = Counter()
-        self._receiving: Counter[str] = Counter()
 
     @property
     def largest_bytes(self) -> int:
         """Return the most memory that bodies take: what is received, and four times what is being decoded."""
         return 2 * self._of_owner + 4 * self._decoded_bytes
-
-    def receiving(self, owner: str) -> bool:
-        """Return whether a body of this owner is being received."""
-        return self._receiving[owner] > 0
 
     @asynccontextmanager
     async def body(self, owner: str, size_bytes: int) -> AsyncIterator[Callable[[int], None]]:
@@ -54,14 +49,14 @@ class Ledger:
         Raises Busy if there is no room for a while.
         """
         size_bytes = max(size_bytes, LEAST_BYTES)
-        turns = self._owners.setdefault(owner, FairTurns(self._of_owner))
+        own = self._owners.setdefault(owner, FairQueue(self._of_owner))
         self._in_flight[owner] += 1
         try:
             async with AsyncExitStack() as held:
                 try:
                     async with asyncio.timeout(WAIT_S):
-                        shrink_own = await held.enter_async_context(turns.turn(owner, "", size_bytes))
-                        shrink_all = await held.enter_async_context(self._all.turn(owner, "", size_bytes))
+                        shrink_own = await held.enter_async_context(own.grant(owner, "", size_bytes))
+                        shrink_all = await held.enter_async_context(self._all.grant(owner, "", size_bytes))
                 except TimeoutError:
                     raise Busy(
                         f"requests of {self._of_owner} bytes are in flight, for {WAIT_S:g} s; send this one later"
@@ -77,22 +72,11 @@ class Ledger:
             if not self._in_flight[owner]:
                 del self._in_flight[owner], self._owners[owner]
 
-    @contextmanager
-    def received(self, owner: str) -> Iterator[None]:
-        """Note that a body is being received while the block runs."""
-        self._receiving[owner] += 1
-        try:
-            yield
-        finally:
-            self._receiving[owner] -= 1
-            if not self._receiving[owner]:
-                del self._receiving[owner]
-
     def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
         """Hold room for decoding a body that decompresses to so many bytes."""
-        return self._decoding.turn(owner, "", max(size_bytes, self._decoded_bytes // DECODED_AT_ONCE))
+        return self._decoding.grant(owner, "", max(size_bytes, self._decoded_bytes // DECODED_AT_ONCE))
 
     def encoding(self, owner: str) -> AbstractAsyncContextManager[object]:
-        """Hold a turn at encoding one part of a result: threads that encode together would leave the event loop no
-        turn of the interpreter."""
-        return self._encoding.turn(owner, "")
+        """Hold the grant to encode one part of a result: threads that encode together would keep the interpreter from
+        the event loop."""
+        return self._encoding.grant(owner, "")

@@ -1,6 +1,6 @@
 """Submits of operations: the body is decoded to see that it is sound, and stored as it came.
 
-A refused operation still uses up its number, so the scheduler is told not to wait for it.
+A refused operation still uses up its number, which the scheduler then does not wait for.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from backends.files import written_aside
-from backends.processes.fair_queue import FairTurns
+from backends.processes.fair_queue import FairQueue
 from backends.protocol import ADAPTER_CONFIG_FILE
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
@@ -26,7 +26,7 @@ class Archives:
     def __init__(self, storage: Storage, holdings: Holdings) -> None:
         self._storage = storage
         self._holdings = holdings
-        self._turns = FairTurns(PACKED_AT_ONCE)
+        self._queue = FairQueue(PACKED_AT_ONCE)
         self._owners: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(PACKED_AT_ONCE, thread_name_prefix="packing")
         self._packing: dict[str, asyncio.Task[None]] = {}
@@ -47,7 +47,7 @@ class Archives:
         return archive
 
     async def _pack(self, directory: str, archive: Path, owner: str) -> None:
-        async with self._owners.setdefault(owner, asyncio.Lock()), self._turns.turn(owner, directory):
+        async with self._owners.setdefault(owner, asyncio.Lock()), self._queue.grant(owner, directory):
             await self._holdings.require_room(owner, await self._storage.size_bytes(directory))
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._threads, _pack, self._storage.path(directory), archive)

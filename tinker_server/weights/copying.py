@@ -36,7 +36,7 @@ class Copying:
         self._checkpoints = checkpoints
         self._storage = storage
         self._holdings = holdings
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def copy(
         self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str, readers: Set[str]
@@ -50,7 +50,7 @@ class Copying:
         check_ttl(request.ttl_seconds)
         source = parse_path(request.source_path)
         now = time.time()
-        async with self._turn:
+        async with self._lock:
             checkpoint = await self._checkpoints.require_readable(source, readers, now)
             session_id, number = await self._place(request, idempotency_key, owner)
             path = TinkerPath(ids.model_id(session_id, number), source.kind, source.name)

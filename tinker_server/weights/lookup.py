@@ -1,12 +1,29 @@
 """Look-up of the weights to sample from: a base model's, sampler weights, or a training checkpoint's."""
 
 import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest
 from tinker_server.models.base_models import BaseModels
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
+from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
+from tinker_server.store.samplers import SamplerStore
+from tinker_server.store.usage import UsageStore
+
+
+@dataclass(frozen=True)
+class WeightStores:
+    """The stores that training, saving, sampling and chats share."""
+
+    bases: BaseModels
+    checkpoints: CheckpointStore
+    samplers: SamplerStore
+    storage: Storage
+    usage: UsageStore
+    holdings: Holdings
 
 
 class FoundWeights(NamedTuple):

@@ -20,17 +20,12 @@ from api_schemas.weights import (
 )
 from backends.protocol import Trainer
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
-from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Model
 from tinker_server.store.audit import AuditStore
-from tinker_server.store.checkpoints import CheckpointStore
-from tinker_server.store.directories import Storage
-from tinker_server.store.holdings import Holdings
 from tinker_server.store.records import Checkpoint, SamplingSession, TrainingRun
-from tinker_server.store.samplers import SamplerStore
-from tinker_server.store.usage import UsageStore
 from tinker_server.weights import export
 from tinker_server.weights.encryption import Recipient, encrypt_files, parse_recipients
+from tinker_server.weights.lookup import WeightStores
 
 PEFT = "peft"
 """Subdirectory of exported weights that holds them in PEFT's form."""
@@ -46,23 +41,9 @@ def check_ttl(ttl_s: int | None) -> None:
 class Saving:
     """Writes directories first and then records them, so that a recorded checkpoint is whole."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        bases: BaseModels,
-        checkpoints: CheckpointStore,
-        samplers: SamplerStore,
-        storage: Storage,
-        usage: UsageStore,
-        audit: AuditStore,
-        holdings: Holdings,
-    ) -> None:
-        self._bases = bases
-        self._checkpoints = checkpoints
-        self._samplers = samplers
-        self._storage = storage
-        self._usage = usage
+    def __init__(self, stores: WeightStores, audit: AuditStore) -> None:
+        self._stores = stores
         self._audit = audit
-        self._holdings = holdings
 
     async def save_weights(self, model: Model, request: SaveWeightsRequest) -> SaveWeightsResponse:
         """Save a training checkpoint."""
@@ -84,11 +65,11 @@ class Saving:
             raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
         if (made := await self._made_before(request)) is not None:
             return SaveWeightsForSamplerResponse(sampling_session_id=made)
-        async with self._storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
+        async with self._stores.storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
             run, trainer = await model.loaded()
-            await self._holdings.require_room(run.owner)
-            await _for_the_sampler(trainer, run, self._storage.path(directory))
-            async with self._holdings.weights(run.owner, directory) as size_bytes:
+            await self._stores.holdings.require_room(run.owner)
+            await _for_the_sampler(trainer, run, self._stores.storage.path(directory))
+            async with self._stores.holdings.weights(run.owner, directory) as size_bytes:
                 await self._publish(run, directory)
                 session_id = ids.sampling_session_id(run.session_id, request.sampling_session_seq_id or 0)
                 name = await self._sampling_session(run, session_id, directory, size_bytes)
@@ -101,14 +82,14 @@ class Saving:
         session_id = request.model_id.partition(":train:")[0]
         name = ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)
         with contextlib.suppress(UnknownSampler):
-            known = await self._samplers.get(name)
+            known = await self._stores.samplers.get(name)
             if (known.directory or "").startswith(f"checkpoints/{request.model_id}/{request.kind}/{request.seq_id}~"):
                 return name
         return None
 
     async def _publish(self, run: TrainingRun, directory: str) -> None:
         """Have the sampler load the weights. If it does not score them as the trainer does, the save fails."""
-        await self._bases.base(run.base_model).sampler.publish(self._storage.path(directory), run.owner)
+        await self._stores.bases.base(run.base_model).sampler.publish(self._stores.storage.path(directory), run.owner)
 
     async def _sampling_session(
         self, run: TrainingRun, sampling_session_id: str, directory: str, size_bytes: int
@@ -123,14 +104,14 @@ class Saving:
             size_bytes=size_bytes,
             created_at=time.time(),
         )
-        return await self._samplers.create(sampler)
+        return await self._stores.samplers.create(sampler)
 
     async def _supersede(self, directory: str) -> None:
         """Have all inflight sampling sessions of a model sample from its newest weights."""
         folder = f"{directory.rpartition('/')[0]}/"
-        left = await self._samplers.repoint(folder, directory)
+        left = await self._stores.samplers.repoint(folder, directory)
         # A sample that has just begun may still be reading the weights it began with, but not the ones before.
-        await self._storage.delete_unreferenced_in(folder, left)
+        await self._stores.storage.delete_unreferenced_in(folder, left)
 
     async def save_weights_external(
         self, model: Model, request: SaveWeightsExternalRequest
@@ -159,18 +140,18 @@ class Saving:
             raise Unsupported(str(error)) from None
         now = time.time()
         check_ttl(request.ttl_seconds)
-        first = await self._checkpoints.find(path)
+        first = await self._stores.checkpoints.find(path)
         if first is not None and first.saved_as == request.seq_id:
             return first  # saved by this same operation, whose answer an earlier server did not store
         if first is not None and not request.overwrite:
             raise Unsupported(f"{path} exists already; overwrite=true replaces it, or take another name")
         replaced = None if first is None else first.directory
-        async with self._storage.writing(path.run_id, path.kind, path.name) as directory:
+        async with self._stores.storage.writing(path.run_id, path.kind, path.name) as directory:
             run, trainer = await model.loaded()
-            await self._holdings.require_room(run.owner, replaced=replaced)
-            await save(trainer, run, self._storage.path(directory))
-            async with self._holdings.weights(run.owner, directory, replaced) as size_bytes:
-                await self._storage.flush(directory)
+            await self._stores.holdings.require_room(run.owner, replaced=replaced)
+            await save(trainer, run, self._stores.storage.path(directory))
+            async with self._stores.holdings.weights(run.owner, directory, replaced) as size_bytes:
+                await self._stores.storage.flush(directory)
                 if kind == "sampler_weights":
                     await self._publish(run, directory)
                 checkpoint = Checkpoint(
@@ -189,11 +170,11 @@ class Saving:
                     expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
                     saved_as=request.seq_id,
                 )
-                await self._checkpoints.put(checkpoint)
-        self._usage.count("checkpoint", run.owner, run.session_id, run.base_model, 1)
+                await self._stores.checkpoints.put(checkpoint)
+        self._stores.usage.count("checkpoint", run.owner, run.session_id, run.base_model, 1)
         await self._audit.note("checkpoint_saved", run.owner, model_id=run.model_id, tinker_path=str(path))
         if first is not None:
-            await self._storage.delete(first.directory)
+            await self._stores.storage.delete(first.directory)
         return checkpoint
 
 

@@ -196,7 +196,7 @@ class Buffers:
         return self.a_LRI, self.b_LRO, self.grad_a_LRI, self.grad_b_LRO
 
 
-def _want_gradient(embeddings: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _want_gradient(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Make the embeddings require a gradient: nothing before the first layer's adapters does, and they would get none.
 
     Returns a copy, as an input with images is one too: code is compiled separately for what a graph begins with.

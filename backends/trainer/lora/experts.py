@@ -97,8 +97,8 @@ def lora_grouped(  # noqa: PLR0913
     weight_EOI: Tensor,
     a_ERI: Tensor,
     b_ERO: Tensor,
-    grad_a_ERI: Tensor,
-    grad_b_ERO: Tensor,
+    grad_a_ERI: Tensor,  # noqa: ARG001 - kept for backward, like the next
+    grad_b_ERO: Tensor,  # noqa: ARG001
     scales_SR: Tensor,
     ends_E: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def _(x_SI: Tensor, weight_EOI: Tensor, a_ERI: Tensor, *_: Tensor) -> tuple[Tens
 
 
 @lora_grouped_backward.register_fake
-def _(grad_y_SO: Tensor, x_SI: Tensor, *_: Tensor) -> Tensor:
+def _(_grad_y_SO: Tensor, x_SI: Tensor, *_: Tensor) -> Tensor:
     return torch.empty_like(x_SI)
 
 

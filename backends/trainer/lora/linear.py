@@ -102,8 +102,8 @@ def lora_linears(  # noqa: PLR0913
     weights_OI: Sequence[Tensor],
     as_RI: Sequence[Tensor],
     bs_RO: Sequence[Tensor],
-    grad_as_RI: Sequence[Tensor],
-    grad_bs_RO: Sequence[Tensor],
+    grad_as_RI: Sequence[Tensor],  # noqa: ARG001 - kept for backward, like the next
+    grad_bs_RO: Sequence[Tensor],  # noqa: ARG001
     scales_TR: Tensor,
 ) -> list[Tensor]:
     """Return y [..., O] of each linear, of the same x [..., I]; last the scaled inner products [T, N] for backward,

@@ -55,8 +55,8 @@ def _per_sample_attention(  # noqa: PLR0913
     attention_mask: Tensor | None,
     *,
     packed_cu_seqlens_host: Tensor | None = None,
-    packed_cu_seqlens: Tensor | None = None,
-    packed_max_seqlen: int = 0,
+    packed_cu_seqlens: Tensor | None = None,  # noqa: ARG001 - not one of `kwargs`, like the next
+    packed_max_seqlen: int = 0,  # noqa: ARG001
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
@@ -83,7 +83,7 @@ def _packed_attention(  # noqa: PLR0913
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: None,  # noqa: ARG001 - given by name too
     *,
     scaling: float,
     packed_cu_seqlens_host: Tensor | None = None,
@@ -103,7 +103,7 @@ def _packed_attention(  # noqa: PLR0913
     return out[None], None
 
 
-def _no_mask(*args: Any, config: PretrainedConfig, local_size: int | None = None, **kwargs: Any) -> None:
+def _no_mask(*_: Any, config: PretrainedConfig, local_size: int | None = None, **__: Any) -> None:
     """Refuse windows: some architectures put them into the mask alone, and do not pass them to attention. A size of 0
     means that the window is switched off."""
     if local_size:

@@ -187,7 +187,7 @@ class _Graph:
 
 class _GraphReplay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, graph: _Graph, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+    def forward(ctx: Any, _anchor: Tensor, graph: _Graph, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         ctx.graph = graph
         return graph.forward(batch, scales_TR).clone()
 

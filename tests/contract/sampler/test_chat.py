@@ -1,4 +1,4 @@
-"""Chats in the sampler's process: vLLM's handlers, with the prompts, the draws and the turns of every other sample.
+"""Chats in the sampler's process: vLLM's handlers, with the prompts, seeds and fair admission of every other sample.
 
 pytest tests/contract/sampler/test_chat.py
 """
@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.protocol import ChatTask, ChatUsage, InvalidInput
 from backends.sampler.commands import CountProgress
-from tests.factories import PAINT, photo
+from tests.factories import PAINT, photo, present
 from tests.sampling import assert_close, request, sample, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -46,7 +46,7 @@ def seeing(*images: bytes) -> list[dict[str, Any]]:
     ]
 
 
-async def told(sampler, endpoint: str, weights: Path | None = None, **body) -> tuple[list[str], ChatUsage]:
+async def emitted(sampler, endpoint: str, weights: Path | None = None, **body) -> tuple[list[str], ChatUsage]:
     parts: list[str] = []
     usage = await sampler.chat(ChatTask(endpoint, {"model": "tiny", **body}, weights, "somebody"), parts.append)
     return parts, usage
@@ -55,8 +55,9 @@ async def told(sampler, endpoint: str, weights: Path | None = None, **body) -> t
 async def chat(sampler, messages, weights: Path | None = None, **body) -> dict[str, Any]:
     """The answer to a chat completion, with its tokens and their log probabilities."""
     asked = {"max_tokens": 6, "return_token_ids": True, "logprobs": True, **body}
-    (part,), _ = await told(sampler, "chat_completions", weights, messages=messages, **asked)
-    return json.loads(part)
+    (part,), _ = await emitted(sampler, "chat_completions", weights, messages=messages, **asked)
+    answer: dict[str, Any] = json.loads(part)
+    return answer
 
 
 def events(parts: list[str]) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ async def test_seeded_choices_are_those_of_a_sample_and_a_stream_says_the_same(s
     model_input = as_model_input(whole["prompt_token_ids"], [], renderer)
     by_task = await sample(sampler, request(model_input, {"seed": 11, "max_tokens": 9}, num_samples=3), None)
     assert [one["token_ids"] for one in whole["choices"]] == [one.tokens.tolist() for one in by_task.sequences]
-    parts, usage = await told(
+    parts, usage = await emitted(
         sampler,
         "chat_completions",
         messages=TEXT,
@@ -150,7 +151,7 @@ async def test_seeded_choices_are_those_of_a_sample_and_a_stream_says_the_same(s
 
 async def test_completions_continue_tokens_and_echo_scores_the_prompt(sampler):
     tokens = list(range(5, 25))
-    (part,), usage = await told(
+    (part,), usage = await emitted(
         sampler,
         "completions",
         prompt=[tokens, tokens[:4]],
@@ -167,13 +168,13 @@ async def test_completions_continue_tokens_and_echo_scores_the_prompt(sampler):
             sampler, request(model_input, {"max_tokens": 5, "temperature": 0}, prompt_logprobs=True), None
         )
         assert choice["token_ids"] == by_task.sequences[0].tokens.tolist()
-        (echoed,), _ = await told(
+        (echoed,), _ = await emitted(
             sampler, "completions", prompt=own, max_tokens=5, temperature=0, logprobs=1, echo=True
         )
         scores = json.loads(echoed)["choices"][0]["logprobs"]["token_logprobs"]
         assert scores[0] is None
         got = np.array(scores[1:], np.float32)
-        assert_close(got, np.concatenate([by_task.prompt_logprobs[1:], by_task.sequences[0].logprobs]))
+        assert_close(got, np.concatenate([present(by_task.prompt_logprobs)[1:], by_task.sequences[0].logprobs]))
 
 
 async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler, renderer):
@@ -211,16 +212,16 @@ async def test_an_image_placeholder_is_never_drawn_whatever_a_bias_asks(sampler,
 async def test_what_cannot_be_read_is_refused_by_name(sampler, messages, text):
     for stream in (False, True):
         with pytest.raises(InvalidInput, match=text):
-            await told(sampler, "chat_completions", messages=messages, max_tokens=4, stream=stream)
+            await emitted(sampler, "chat_completions", messages=messages, max_tokens=4, stream=stream)
 
 
-async def test_weights_that_diverged_are_told_and_not_sampled(sampler, reference, tmp_path):
+async def test_weights_that_diverged_are_named_and_not_sampled(sampler, reference, tmp_path):
     diverged = spoilt(reference, tmp_path / "diverged", 1e30)
     for stream in (False, True):
         with pytest.raises(InvalidInput, match="not finite"):
-            await told(sampler, "chat_completions", diverged, messages=TEXT, max_tokens=4, stream=stream)
+            await emitted(sampler, "chat_completions", diverged, messages=TEXT, max_tokens=4, stream=stream)
     with pytest.raises(InvalidInput, match="no longer exist"):
-        await told(sampler, "chat_completions", tmp_path / "nothing", messages=TEXT, max_tokens=4)
+        await emitted(sampler, "chat_completions", tmp_path / "nothing", messages=TEXT, max_tokens=4)
     assert (await chat(sampler, TEXT))["choices"][0]["finish_reason"] in ("length", "stop")
 
 
@@ -242,15 +243,15 @@ async def test_a_message_of_anthropics_form_says_what_a_chat_completion_says(sam
         {"type": "text", "text": "what"},
     ]
     asked = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 12}
-    (part,), usage = await told(sampler, "messages", **asked)
+    (part,), usage = await emitted(sampler, "messages", **asked)
     answer = json.loads(part)
     openai = [{"role": "user", "content": [seeing(PNG)[0]["content"][1], {"type": "text", "text": "what"}]}]
     expected = await chat(sampler, openai, temperature=0, max_tokens=12)
     assert answer["content"][0]["text"] == expected["choices"][0]["message"]["content"]
     assert answer["usage"]["output_tokens"] == usage.sampled
-    (counted,), _ = await told(sampler, "count_tokens", messages=asked["messages"])
+    (counted,), _ = await emitted(sampler, "count_tokens", messages=asked["messages"])
     assert json.loads(counted)["input_tokens"] == usage.prompt == len(expected["prompt_token_ids"])
-    parts, _ = await told(sampler, "messages", stream=True, **asked)
+    parts, _ = await emitted(sampler, "messages", stream=True, **asked)
     streamed = "".join(
         event["delta"].get("text", "") for event in events(parts) if event["type"] == "content_block_delta"
     )
@@ -278,9 +279,9 @@ async def test_a_chat_that_is_cancelled_leaves_the_engine(sampler):
 
 async def test_a_field_of_the_wrong_type_is_named(sampler):
     with pytest.raises(InvalidInput, match="max_tokens"):
-        await told(sampler, "chat_completions", messages=TEXT, max_tokens="many")
+        await emitted(sampler, "chat_completions", messages=TEXT, max_tokens="many")
     with pytest.raises(InvalidInput, match="response_format"):
-        await told(sampler, "chat_completions", messages=TEXT, response_format={"type": "poem"})
+        await emitted(sampler, "chat_completions", messages=TEXT, response_format={"type": "poem"})
 
 
 async def test_what_is_drawn_can_be_read_as_a_sample_with_its_images(sampler, renderer):
@@ -310,7 +311,7 @@ async def kept(sampler, kept_bytes: int, **body) -> tuple[list[str], ChatUsage]:
     return parts, await sampler.chat(task, parts.append)
 
 
-async def test_the_likeliest_tokens_are_told_in_order_whatever_was_drawn(sampler):
+async def test_the_likeliest_tokens_come_in_order_whichever_was_sampled(sampler):
     answer = await chat(sampler, TEXT, top_logprobs=3, max_tokens=40, seed=1, temperature=2)
     outside = 0
     for one in answer["choices"][0]["logprobs"]["content"]:

@@ -1,4 +1,4 @@
-"""What fails in the engine's host because the engine is dead."""
+"""Failures in the engine's host because the engine is dead."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_it_ends_the_host_and_no_command(engine: Any, error: Exception, monkeypa
         raise error
 
 
-def test_what_fails_while_the_engine_lives_is_told() -> None:
+def test_a_failure_of_a_living_engine_is_raised() -> None:
     engine: Any = Engine(errored=False)
     with pytest.raises(ValueError, match="a bad prompt"), sequences.ending_with(engine):
         raise ValueError("a bad prompt")

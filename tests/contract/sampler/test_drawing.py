@@ -1,4 +1,4 @@
-"""What is drawn, and where a sample stops."""
+"""Sampled tokens, and the ends of samples."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Grammars that answers must follow: none may stop the sequences of other tenants.
+"""Grammars that answers must follow: none may stop the sequences of other owners.
 
 pytest tests/contract/sampler/test_grammars.py
 """
@@ -37,7 +37,8 @@ async def ask(sampler, owner: str = "somebody", **body: Any) -> dict[str, Any]:
     await sampler.chat(
         ChatTask("chat_completions", {"model": "tiny", "messages": USER, **body}, None, owner), parts.append
     )
-    return json.loads("".join(parts))
+    answer: dict[str, Any] = json.loads("".join(parts))
+    return answer
 
 
 @pytest.mark.parametrize("name", ENDLESS)

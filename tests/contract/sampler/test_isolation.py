@@ -1,4 +1,4 @@
-"""What one tenant's weights do, they do to him alone."""
+"""One owner's weights affect no other owner."""
 
 import asyncio
 import base64
@@ -42,8 +42,8 @@ async def test_an_adapter_that_diverged_leaves_nothing_in_the_cache_for_others(s
 
 
 @pytest.mark.parametrize("messages", [["hello world " * 60], ["small corpus " * 60, "image"]], ids=["text", "image"])
-async def test_the_prefix_cache_tells_no_owner_what_another_asked(sampler, messages):
-    """A prompt found there is told in the usage, and answered sooner."""
+async def test_the_prefix_cache_reveals_no_prompt_of_another_owner(sampler, messages):
+    """A prompt found there shows in the usage, and is answered sooner."""
     content = [{"type": "text", "text": messages[0]}]
     if len(messages) > 1:
         url = f"data:image/png;base64,{base64.b64encode(photo(96, 64, 77)).decode()}"
@@ -51,7 +51,8 @@ async def test_the_prefix_cache_tells_no_owner_what_another_asked(sampler, messa
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
 
     async def cached(owner: str) -> int:
-        return (await sampler.chat(ChatTask("chat_completions", body, None, owner), lambda _: None)).cached
+        num_cached: int = (await sampler.chat(ChatTask("chat_completions", body, None, owner), lambda _: None)).cached
+        return num_cached
 
     first = await cached("one")
     assert await cached("one") > first + 50
@@ -78,7 +79,7 @@ async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, referen
     assert sampler._supervisor.children is process
 
 
-async def test_image_placeholders_are_never_drawn_however_likely(sampler, reference, renderer, tmp_path):
+async def test_image_placeholders_are_never_drawn_however_likely(sampler, renderer, tmp_path):
     """At every position one of the two is favoured by far: their rows of the head point in opposite directions."""
     config = renderer.config
     direction = torch.ones(1, config.get_text_config().hidden_size)

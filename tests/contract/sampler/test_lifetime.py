@@ -1,4 +1,4 @@
-"""What fails alone, and what survives: weights that are gone or broken, cancelled calls, a crash."""
+"""Weights that are gone or broken, cancelled calls, and a crash: each fails alone."""
 
 import asyncio
 import shutil

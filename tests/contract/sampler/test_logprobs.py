@@ -106,7 +106,7 @@ async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference
 
 
 async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(sampler, reference, adapters):
-    """Of several weights at once, one prompt cut between steps."""
+    """Prompts of several weights at once, one of them split between steps."""
     names = list(adapters)
     inputs = [MIXED["text"], MIXED["one image"], prompt(words(5, 1)), prompt(words(2500, 7))]
     works, tables = [], []
@@ -132,7 +132,7 @@ async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(
         assert len(response.sequences) == 2
 
 
-async def test_chosen_tokens_in_sparse_rows_come_back_in_sparse_rows(sampler, reference):
+async def test_chosen_tokens_in_sparse_tensors_come_back_in_sparse_tensors(sampler, reference):
     model_input = prompt(words(4, 1))
     asked = TensorData(
         data=[7, -1, 9], dtype="int64", shape=[3, 5], sparse_crow_indices=[0, 2, 2, 3], sparse_col_indices=[0, 3, 4]

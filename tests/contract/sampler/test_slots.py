@@ -1,5 +1,5 @@
-"""In bfloat16, where no text tells a wrong adapter from the right one, each slot of the engine is compared with the
-adapter's files."""
+"""In bfloat16 no text distinguishes a wrong adapter from the right one, so each slot of the engine is compared with
+the adapter's files."""
 
 import shutil
 from collections.abc import AsyncIterator

@@ -127,7 +127,7 @@ def read(directory: Path) -> tuple[Tensors, LoadCheck]:
 
 @pytest.mark.parametrize("change", CHANGES)
 async def test_another_tower_than_the_trainers_is_not_sampled_from(adapters, saved, change, tmp_path):
-    """Whose file is as wrong as the slot, so that only an image tells."""
+    """The file is as wrong as the slot, so that only an image shows it."""
     (own, canary), (other, _) = read(saved["m2"]), read(saved["m3"])
     wrong = tmp_path / "wrong"
     wrong.mkdir()

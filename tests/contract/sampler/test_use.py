@@ -1,4 +1,4 @@
-"""What the engine tells of its own batch and cache.
+"""The engine reports its own batch and cache.
 
 pytest tests/contract/sampler/test_use.py
 """
@@ -21,11 +21,12 @@ async def batch(sampler, is_so: Callable[[EngineBatch], bool]) -> EngineBatch:
         while True:
             use = await sampler.engine_use()
             if use is not None and use.batch is not None and is_so(use.batch):
-                return use.batch
+                batch: EngineBatch = use.batch
+                return batch
             await asyncio.sleep(0.02)
 
 
-async def test_the_engine_tells_how_many_sequences_it_runs_and_how_much_cache_they_hold(sampler):
+async def test_the_engine_reports_its_running_sequences_and_their_part_of_the_cache(sampler):
     idle = await batch(sampler, lambda one: one.running == 0)
     assert idle == EngineBatch(0, 0, 0)
     long = {"max_tokens": 3000, "stop": []}

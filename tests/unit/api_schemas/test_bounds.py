@@ -116,7 +116,7 @@ KEYS: dict[str, Any] = {f"k{index}": [] for index in range(100_000)}
         (RetrieveFuturesRequest, flood({}, ["retrieved_request_ids"], ONES)),
     ],
 )
-def test_a_flood_of_errors_is_told_by_its_first_few(model: type[Request], body: bytes) -> None:
+def test_a_flood_of_errors_is_reported_by_its_first_few(model: type[Request], body: bytes) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate_json(body)
     assert caught.value.error_count() <= 32

@@ -1,4 +1,4 @@
-"""What no request may hold, since a database could not: told by the field's name, whatever the route."""
+"""Values that a database cannot hold are refused on every route, by the name of the field."""
 
 import importlib
 import json

@@ -36,7 +36,7 @@ def test_nothing_goes_before_it_is_trimmed_where_it_does_not_trim_itself() -> No
     assert kept(cache, "abc") == ["a"]
 
 
-def test_values_are_forgotten_by_a_rule() -> None:
+def test_values_are_evicted_by_a_rule() -> None:
     cache: LRU[str, bytes] = LRU(10, len)
     for name in ("a", "bb", "ccc"):
         cache.put(name, name.encode())

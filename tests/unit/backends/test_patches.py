@@ -114,7 +114,7 @@ def test_a_project_that_is_not_installed_is_absent() -> None:
     assert Patch("a change", "no_such_project.engine:Engine", "0" * 64, "a reason").state == "absent"
 
 
-def test_all_that_is_wrong_is_told_at_once_with_the_version_and_what_to_do() -> None:
+def test_one_error_names_all_changed_targets_with_the_version_and_the_remedy() -> None:
     targets = ["transformers.modeling_layers:GradientCheckpointingLayer.__call__", "torch.ops:aten.no_such_operator"]
     with pytest.raises(BackendFailed) as refused:
         require_as_written([Patch(f"change {n}", target, "0" * 64, "why") for n, target in enumerate(targets)])

@@ -1,4 +1,4 @@
-"""What an operator sets, by environment and command line, and what is told when it is wrong."""
+"""Settings by environment and command line, and the messages for wrong ones."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def test_a_wrong_setting_is_one_clear_line(arguments: list[str], text: str) -> N
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with pytest.raises(StartFailed, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
@@ -93,7 +93,7 @@ sys.exit(main.main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_says_its_url_and_stops_when_told(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_server_prints_its_url_and_stops_on_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SERVER_OF_FAKES, "serve", "--port", "0", "--model", "tiny=org/name"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -111,7 +111,7 @@ def environment() -> dict[str, str]:
 
 
 def documented(model: type[BaseModel], prefix: str = "TINKER_SERVER_") -> Iterator[str]:
-    """A row of the page's table for each setting."""
+    """One line of the page's table for each setting."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from documented(field.annotation, f"{prefix}{name.upper()}__")

@@ -58,8 +58,8 @@ async def truncate(session: AsyncSession, model_id: str, position: int | None) -
 
 
 async def clear_tries(session: AsyncSession, model_id: str) -> None:
-    """Within a transaction: this server got further with the model than those before. What waits for the model has so
-    far ended none of them."""
+    """Within a transaction, clear the tries of a model's waiting operations: this server got further with the model
+    than those before, so none of them is a suspect."""
     waiting = (Future.lane == model_id) & (Future.status == "queued") & (Future.tries > 0)
     change = update(Future).where(waiting).values(tries=0)
     await session.execute(change, execution_options={"synchronize_session": False})

@@ -72,7 +72,7 @@ class FutureRows:
         await self._db.change(lambda session: session.execute(change))
 
     async def clear_tries(self) -> None:
-        """Clear the tries of all unfinished operations: the server was told to stop, so none of them is a culprit."""
+        """Clear the tries of all unfinished operations: the server stops on request, so none of them is a culprit."""
         change = update(Future).where(Future.status == "queued", Future.tries > 0).values(tries=0)
         await self._db.change(lambda session: session.execute(change))
 

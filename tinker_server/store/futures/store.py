@@ -83,7 +83,7 @@ class FutureStore:
         return result
 
     def first_time_large(self, request_id: str) -> bool:
-        """Return whether this is the first call for this result: its size may be told once instead of it."""
+        """Return whether this is the first call for this result: its size may be sent once instead of it."""
         is_first = request_id not in self._announced
         self._announced.add(request_id)
         return is_first
@@ -110,7 +110,7 @@ class FutureStore:
         self.changes.release()
 
     async def expire(self, before: float) -> None:
-        """Delete results that finished before; each leaves a tombstone for a while, so that polls are told why."""
+        """Delete results that finished before; each leaves a tombstone for a while, so that polls learn why."""
         await self.queue.flush()
         self._recent.keep(lambda result: result.finished_at >= before)
         self.completions.evict_idle()

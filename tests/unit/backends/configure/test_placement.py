@@ -1,4 +1,4 @@
-"""What every base model gets of a machine, and what is said where they do not fit."""
+"""Every base model's share of a machine, and the message if they do not fit."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_memory_of_all_models_is_summed_and_refused_with_each_ones_figures() -> 
         place(models, Machine(2 * one - GIB // 2), "cpu", num_ranks=1, sampler_fraction=0.4)
 
 
-def test_ranks_on_the_cpu_share_one_copy_and_each_gathers_some_of_it() -> None:
+def test_ranks_on_the_cpu_share_one_copy_and_each_all_gathers_a_part() -> None:
     needed = 2 * GIB + 2 * (GIB + GIB // 2) + 3 * 3 * GIB // 2 + GIB
     place([SMALL], Machine(needed), "cpu", num_ranks=2, sampler_fraction=0.4)
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 def test_training_all_weights_takes_masters_moments_and_gradients_more_and_says_so() -> None:
-    """Numbers of 4 bytes: a master, two moments, a gradient, a row's gradient, the original; shared by the ranks."""
+    """Numbers of 4 bytes: a master, two moments, a step's and a microbatch's gradient, the original, by ranks."""
     whole = ModelSize("whole", 2 * GIB, GIB, GIB // 4, training_bytes=12 * GIB)
     needed = 2 * GIB + (2 + 12) * GIB + 2 * 3 * GIB // 2 + GIB
     place([whole], Machine(needed), "cpu", num_ranks=1, sampler_fraction=0.4)

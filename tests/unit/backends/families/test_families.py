@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from backends.families.coverage import check_coverage
+from backends.families.family import LoraFlag
 from backends.families.lora_names import decoder_modules
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed
@@ -133,7 +134,7 @@ def test_a_module_that_two_flags_train_is_refused() -> None:
             self._own = find_family(config("qwen3"), "dir")
             self.model_class, self.frozen = self._own.model_class, self._own.frozen
 
-        def lora_modules(self, model: torch.nn.Module) -> dict[str, list[str]]:
+        def lora_modules(self, model: torch.nn.Module) -> dict[LoraFlag, list[str]]:
             found = decoder_modules(model)
             return {**found, "train_mlp": [*found["train_mlp"], found["train_attn"][0]]}
 

@@ -36,7 +36,8 @@ SIZES = [(32, 32), (96, 64), (50, 130), (300, 200), (400, 30), (20, 20)]
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+    kind: str = request.param
+    return kind
 
 
 @pytest.fixture(scope="module")

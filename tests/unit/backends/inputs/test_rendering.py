@@ -10,8 +10,10 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
 from api_schemas.inputs import DmelChunk, ImageAssetPointerChunk, ImageChunk
+from api_schemas.sampling import SampleRequest, SamplingParams
 from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
+from backends.sampler.checks import check_sample
 from tests.factories import image, make_renderer, photo, prompt, text, words
 
 
@@ -44,9 +46,18 @@ def test_ids_and_pixels_are_those_of_the_models_own_processor(renderer, tiny_vl)
     assert torch.equal(pixels, expected["pixel_values"])
     grids = torch.cat([one.tensors["image_grid_thw"] for one in rendered.images])
     assert torch.equal(grids, expected["image_grid_thw"])
-    # Of each patch the processor makes two frames alike, of numbers that were a byte each.
+    # The processor makes two equal frames of each patch, from numbers of a byte each.
     assert renderer.pixel_bytes(pictures) == expected["pixel_values"].numel() // 2
     assert renderer.pixel_bytes([b"no image", *pictures[:1]]) == renderer.pixel_bytes(pictures[:1]) > 0
+
+
+def test_a_checked_sample_has_the_size_of_its_text_and_images(renderer):
+    pictures = [photo(96, 64, 1), photo(50, 130, 2)]
+    images = [ImageChunk(data=picture, format="png") for picture in pictures]
+    request = SampleRequest(prompt=prompt(words(5), *images), base_model="a", sampling_params=SamplingParams())
+    size = check_sample(renderer, request, max_context_length=4096, max_images=2)
+    assert size.num_tokens == len(renderer.render(request.prompt, "prompt").token_ids_T)
+    assert size.pixel_bytes == renderer.pixel_bytes(pictures)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (300, 200), (480, 360), (17, 900), (1000, 30), (33, 31)])

@@ -20,7 +20,7 @@ SPAN_ROWS = span_rows(LONG)
 
 
 class Attention(torch.nn.Module):
-    """What transformers' attention reads of a layer's."""
+    """The attributes of a layer that transformers' attention reads."""
 
     is_causal = True
     num_key_value_groups = HEADS // KEY_HEADS
@@ -103,7 +103,7 @@ def row(lengths: list[int]) -> list[Tensor]:
 
 def attend(qkv: list[Tensor], lengths: list[int]) -> Tensor:
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    out, _ = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE)
+    out: Tensor = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE)[0]
     return out
 
 

@@ -19,7 +19,7 @@ class Process:
         return self._crash
 
     async def do(self, name: str, owner: str, deadly: bool = False) -> bool:
-        """Whether it was done."""
+        """Return True if it was done."""
         work = Suspect(owner)
         try:
             while not work.is_culprit:

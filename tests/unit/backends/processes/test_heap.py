@@ -1,4 +1,4 @@
-"""What a process has freed is the system's again."""
+"""A process returns freed memory to the system."""
 
 import numpy as np
 import psutil

@@ -64,7 +64,7 @@ async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "socket").touch()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = _num_descriptors()
     child = await launch("busy", "tests.busy_child", {}, folder=str(own))
     pids = [int(pid) for pid in (await child.call(Grandchild())).split()]
     leader = psutil.Process(pids[0])
@@ -74,9 +74,10 @@ async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
     await asyncio.sleep(0.1)
     assert survivors(group) == []
     assert not own.exists()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # the event loop's watcher of children
+    assert _num_descriptors() <= descriptors + 1  # the event loop's watcher of children
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_a_child_that_works_when_the_server_stops_is_not_waited_for_long() -> None:
     child = await launch("busy", "tests.busy_child", {})
     await child.call(Grandchild())
@@ -87,6 +88,10 @@ async def test_a_child_that_works_when_the_server_stops_is_not_waited_for_long()
     assert time.monotonic() - began < 3
     with pytest.raises(ChildDied):
         await working
+
+
+def _num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _group(pid: int) -> int:
@@ -137,7 +142,7 @@ async def test_an_answer_that_is_too_long_fails_its_call_alone() -> None:
 
 
 async def environment(pid: int) -> dict[str, str]:
-    """Of a process that was just started: while it becomes another program, it has none to show."""
+    """Return the environment of a process that was just started; it has none while it becomes another program."""
     async with asyncio.timeout(20):
         while not (found := psutil.Process(pid).environ()):  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What a child process did for a call is told to whoever listens where the call was made."""
+"""Spans of a call in a child process are emitted to the callback of the caller."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from backends.protocol import InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Nap, Zeros
 
 
-async def test_calls_are_told_with_the_times_of_their_process_and_what_became_of_them() -> None:
+async def test_spans_of_calls_have_the_times_of_their_process_and_an_outcome() -> None:
     child = await launch("trainer tiny rank 0", "tests.busy_child", {})
     heard: list[ProcessSpan] = []
     began_ns = time.time_ns()

@@ -78,7 +78,7 @@ async def test_a_group_that_restarts_by_itself_does_not_do_so_after_it_was_stopp
     os.kill(supervised.children[0].process.pid, signal.SIGKILL)
     assert await asyncio.wait_for(supervised.restarted(0), 60) == 1
     os.kill(supervised.children[1].process.pid, signal.SIGKILL)
-    while supervised.is_alive:  # noqa: ASYNC110 - nobody is told of it
+    while supervised.is_alive:  # noqa: ASYNC110 - it emits no event
         await asyncio.sleep(0.01)
     await supervised.stop()
     started = len(group.started)
@@ -94,7 +94,7 @@ async def test_a_stop_that_meets_the_end_of_a_silent_process_leaves_none_behind(
     await supervised.start(ignore_loading)
     for child in supervised.children:
         psutil.Process(child.process.pid).suspend()
-    while supervised.children:  # noqa: ASYNC110 - nobody is told of it
+    while supervised.children:  # noqa: ASYNC110 - it emits no event
         await asyncio.sleep(0.01)
     await supervised.stop()
     assert group.pids() == []

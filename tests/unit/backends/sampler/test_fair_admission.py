@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from backends.sampler.fair_admission import RESERVE, FairAdmission
 
 
 class Engine:
-    """Runs sequences until told to finish them, and remembers the order in which they entered."""
+    """Runs sequences until they are finished from outside, and remembers the order in which they entered."""
 
     def __init__(self, max_sequences: int, max_adapters: int) -> None:
         self.admission = FairAdmission(max_sequences, max_adapters)
@@ -48,9 +49,25 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
-async def test_an_owner_who_floods_delays_anothers_first_sequences_not_at_all() -> None:
-    engine = Engine(max_sequences=4, max_adapters=2)
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Makes engines, which are stopped after the test."""
+    engines: list[Engine] = []
+
+    def make(max_sequences: int, max_adapters: int) -> Engine:
+        engines.append(Engine(max_sequences, max_adapters))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        await engine.stop()
+
+
+async def test_an_owner_who_floods_delays_anothers_first_sequences_not_at_all(start: Start) -> None:
+    engine = start(max_sequences=4, max_adapters=2)
     for i in range(100):
         engine.submit(f"flood {i}", "a")
     await settle()
@@ -58,12 +75,10 @@ async def test_an_owner_who_floods_delays_anothers_first_sequences_not_at_all() 
     engine.submit("small", "b")
     await settle()
     assert engine.entered[-1] == "small" and len(engine.running) == 5
-    await engine.stop()
 
 
-@pytest.mark.asyncio
-async def test_sequences_that_end_make_room_for_the_owner_with_the_fewest() -> None:
-    engine = Engine(max_sequences=4, max_adapters=2)
+async def test_sequences_that_end_make_room_for_the_owner_with_the_fewest(start: Start) -> None:
+    engine = start(max_sequences=4, max_adapters=2)
     for i in range(20):
         engine.submit(f"a{i}", "a")
     await settle()
@@ -74,23 +89,19 @@ async def test_sequences_that_end_make_room_for_the_owner_with_the_fewest() -> N
         await engine.finish(next(iter(engine.running)))
     owners = Counter(name[0] for name in engine.running)
     assert abs(owners["a"] - owners["b"]) <= 1
-    await engine.stop()
 
 
-@pytest.mark.asyncio
-async def test_owners_who_have_nothing_running_are_admitted_beyond_the_limit_only_so_far() -> None:
-    engine = Engine(max_sequences=2, max_adapters=2)
+async def test_owners_who_have_nothing_running_are_admitted_beyond_the_limit_only_so_far(start: Start) -> None:
+    engine = start(max_sequences=2, max_adapters=2)
     for i in range(50):
         engine.submit(f"sequence {i}", f"owner {i}")
     await settle()
     assert len(engine.running) == 2 + RESERVE
-    await engine.stop()
 
 
-@pytest.mark.asyncio
-async def test_a_fifth_adapter_beside_four_busy_ones_gets_the_first_slot_that_is_free() -> None:
+async def test_a_fifth_adapter_beside_four_busy_ones_gets_the_first_slot_that_is_free(start: Start) -> None:
     """Three streams of each of four adapters, every one asking again as soon as it has been served."""
-    engine = Engine(max_sequences=64, max_adapters=4)
+    engine = start(max_sequences=64, max_adapters=4)
     numbers = dict.fromkeys("abcd", 0)
 
     def ask(adapter: str) -> None:
@@ -109,12 +120,10 @@ async def test_a_fifth_adapter_beside_four_busy_ones_gets_the_first_slot_that_is
         await engine.finish(name)
         served += 1
     assert served <= 12  # each stream once at most: its slot's other sequences had to end
-    await engine.stop()
 
 
-@pytest.mark.asyncio
-async def test_the_old_snapshots_of_one_owner_do_not_keep_anothers_adapter_out() -> None:
-    engine = Engine(max_sequences=64, max_adapters=4)
+async def test_the_old_snapshots_of_one_owner_do_not_keep_anothers_adapter_out(start: Start) -> None:
+    engine = start(max_sequences=64, max_adapters=4)
     for i in range(40):
         for k in range(30):
             engine.submit(f"a{i}.{k}", "a", f"a{i}")
@@ -128,12 +137,10 @@ async def test_the_old_snapshots_of_one_owner_do_not_keep_anothers_adapter_out()
         await engine.finish(*running)
         running = list(engine.running)
     assert rounds == 1
-    await engine.stop()
 
 
-@pytest.mark.asyncio
-async def test_many_adapters_of_one_owner_fill_the_engine_and_all_get_their_turn() -> None:
-    engine = Engine(max_sequences=32, max_adapters=4)
+async def test_many_adapters_of_one_owner_fill_the_engine_and_all_are_served(start: Start) -> None:
+    engine = start(max_sequences=32, max_adapters=4)
     for i in range(12):
         for k in range(20):
             engine.submit(f"{i}.{k}", "a", f"a{i}")
@@ -150,12 +157,13 @@ async def test_many_adapters_of_one_owner_fill_the_engine_and_all_get_their_turn
     assert max(first.values()) < 120
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(20))
-async def test_whatever_comes_ends_or_is_cancelled_everybody_is_served_within_the_limits(seed: int) -> None:
+async def test_whatever_comes_ends_or_is_cancelled_everybody_is_served_within_the_limits(
+    seed: int, start: Start
+) -> None:
     draw = random.Random(seed)
     max_sequences, max_adapters = draw.randint(1, 6), draw.randint(1, 3)
-    engine = Engine(max_sequences, max_adapters)
+    engine = start(max_sequences, max_adapters)
     for i in range(150):
         owner = draw.choice("abc")
         engine.submit(f"{i}", owner, draw.choice([None, f"{owner}1", f"{owner}2", "shared"]))

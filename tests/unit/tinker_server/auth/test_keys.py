@@ -55,7 +55,7 @@ def test_keys_are_added_revoked_and_removed_while_a_server_runs(tmp_path: Path) 
     assert keys.remove(file, "alice") == 1 and known.owner_of(second) is None
 
 
-def test_a_broken_file_is_told_at_start_and_changes_nothing_later(tmp_path: Path) -> None:
+def test_a_broken_file_fails_the_start_and_changes_nothing_later(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     key = keys.add(file, "alice")
     known = Keys(file)

@@ -1,12 +1,13 @@
-"""What a chat request may hold before anything of it is parsed by models that are not ours."""
+"""Chat requests are bounded before vLLM's models parse them."""
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from tinker_server.chat import bounds
-from tinker_server.chat.requests import read
+from tinker_server.chat import bounds, requests
+from tinker_server.chat.requests import read, receive
 from tinker_server.errors import BadField
 
 USER = {"role": "user", "content": "hello"}
@@ -54,6 +55,39 @@ def test_lists_are_bounded_and_hold_objects_where_objects_belong(endpoint, field
 def test_what_ends_and_bends_an_answer_is_bounded(fields, named):
     with pytest.raises(BadField, match=named):
         read("chat_completions", body(**fields))
+
+
+async def received(content: bytes, piece_bytes: int) -> bytes:
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(content), piece_bytes):
+            yield content[at : at + piece_bytes]
+
+    return bytes(await receive(pieces()))
+
+
+DATA = "A" * 5000
+OPENAI = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DATA}"}}]
+ANTHROPIC = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100])
+@pytest.mark.parametrize("image", [OPENAI, ANTHROPIC], ids=["OpenAI's", "Anthropic's"])
+async def test_text_is_bounded_before_it_is_parsed_and_images_do_not_count(monkeypatch, piece_bytes, image) -> None:
+    monkeypatch.setattr(requests, "MAX_TEXT_BYTES", 1000)
+    texts = [{"role": "user", "content": 'say "a" ' * 30}]
+    allowed, refused = body(messages=[{"role": "user", "content": image * 3}, *texts]), body(messages=texts * 3)
+    assert len(refused) > 1000 > len(body(messages=texts))
+    assert await received(allowed, piece_bytes) == allowed
+    with pytest.raises(BadField, match="more than 1000 bytes beside its images"):
+        await received(refused, piece_bytes)
+    with pytest.raises(BadField, match="more than 1000 bytes beside its images"):
+        await received(body(messages=[{"role": "user", "content": "x" * 1000}]), piece_bytes)
+
+
+@pytest.mark.parametrize("field", ["structures", "triggers"])
+def test_a_structural_tag_without_a_format_is_refused_by_name(field):
+    with pytest.raises(BadField, match=r"response_format\.structures is not supported; structural_tag takes a format"):
+        read("chat_completions", body(response_format={"type": "structural_tag", field: []}))
 
 
 @pytest.mark.parametrize("prompt", [[1, "a"], [[1], 2], [["a"]], [{}], {}, [], 7, [True], [1.5]])

@@ -31,7 +31,7 @@ async def test_a_request_waits_for_the_operation_that_runs_and_goes_before_those
         waiting = await client.forward_backward(2)
         suspending = asyncio.create_task(client.services.scheduler.suspend(client.model_id))
         await asyncio.sleep(0.05)
-        assert not suspending.done() and client.trainer.holds(client.model_id)
+        assert not suspending.done() and client.trainer.state(client.model_id) is not None
         client.trainer.gates["hold"].set()
         await suspending
         for request_id in (running, waiting):
@@ -64,7 +64,7 @@ async def test_an_unload_comes_behind_all_that_waits(tmp_path: Path) -> None:
         client.trainer.gates["hold"].set()
         for request_id in (running, waiting, unloading):
             assert not (await client.result(request_id)).failed
-        assert not client.trainer.holds(client.model_id)
+        assert client.trainer.state(client.model_id) is None
 
 
 async def test_an_unload_that_waits_when_the_server_stops_takes_no_model_from_the_operations_before_it(

@@ -21,7 +21,7 @@ DEADLY = "deadly"
 
 
 class Deaths:
-    """Where the work of all servers comes to a halt: each is given up there, as if it had ended."""
+    """The point at which the work of all servers halts: each is abandoned there, as if it had ended."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
@@ -64,7 +64,7 @@ async def two_models(client: Client) -> list[str]:
     return [f"{client.session_id}:train:{number}" for number in range(2)]
 
 
-async def test_what_two_servers_in_turn_ended_at_fails_by_name_and_what_was_beside_it_is_done(
+async def test_an_operation_at_which_two_servers_ended_fails_by_name_and_the_others_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaths = Deaths(monkeypatch)
@@ -104,7 +104,7 @@ async def test_of_many_fewer_are_begun_at_once_with_every_end_until_one_is_left(
     assert [one.failed for one in results].count(True) == 1
 
 
-async def test_a_server_that_is_told_to_stop_blames_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stops_suspects_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deaths = Deaths(monkeypatch)
     async with server(tmp_path / "data") as before:
         await two_models(before)

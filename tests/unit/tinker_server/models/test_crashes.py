@@ -1,10 +1,11 @@
-"""What a crash leaves, and what the next server makes of it. A crash is a copy of the disk of a running server."""
+"""The next server continues from the state that a crash leaves. A crash is a copy of the disk of a running server."""
 
 import asyncio
 import contextlib
 import json
 import shutil
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tinker_server.store.runs import RunStore
 
 
 def crash(data_dir: Path) -> Path:
-    """What the disk holds now, as another directory."""
+    """Copy the disk as it is now to another directory."""
     copy = data_dir.with_name("after the crash")
     shutil.copytree(data_dir, copy)
     return copy
@@ -30,6 +31,25 @@ def crash(data_dir: Path) -> Path:
 
 async def suspend(client: Client, model_id: str | None = None) -> None:
     await client.services.scheduler.suspend(model_id or client.model_id)
+
+
+async def refuse(*_: object) -> None:
+    raise DatabaseUnavailable("the database does not answer")
+
+
+@contextlib.asynccontextmanager
+async def server_with_model(*arguments: Any, **settings: Any) -> AsyncIterator[Client]:
+    async with server(*arguments, **settings) as client:
+        await client.result(await client.create_model())
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def server_with_gradient(*arguments: Any, **settings: Any) -> AsyncIterator[Client]:
+    """The gradient is of forward_backward 1."""
+    async with server_with_model(*arguments, **settings) as client:
+        await client.result(await client.forward_backward(1))
+        yield client
 
 
 async def busy_trainer(client: Client) -> None:
@@ -45,9 +65,7 @@ def gradients(client: Client, model_id: str) -> Any:
 
 
 async def test_what_waits_for_a_suspended_model_is_done_after_a_crash(tmp_path: Path) -> None:
-    async with server(tmp_path / "data") as before:
-        await before.result(await before.create_model())
-        await before.result(await before.forward_backward(1))
+    async with server_with_gradient(tmp_path / "data") as before:
         await suspend(before)
         await busy_trainer(before)
         waiting = await before.forward_backward(2)
@@ -73,9 +91,6 @@ async def test_a_model_whose_creation_waits_is_created_after_a_crash_with_what_w
 async def test_a_model_whose_creation_was_not_answered_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: object) -> None:
-        raise DatabaseUnavailable("the database does not answer")
-
     async with server(tmp_path / "data") as before:
         with monkeypatch.context() as patch:
             patch.setattr(FutureRows, "finish", refuse)
@@ -92,9 +107,7 @@ async def test_a_model_whose_creation_was_not_answered_is_created_again(
 async def test_a_number_that_never_came_is_missing_from_the_gradient_of_a_suspended_model(
     tmp_path: Path, crashed: bool
 ) -> None:
-    async with server(tmp_path / "data") as before:
-        await before.result(await before.create_model())
-        await before.result(await before.forward_backward(1))
+    async with server_with_gradient(tmp_path / "data") as before:
         await suspend(before)
         left = crash(tmp_path / "data") if crashed else tmp_path / "data"
     async with server(left) as after:
@@ -110,9 +123,7 @@ async def test_a_forward_backward_that_found_no_trainer_is_missing_from_the_grad
     async def ended(*_: object) -> None:
         raise BackendFailed("the process of rank 0 has ended")
 
-    async with server(tmp_path / "data") as before:
-        await before.result(await before.create_model())
-        await before.result(await before.forward_backward(1))
+    async with server_with_gradient(tmp_path / "data") as before:
         await suspend(before)
         with monkeypatch.context() as patch:
             patch.setattr(before.trainer, "resume", ended)
@@ -128,9 +139,7 @@ async def test_a_forward_backward_that_found_no_trainer_is_missing_from_the_grad
 
 
 async def test_what_leaves_the_gradient_alone_may_fail_or_be_refused(tmp_path: Path) -> None:
-    async with server(tmp_path / "data") as client:
-        await client.result(await client.create_model())
-        await client.result(await client.forward_backward(1))
+    async with server_with_gradient(tmp_path / "data") as client:
         await client.error(await client.forward(2, "wrong"))
         client.services.scheduler.refuse_number(client.model_id, 3, "save_weights")
         assert not (await client.result(await client.optim_step(4))).failed
@@ -139,8 +148,7 @@ async def test_what_leaves_the_gradient_alone_may_fail_or_be_refused(tmp_path: P
 async def test_idle_models_are_on_disk_when_the_server_has_stopped_and_what_waits_is_done_by_the_next(
     tmp_path: Path, database_url: str
 ) -> None:
-    async with server(tmp_path / "data", database_url) as before:
-        await before.result(await before.create_model())
+    async with server_with_model(tmp_path / "data", database_url) as before:
         await before.result(await before.create_model(1))
         await before.result(await before.forward_backward(1))
         await busy_trainer(before)
@@ -160,6 +168,7 @@ async def test_a_stop_takes_no_longer_than_it_may_though_an_operation_goes_on(tm
     assert asyncio.get_running_loop().time() - started < 2
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,18 +176,17 @@ async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker
     ended = asyncio.Event()
 
     async def stubborn(self: FakeTrainer, model_id: str, batch: object, *, backward: bool) -> None:
-        async with self.turns.turn("", model_id):
+        async with self.queue.grant("", model_id):
             self.begun[model_id] += 1
             while not ended.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
                     await ended.wait()
 
     async def behind(self: FakeTrainer, model_id: str, directory: Path) -> None:
-        async with self.turns.turn("", model_id):
-            pytest.fail("it has no turn")
+        async with self.queue.grant("", model_id):
+            pytest.fail("it is not granted")
 
-    async with server(tmp_path, drain_s=Settings(data_dir=tmp_path).drain_s) as client:
-        await client.result(await client.create_model())
+    async with server_with_model(tmp_path, drain_s=Settings(data_dir=tmp_path).drain_s) as client:
         await client.result(await client.create_model(1))
         monkeypatch.setattr(FakeTrainer, "forward_backward", stubborn)
         monkeypatch.setattr(FakeTrainer, "snapshot", behind)
@@ -194,8 +202,7 @@ async def test_a_stop_with_a_command_that_cannot_be_cut_short_ends_before_docker
 
 
 async def test_creating_a_model_where_one_lives_leaves_it_alone(tmp_path: Path) -> None:
-    async with server(tmp_path / "data") as client:
-        await client.result(await client.create_model())
+    async with server_with_model(tmp_path / "data") as client:
         await client.result(await client.optim_step(1))
         rows = client.services.futures.rows
         await rows.expire(2**40, 2**40)  # the tombstone of its creation is gone
@@ -208,11 +215,7 @@ async def test_creating_a_model_where_one_lives_leaves_it_alone(tmp_path: Path) 
 async def test_a_save_whose_answer_was_not_stored_is_not_written_twice_and_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: object) -> None:
-        raise DatabaseUnavailable("the database does not answer")
-
-    async with server(tmp_path / "data") as before:
-        await before.result(await before.create_model())
+    async with server_with_model(tmp_path / "data") as before:
         with monkeypatch.context() as patch:
             patch.setattr(FutureRows, "finish", refuse)
             saved = [await before.save(1, "a"), await before.save_unnamed(2)]
@@ -228,12 +231,7 @@ async def test_a_save_whose_answer_was_not_stored_is_not_written_twice_and_not_r
 async def test_no_snapshot_counts_before_the_results_that_it_holds_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: object) -> None:
-        raise DatabaseUnavailable("the database does not answer")
-
-    async with server(tmp_path / "data") as before:
-        await before.result(await before.create_model())
-        await before.result(await before.forward_backward(1))
+    async with server_with_gradient(tmp_path / "data") as before:
         with monkeypatch.context() as patch:
             patch.setattr(FutureRows, "finish", refuse)
             before.services.scheduler.actor(before.model_id).model.log.must_end = True
@@ -249,8 +247,7 @@ async def test_no_snapshot_counts_before_the_results_that_it_holds_are_stored(
 
 
 async def test_weights_that_were_loaded_outlive_their_checkpoint(tmp_path: Path) -> None:
-    async with server(tmp_path / "data") as before:
-        await before.result(await before.create_model())
+    async with server_with_model(tmp_path / "data") as before:
         await before.result(await before.optim_step(1))
         path = json.loads((await before.result(await before.save(2, "a"))).body)["path"]
         await before.result(await before.load_as(1, path, optimizer=True))
@@ -262,7 +259,7 @@ async def test_weights_that_were_loaded_outlive_their_checkpoint(tmp_path: Path)
         assert json.loads(stepped.body)["metrics"]["step"] == 2
 
 
-async def test_another_version_of_what_computes_is_told_when_a_model_is_restored(
+async def test_a_changed_version_of_a_library_is_logged_when_a_model_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with server(tmp_path / "data", numerics={"torch": "1"}) as before:
@@ -277,7 +274,7 @@ async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
 ) -> None:
     get, refusals = RunStore.get, 3
 
-    async def refuse(self: RunStore, model_id: str) -> TrainingRun:
+    async def refuse_some(self: RunStore, model_id: str) -> TrainingRun:
         nonlocal refusals
         if refusals:
             refusals -= 1
@@ -287,7 +284,7 @@ async def test_an_operation_waits_for_a_database_that_is_away_and_is_done_once(
     async with server(tmp_path / "data") as before:
         await before.result(await before.create_model())
     async with server(tmp_path / "data") as client:
-        monkeypatch.setattr(RunStore, "get", refuse)
+        monkeypatch.setattr(RunStore, "get", refuse_some)
         assert not (await client.result(await client.forward_backward(1, model_id=before.model_id))).failed
         assert refusals == 0 and gradients(client, before.model_id) == [1]
 
@@ -296,8 +293,7 @@ async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, m
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("nobody foresaw it")
 
-    async with server(tmp_path / "data") as client:
-        await client.result(await client.create_model())
+    async with server_with_model(tmp_path / "data") as client:
         monkeypatch.setattr(client.trainer, "snapshot", broken)
         client.services.scheduler.actor(client.model_id).model.log.must_end = True
         for number in range(1, 4):
@@ -308,8 +304,7 @@ async def test_operations_go_on_where_no_snapshot_can_be_taken(tmp_path: Path, m
 
 
 async def test_what_is_sent_to_an_unloaded_model_is_not_logged(tmp_path: Path) -> None:
-    async with server(tmp_path / "data") as client:
-        await client.result(await client.create_model())
+    async with server_with_model(tmp_path / "data") as client:
         await client.services.scheduler.drop(client.model_id)
         assert "create it again" in (await client.error(await client.forward_backward(1)))["error"]
         assert [entry async for entry in client.services.futures.logged(client.model_id)] == []

@@ -1,4 +1,4 @@
-"""Whatever dies between whichever operations, results and states are those of the operations alone, in their order."""
+"""With deaths between any operations, results and states equal those of the operations alone, in order."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ class Story:
         self._parts = 0
         self._crashes = 0
         """Since all was answered."""
-        self._told: list[tuple[str, int | None]] = []
+        self._submitted: list[tuple[str, int | None]] = []
         """The request_ids in order; of steps, which one it is."""
         self._steps: list[list[int]] = []
 
@@ -43,13 +43,13 @@ class Story:
         match event:
             case "part":
                 self._seq_id += 1
-                self._told.append((await client.forward_backward(self._seq_id, model_id=self._model_id), None))
+                self._submitted.append((await client.forward_backward(self._seq_id, model_id=self._model_id), None))
                 self._parts += 1
             case "step":
                 self._seq_id += 1
                 self._steps.append([1] * self._parts)
                 self._parts = 0
-                self._told.append((await client.optim_step(self._seq_id, self._model_id), len(self._steps)))
+                self._submitted.append((await client.optim_step(self._seq_id, self._model_id), len(self._steps)))
             case "snapshot":  # after the next operation, while those after it run
                 scheduler.actor(self._model_id).model.log.must_end = True
             case "suspend":
@@ -62,12 +62,12 @@ class Story:
                 await self.assert_answered()
 
     async def _crash(self) -> None:
-        """The next server has a copy of the disk, whatever was under way. More in a row would blame an operation."""
+        """The next server has a copy of the disk at any moment. Too many deaths would make an operation the culprit."""
         self._crashes += 1
         if self._crashes > MAX_TRIES:
             await self.assert_answered()
         left = self._data_dir.with_name(f"{self._data_dir.name}+")
-        async with self._client.services.futures.rows._db._turn:  # a copy of one moment
+        async with self._client.services.futures.rows._db._write_lock:  # a copy of one moment
             with contextlib.suppress(shutil.Error):  # what was just being deleted
                 shutil.copytree(self._data_dir, left)
         await self._stack.aclose()
@@ -75,7 +75,7 @@ class Story:
         self._client = await self._stack.enter_async_context(server(left))
 
     async def assert_answered(self) -> None:
-        for request_id, step in self._told:
+        for request_id, step in self._submitted:
             result = await self._client.result(request_id)
             assert not result.failed, result.body
             assert step is None or json.loads(result.body)["metrics"]["step"] == step
@@ -89,7 +89,7 @@ class Story:
         await self._stack.aclose()
 
 
-async def told(events: list[str], data_dir: Path) -> None:
+async def play(events: list[str], data_dir: Path) -> None:
     story = Story(data_dir)
     async with asyncio.timeout(PATIENCE_S):
         await story.begin()
@@ -104,7 +104,7 @@ async def told(events: list[str], data_dir: Path) -> None:
 def test_any_interleaving_gives_what_the_operations_alone_give(
     events: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    asyncio.run(told(events, tmp_path_factory.mktemp("story") / "data"))
+    asyncio.run(play(events, tmp_path_factory.mktemp("story") / "data"))
 
 
 @pytest.mark.slow
@@ -113,4 +113,4 @@ def test_any_interleaving_gives_what_the_operations_alone_give(
 def test_many_interleavings_give_what_the_operations_alone_give(
     events: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    asyncio.run(told(events, tmp_path_factory.mktemp("story") / "data"))
+    asyncio.run(play(events, tmp_path_factory.mktemp("story") / "data"))

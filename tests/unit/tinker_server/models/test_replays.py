@@ -19,7 +19,7 @@ from tests.fakes import FakeTrainer
 from tests.submitting import Client, server
 
 STEPS = 7
-"""Of two parts and an optim_step each."""
+"""Steps of two parts and an optim_step each."""
 
 
 class Lives:

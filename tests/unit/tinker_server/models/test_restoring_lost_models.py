@@ -1,4 +1,4 @@
-"""What the server does when a trainer has ended, while nobody asks for its models."""
+"""The server restores models of a trainer that has ended, without a request for them."""
 
 import asyncio
 from collections.abc import Callable

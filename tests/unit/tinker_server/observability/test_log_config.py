@@ -1,4 +1,4 @@
-"""Whatever a client sends, the log has one line of it, of bounded length and without keys."""
+"""The log has one line for any request of a client, of bounded length and without keys."""
 
 import io
 import logging
@@ -9,7 +9,7 @@ from tinker_server.observability.log_config import MAX_CHARS, OneLine
 
 
 def logged(text: str, error: Exception | None = None) -> str:
-    """What is written of a message that quotes a client."""
+    """Return the log line of a message that quotes a client."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))

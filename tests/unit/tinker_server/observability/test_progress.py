@@ -1,4 +1,4 @@
-"""What people see while models load: bars on a terminal, lines of the log elsewhere, and bytes that are true."""
+"""Progress while models load: bars on a terminal, lines of the log elsewhere, with true bytes."""
 
 import asyncio
 import logging
@@ -28,13 +28,13 @@ def test_amounts_have_the_unit_of_the_whole() -> None:
 
 
 def test_a_rank_counts_every_byte_of_its_files_and_says_what_comes_next(tiny_vl: Path) -> None:
-    told: list[Loading] = []
-    TrainerRank(config(tiny_vl), World(0, 1, torch.device("cpu")), progress=Progress(told.append))
-    reading = [one for one in told if one.doing == "reads weights"]
+    shown: list[Loading] = []
+    TrainerRank(config(tiny_vl), World(0, 1, torch.device("cpu")), progress=Progress(shown.append))
+    reading = [one for one in shown if one.doing == "reads weights"]
     files = sum(file.stat().st_size for file in tiny_vl.glob("*.safetensors"))
     assert reading[0].done_bytes == 0 and 0.9 * files < reading[0].total_bytes <= files
     assert reading[-1].done_bytes == reading[-1].total_bytes
-    assert told[-1] == Loading("tests the model")
+    assert shown[-1] == Loading("tests the model")
 
 
 async def test_the_log_has_a_line_for_each_process_until_it_is_ready(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What is old: told by a clock that may be set ahead."""
+"""Ages are measured by a clock that may be set ahead."""
 
 import time
 from dataclasses import dataclass

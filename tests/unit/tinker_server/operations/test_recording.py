@@ -1,4 +1,4 @@
-"""How long operations waited and ran, and what is told of tokens and of GPUs."""
+"""Times that operations waited and ran, and metrics of tokens and GPUs."""
 
 import time
 from pathlib import Path
@@ -23,10 +23,7 @@ class Working:
     """A model, as far as it says how long its trainer has worked for it."""
 
     def __init__(self) -> None:
-        self.seconds = 5.0
-
-    def worked_s(self) -> float:
-        return self.seconds
+        self.worked_s = 5.0
 
 
 def operation(kind: str, seq_id: int = 1, accepted_s_ago: float = 10) -> Operation:
@@ -37,16 +34,17 @@ def test_what_the_trainer_did_not_work_for_it_an_operation_has_waited() -> None:
     model = Working()
     timer = Timer(operation("forward_backward"), model)
     time.sleep(0.05)
-    model.seconds += 0.02
+    model.worked_s += 0.02
     timing = timer.read()
     assert timing.run_s == pytest.approx(0.02)
     assert timing.waited_s >= 10 + 0.05 - 0.02
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_a_save_runs_for_as_long_as_it_takes() -> None:
     model = Working()
     timer = Timer(operation("save_weights"), model)
-    model.seconds += 0.001
+    model.worked_s += 0.001
     time.sleep(0.02)
     timing = timer.read()
     assert timing.run_s >= 0.02 and 10 <= timing.waited_s < 11
@@ -62,9 +60,11 @@ async def test_what_cannot_be_recorded_costs_no_result(db: Database, monkeypatch
 
 async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
     recording = Recording(StepStore(db), Metrics())
-    told = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
+    metrics = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
     work = operation("forward_backward")
-    step = await recording.done(work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=told), Timer(work, Working()))
+    step = await recording.done(
+        work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=metrics), Timer(work, Working())
+    )
     assert step is not None
     assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)
 
@@ -89,7 +89,7 @@ async def test_a_runs_operations_come_with_their_times_and_errors(db: Database) 
     assert (done.seq_id, done.state({3}), done.error, done.waited_s, done.run_s) == (1, "done", "", 2.0, 3.0)
 
 
-def test_a_character_of_several_tokens_is_told_with_its_last_one() -> None:
+def test_a_character_of_several_tokens_belongs_to_its_last_one() -> None:
     texts = TokenTexts(SEEING)
     tokenizer = texts._tokenizer
     assert tokenizer is not None
@@ -100,11 +100,11 @@ def test_a_character_of_several_tokens_is_told_with_its_last_one() -> None:
     assert texts.of([]) == []
 
 
-def test_a_model_without_a_fast_tokenizer_tells_ids(tmp_path: Path) -> None:
+def test_a_model_without_a_fast_tokenizer_gives_ids(tmp_path: Path) -> None:
     assert TokenTexts(tmp_path).of([3, 7]) == ["<3>", "<7>"]
 
 
-def test_where_there_is_no_gpu_none_is_told_of() -> None:
+def test_without_a_gpu_none_is_reported() -> None:
     assert read_gpus([]) == []
     if not Path("/proc/driver/nvidia").exists():
         assert read_gpus([0]) == []

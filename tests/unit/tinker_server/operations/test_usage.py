@@ -1,4 +1,4 @@
-"""What is counted as used: every token once, for whoever had it done."""
+"""Usage counts every token once, for the owner of the request."""
 
 import time
 from collections.abc import AsyncIterator
@@ -17,8 +17,10 @@ from tinker_server.operations.sampling import Sampling
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.usage import UsageStore
+from tinker_server.weights.lookup import WeightStores
 
 IMAGE_TOKENS = 4
 """As the fake base model expands every image."""
@@ -49,7 +51,9 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
         return SampleResponse(sequences=[sequence] * task.num_samples, prompt_cache_hit_tokens=6)
 
     backend.tiny.sampler.sample = sample  # type: ignore[method-assign]
-    sampling = Sampling(BaseModels(backend.models), CheckpointStore(db), SamplerStore(db), storage, usage, Gallery(10))
+    holdings, bases = Holdings(db, storage, 1000, 1), BaseModels(backend.models)
+    stores = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, usage, holdings)
+    sampling = Sampling(stores, Gallery(10))
     image = ImageChunk(data=b"x", format="png", expected_tokens=expected_tokens)
     request = SampleRequest(
         base_model="tiny",  # of no session, and counted all the same

@@ -65,7 +65,7 @@ async def test_a_second_server_on_one_database_is_refused_in_one_line(tmp_path: 
         pass
 
 
-@pytest.mark.flaky(reruns=2)
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_a_lock_that_was_lost_with_its_connection_is_taken_again_or_the_server_stops(database_url: str) -> None:
     if not database_url.startswith("postgresql"):
         pytest.skip("SQLite's lock is a file's, and ends with the process alone")
@@ -195,7 +195,7 @@ async def test_a_change_waits_for_a_lock_longer_than_sqlite_does(tmp_path: Path)
     await db.close()
 
 
-@pytest.mark.flaky(reruns=2)
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_shrinking_makes_no_writer_wait_for_a_reader(tmp_path: Path) -> None:
     db = Database(f"sqlite+aiosqlite:///{tmp_path / 'a.db'}")
     await db.migrate()
@@ -225,6 +225,7 @@ async def test_a_database_of_a_newer_server_is_refused_in_one_line(db: Database,
     await newer.close()
 
 
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 @pytest.mark.parametrize("value", ["a\0b", "half a pair \ud800"])
 async def test_a_value_that_the_database_cannot_store_is_no_outage(db: Database, value: str) -> None:
     """SQLite stores a NUL; half of a surrogate pair can be sent to neither."""

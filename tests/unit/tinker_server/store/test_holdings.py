@@ -1,4 +1,4 @@
-"""What an owner holds is counted whole, is bounded, and is no concern of another owner."""
+"""An owner's holdings are counted whole, are bounded, and do not affect another owner."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ async def test_models_count_while_they_are_made_and_until_they_are_unloaded(db: 
 
 @pytest.fixture
 async def storage(db: Database, tmp_path: Path) -> Storage:
-    """What alice holds: 400 bytes named, 300 unnamed in two sessions, 200 of a snapshot, 100 of an archive."""
+    """Make 400 bytes of alice named, 300 unnamed in two sessions, 200 of a snapshot, 100 of an archive."""
     storage, run = Storage(tmp_path, db), await run_of(db, "alice")
     named, unnamed, snapshot = (f"checkpoints/{run.model_id}/{one}" for one in ("weights/a~1", "snapshot/0~1", "s/m~1"))
     for directory, size_bytes in ((named, 400), (unnamed, 300), (snapshot, 200)):

@@ -101,7 +101,7 @@ async def migrated(database_url: str) -> AsyncIterator[Database]:
     await db.close()
 
 
-async def test_the_lora_columns_become_one_equal_value(migrated: Database) -> None:
+async def test_the_columns_of_lora_become_one_equal_value(migrated: Database) -> None:
     runs, checkpoints = RunStore(migrated), CheckpointStore(migrated)
     for number, trainable in enumerate(TRAINABLES):
         found = await runs.get(f"s:train:{number}")

@@ -29,6 +29,7 @@ from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.usage import UsageStore
+from tinker_server.weights.lookup import WeightStores
 from tinker_server.weights.saving import Saving
 
 OWNER = "alice"
@@ -75,15 +76,9 @@ def build(data_dir: Path, backend: FakeBackend) -> House:
     futures = FutureStore(db, recent_bytes=0)
     bases, replay = BaseModels(backend.models), LogReplay(futures, CheckpointStore(db), storage)
     stores = ModelStores(bases, runs, futures, storage, replay, Snapshots(SnapshotLimits(600, 1 << 20, 600, 600)))
-    saving = Saving(
-        bases,
-        CheckpointStore(db),
-        SamplerStore(db),
-        storage,
-        UsageStore(db),
-        AuditStore(db),
-        Holdings(db, storage, 1000, 1),
-    )
+    holdings = Holdings(db, storage, 1000, 1)
+    weights = WeightStores(bases, CheckpointStore(db), SamplerStore(db), storage, UsageStore(db), holdings)
+    saving = Saving(weights, AuditStore(db))
     return House(data_dir, db, backend, SessionStore(db), runs, storage, stores, saving)
 
 

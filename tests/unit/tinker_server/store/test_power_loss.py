@@ -38,7 +38,7 @@ def power_loss(disk: Disk, data_dir: Path, name: str) -> Path:
     return left
 
 
-class Told:
+class Answers:
     """The answers that a client got."""
 
     def __init__(self, client: Client) -> None:
@@ -52,16 +52,16 @@ class Told:
         return result
 
 
-async def assert_all_is_there(left: Path, told: Told, steps: int, gradient: list[int]) -> None:
-    before = told.client
+async def assert_all_is_there(left: Path, answers: Answers, steps: int, gradient: list[int]) -> None:
+    before = answers.client
     async with server(left) as after:
-        for request_id, result in told.results.items():
+        for request_id, result in answers.results.items():
             assert (await after.result(request_id)).body == result.body
-        last = max(entry.seq_id for entry in told.results.values() if entry.lane == before.model_id)
+        last = max(entry.seq_id for entry in answers.results.values() if entry.lane == before.model_id)
         stepped = json.loads((await after.result(await after.optim_step(last + 1, before.model_id))).body)
         assert stepped["metrics"]["step"] == steps + 1
         assert after.trainer.applied[-1] == (before.model_id, gradient)
-        for number, path in enumerate(told.paths, 1):
+        for number, path in enumerate(answers.paths, 1):
             checkpoint = await after.services.checkpoints.find(parse_path(path))
             assert checkpoint is not None
             if checkpoint.kind == "weights":
@@ -75,33 +75,35 @@ async def test_nothing_that_was_answered_is_missing_after_a_power_loss(
     tmp_path: Path, disk: Disk, snapshots: bool
 ) -> None:
     async with server(tmp_path / "data") as before:
-        told = Told(before)
-        await told.well(await before.create_model())
+        answers = Answers(before)
+        await answers.well(await before.create_model())
         for number in range(1, 8, 4):
-            await told.well(await before.forward_backward(number))
+            await answers.well(await before.forward_backward(number))
             if snapshots:
                 before.services.scheduler.actor(before.model_id).model.log.must_end = True
-            await told.well(await before.optim_step(number + 1))
+            await answers.well(await before.optim_step(number + 1))
             for name, save in (("a", before.save), ("b", before.save_named_for_sampler)):
-                saved = await told.well(await save(number + (2 if name == "a" else 3), f"{name}{number}"))
-                told.paths.append(json.loads(saved.body)["path"])
+                saved = await answers.well(await save(number + (2 if name == "a" else 3), f"{name}{number}"))
+                answers.paths.append(json.loads(saved.body)["path"])
             await before.services.scheduler.actor(before.model_id).model.settle()
-            await assert_all_is_there(power_loss(disk, tmp_path / "data", f"loss {number}"), told, 1 + number // 4, [])
-            told.paths.clear()
-        await told.well(await before.forward_backward(9))
+            await assert_all_is_there(
+                power_loss(disk, tmp_path / "data", f"loss {number}"), answers, 1 + number // 4, []
+            )
+            answers.paths.clear()
+        await answers.well(await before.forward_backward(9))
         assert (await before.services.runs.get(before.model_id)).snapshot is not None or not snapshots
-        await assert_all_is_there(power_loss(disk, tmp_path / "data", "loss"), told, 2, [1])
+        await assert_all_is_there(power_loss(disk, tmp_path / "data", "loss"), answers, 2, [1])
 
 
 async def test_models_that_were_moved_to_disk_are_there_after_a_power_loss(tmp_path: Path, disk: Disk) -> None:
     async with server(tmp_path / "data") as before:
-        told = Told(before)
-        await told.well(await before.create_model())
-        await told.well(await before.optim_step(1))
-        await told.well(await before.save_unnamed(2))
-        await told.well(await before.forward_backward(3))
+        answers = Answers(before)
+        await answers.well(await before.create_model())
+        await answers.well(await before.optim_step(1))
+        await answers.well(await before.save_unnamed(2))
+        await answers.well(await before.forward_backward(3))
         await before.services.scheduler.suspend(before.model_id)
-        await assert_all_is_there(power_loss(disk, tmp_path / "data", "loss"), told, 1, [1])
+        await assert_all_is_there(power_loss(disk, tmp_path / "data", "loss"), answers, 1, [1])
 
 
 async def test_a_data_directory_that_was_just_made_is_there_after_a_power_loss(tmp_path: Path, disk: Disk) -> None:

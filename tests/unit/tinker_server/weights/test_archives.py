@@ -49,7 +49,7 @@ async def begun(data_dir: Path) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.flaky(reruns=2)
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_an_archive_is_packed_once_for_all_who_ask_and_other_threads_stay_free(
     archives: Archives, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ async def test_no_archive_stays_of_weights_that_were_deleted_meanwhile(
     assert not packed(tmp_path)
 
 
-@pytest.mark.flaky(reruns=2)
+@pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_an_owner_with_many_archives_leaves_a_thread_to_others(archives: Archives, tmp_path: Path) -> None:
     for name in ("b~1", "c~1", "other~1"):
         (tmp_path / f"checkpoints/run/weights/{name}").mkdir()

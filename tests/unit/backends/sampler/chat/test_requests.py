@@ -1,4 +1,4 @@
-"""What vLLM's models keep of a chat body that is wrong in every place."""
+"""vLLM's models keep one error of a chat body that is wrong everywhere."""
 
 import tracemalloc
 from typing import Any
@@ -15,7 +15,6 @@ WRONG: dict[str, tuple[ChatEndpoint, dict[str, Any]]] = {
     "lists of token ids below 0": ("completions", {"prompt": [[-1] * COUNT]}),
     "messages": ("chat_completions", {"messages": [{}] * COUNT}),
     "tools": ("chat_completions", {"messages": [USER], "tools": [{}] * COUNT}),
-    "calls of tools": ("chat_completions", {"messages": [{"role": "assistant", "tool_calls": [{}] * COUNT}]}),
     "stop tokens": ("chat_completions", {"messages": [USER], "stop_token_ids": ["a"] * COUNT}),
     "parts of a message of Anthropic's": ("messages", {"messages": [{"role": "user", "content": [{}] * COUNT}]}),
     "parts of its system prompt": ("messages", {"messages": [USER], "system": [{}] * COUNT}),

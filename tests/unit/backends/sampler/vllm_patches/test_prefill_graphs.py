@@ -16,7 +16,7 @@ MAX_SEQUENCES = 265
 
 @pytest.fixture
 def manager(monkeypatch):
-    """vLLM's own, told of `mode`, with graphs for no adapter and for any number of three."""
+    """vLLM's own, in the mode `mode`, with graphs for no adapter and for any number of three."""
     for name in ("_init_candidates", "dispatch"):
         monkeypatch.setattr(CudaGraphManager, name, getattr(CudaGraphManager, name))
     monkeypatch.setattr(prefill_graphs, "IMAGES", StepsWithImages())

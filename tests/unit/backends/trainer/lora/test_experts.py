@@ -64,7 +64,7 @@ def merged(model, adapter):
             continue
         number, projection = rest.split(".")
         stack_name = f"{experts}.experts.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"
-        stack = changed.get(stack_name, weights[stack_name])
+        stack = changed[stack_name] if stack_name in changed else weights[stack_name]
         rows = {"down_proj": slice(None), "gate_proj": slice(0, 96), "up_proj": slice(96, 192)}[projection]
         whole = torch.zeros_like(stack[0])
         whole[rows] = delta

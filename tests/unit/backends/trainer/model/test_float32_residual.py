@@ -1,6 +1,6 @@
 """The residual stream in float32 under weights in bfloat16, in the trainer and in the engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_bfloat16_is_then_nearer_to_float32_than_transformers_own(tmp_path):
     assert sum(near) < 0.85 * sum(far)
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Path], Path]] = {
     **FAMILIES,
     **{kind: partial(make_tiny_of, kind) for kind in ("olmo2", "olmo3", "exaone4", "apertus", "glm4", "granite")},
 }

@@ -10,6 +10,7 @@ from backends.protocol import InvalidInput
 from backends.trainer.model.packing import loss_inputs
 from backends.trainer.step.losses import LOSSES, gspo
 from backends.trainer.step.validation import loss_config
+from tests.factories import present
 
 LOGPROBS, OLD, ADVANTAGES, WEIGHTS = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [1.0, -1.0, 2.0], [1.0, 0.0, -0.5]
 
@@ -26,7 +27,7 @@ def evaluate(loss_fn: str, config: dict | None = None, **inputs: list[float]) ->
     logprobs = torch.tensor(LOGPROBS)[:, None].requires_grad_()
     value = loss.compute(loss_inputs(loss, settings, [datum], logprobs.device)(logprobs))
     value.backward()
-    return value.item(), logprobs.grad[:, 0].tolist()
+    return value.item(), present(logprobs.grad)[:, 0].tolist()
 
 
 RL = {"logprobs": OLD, "advantages": ADVANTAGES}

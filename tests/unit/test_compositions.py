@@ -1,11 +1,11 @@
-"""Rows by which a GPU's gradients are compared with the truth (`tests/gpu/test_truth.py`): what they are of."""
+"""Random microbatches, on which `tests/gpu/test_truth.py` compares gradients with a reference, cover all cases."""
 
 from backends.inputs.rendering import Renderer
 from backends.trainer.model.cuda_graphs import TOKENS
-from tests.truth_rows import LONGEST, MAX_TOKENS, RANKS, compositions, data_of
+from tests.compositions import LONGEST, MAX_TOKENS, RANKS, compositions, data_of
 
 
-def test_there_are_a_hundred_rows_of_every_kind() -> None:
+def test_there_are_a_hundred_microbatches_of_every_kind() -> None:
     rows = compositions()
     assert len(rows) >= 100 and len({row.name for row in rows}) == len(rows)
     assert all(row.num_tokens <= MAX_TOKENS and 1 <= len(row.models) <= 4 for row in rows)
@@ -16,7 +16,7 @@ def test_there_are_a_hundred_rows_of_every_kind() -> None:
     assert {size + more for size in TOKENS for more in (-1, 0, 1)} <= {row.num_tokens for row in rows}
 
 
-def test_a_third_of_the_rows_have_an_image_and_each_datum_is_as_long_as_its_row_says(renderer: Renderer) -> None:
+def test_a_third_of_the_microbatches_have_an_image_and_each_datum_has_its_stated_length(renderer: Renderer) -> None:
     rows, num_seeing = compositions(), 0
     for row in rows:
         data = data_of(row, renderer)

@@ -1,4 +1,4 @@
-"""Random packed rows of several models, by which a GPU's gradients are compared with the truth."""
+"""Random packed microbatches of several models, for comparing a GPU's gradients with a reference."""
 
 import dataclasses
 import zlib
@@ -12,7 +12,7 @@ from backends.trainer.model.cuda_graphs import TOKENS
 from tests.factories import image, prompt, words
 
 MAX_TOKENS, LONGEST = 16_384, 6_500
-"""Of a row and of a datum."""
+"""Limits of a microbatch and of a datum."""
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 IMAGE_SIDES = ((64, 64), (320, 256), (96, 200), (640, 480))
 Lengths = tuple[int, ...]
@@ -20,7 +20,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Composition:
-    """A row: for each model its rank and the tokens of its datums; some datums have images."""
+    """A packed microbatch: for each model its rank and the tokens of its datums; some datums have images."""
 
     name: str
     models: tuple[tuple[int, Lengths], ...]
@@ -28,12 +28,12 @@ class Composition:
 
     @property
     def num_tokens(self) -> int:
-        """Of the row."""
+        """Number of tokens of all datums."""
         return sum(sum(lengths) for _, lengths in self.models)
 
 
 def compositions() -> list[Composition]:
-    """116 rows, the same in every run."""
+    """116 microbatches, the same in every run."""
     rows = [Composition("two-long-ones-then-four-tokens", ((32, (2955,)), (4, (5349, 6285)), (1, (1, 1, 1, 1))))]
     for size in TOKENS:
         rows += [_with_total(f"graph-{size}{more:+d}", size + more, few=24) for more in (-1, 0, 1)]
@@ -107,7 +107,7 @@ def _with_many(name: str) -> Composition:
 
 
 def data_of(row: Composition, renderer: Renderer) -> list[list[Datum]]:
-    """Of each model."""
+    """The data of each model."""
     random = _random(row.name, "data")
     return [[_datum(length, row, renderer, random) for length in lengths] for _, lengths in row.models]
 

@@ -1,6 +1,6 @@
-"""Models whose datums share packed rows: each computes as alone, fails alone, and waits for no more than a row.
+"""Models whose datums share packed microbatches: each computes as alone, fails alone, and waits for at most one.
 
-pytest tests/contract/test_shared_rows.py
+pytest tests/contract/test_shared_microbatches.py
 """
 
 import asyncio
@@ -74,7 +74,7 @@ def add_model(rank: TrainerRank, name: str, lora_rank: int, seed: int) -> None:
 
 
 class Rows:
-    """Counts the passes of the rows that are computed."""
+    """Counts the passes of the computed microbatches."""
 
     def __init__(self, rank: TrainerRank, monkeypatch: pytest.MonkeyPatch) -> None:
         self.companies: list[int] = []
@@ -143,7 +143,9 @@ def test_eight_models_of_any_rank_and_loss_with_text_and_images_are_each_as_alon
     max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
 @given(data=st.data())
-def test_any_mix_in_rows_of_any_budget_is_as_alone(data: st.DataObject, tiny_vl: Path, renderer: Renderer) -> None:
+def test_any_mix_in_microbatches_of_any_budget_equals_each_alone(
+    data: st.DataObject, tiny_vl: Path, renderer: Renderer
+) -> None:
     rank = trainer(tiny_vl, max_tokens=data.draw(st.sampled_from([16, 60, 200])))
     batches = []
     for place in range(data.draw(st.integers(2, 4))):
@@ -166,7 +168,7 @@ def test_any_mix_in_rows_of_any_budget_is_as_alone(data: st.DataObject, tiny_vl:
     assert_as_alone(rank, batches, outputs)
 
 
-def test_several_targets_of_a_token_have_rows_of_their_own(
+def test_several_targets_of_a_token_have_log_probabilities_of_their_own(
     rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place, name in enumerate(("soft", "plain", "other")):
@@ -210,7 +212,7 @@ def diverge(rank: TrainerRank, model_id: str) -> None:
             tensor.fill_(1e30)
 
 
-def test_a_model_that_has_diverged_harms_nobody_in_its_row(
+def test_a_model_that_has_diverged_harms_no_batch_mate(
     rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = []
@@ -238,7 +240,7 @@ def test_a_gradient_that_is_not_finite_stays_in_its_own_model(rank: TrainerRank,
         rank.optim_step("huge", SMOOTH)
 
 
-def test_a_row_that_runs_out_of_memory_is_computed_model_by_model(
+def test_a_microbatch_that_runs_out_of_memory_is_computed_model_by_model(
     rank: TrainerRank, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -281,7 +283,7 @@ def shared_on_a_rank(world: World, source: Path, seed: int) -> list[tuple[dict[s
     return results
 
 
-def test_two_ranks_share_rows_as_one_does(tiny_text: Path) -> None:
+def test_two_ranks_share_microbatches_as_one_does(tiny_text: Path) -> None:
     ranks = on_two_ranks(shared_on_a_rank, tiny_text, 5)
     alone = shared_on_a_rank(World(0, 1, torch.device("cpu")), tiny_text, 5)
     for of_rank in ranks:
@@ -297,7 +299,9 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_text: Path, renderer: Renderer) -> None:
+async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_microbatch(
+    tiny_text: Path, renderer: Renderer
+) -> None:
     large = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(64)])
     small = cross_entropy([datum(prompt(words(8)), renderer)])
     client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
@@ -314,7 +318,7 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_
             rows += 1
             return await on_all(command)
 
-        await until(lambda: client.last_turn("flood") > client.last_turn("small"))
+        await until(lambda: client.state("flood").latest_work > client.state("small").latest_work)
         client._on_all_or_end = counted  # type: ignore[method-assign]
         await client.forward_backward("small", small, backward=True)
         assert rows <= 3 and not flood.done()
@@ -328,37 +332,39 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_row(tiny_
 
 
 @pytest.mark.slow
-async def test_each_is_told_of_the_rows_that_held_its_datums(tiny_text: Path, renderer: Renderer) -> None:
+async def test_each_request_gets_the_spans_of_the_microbatches_with_its_datums(
+    tiny_text: Path, renderer: Renderer
+) -> None:
     long = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(4)])
     short = cross_entropy([datum(prompt(words(24)), renderer)])
     client = TrainerClient(dataclasses.replace(config(tiny_text, 64), shares_microbatches=True))
-    told: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
+    spans: dict[str, list[ProcessSpan]] = {"long": [], "short": [], "shorter": []}
 
     async def compute(name: str, batch: EncodedBatch) -> None:
-        with spans_to(told[name].append):
+        with spans_to(spans[name].append):
             await client.forward_backward(name, batch, backward=True)
 
     await client.start()
     try:
-        for name, owner in zip(told, "abb", strict=True):
+        for name, owner in zip(spans, "abb", strict=True):
             await client.create_model(name, LORA, owner)
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(compute("long", long))
-            await until(lambda: client.last_turn("long") > client.last_turn("shorter"))
+            await until(lambda: client.state("long").latest_work > client.state("shorter").latest_work)
             for name in ("short", "shorter"):
                 group.create_task(compute(name, short))
     finally:
         await client.stop()
-    (shared,) = told["short"]
-    assert told["shorter"] == [shared] and len(told["long"]) == 4
-    rows = sorted((one.began_ns, one.ended_ns) for one in [shared, *told["long"]])
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
-    assert {(one.process, one.command, one.outcome) for one in [shared, *told["long"]]} == {
+    (shared,) = spans["short"]
+    assert spans["shorter"] == [shared] and len(spans["long"]) == 4
+    times = sorted((one.began_ns, one.ended_ns) for one in [shared, *spans["long"]])
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(times))
+    assert {(one.process, one.command, one.outcome) for one in [shared, *spans["long"]]} == {
         ("trainer tiny rank 0", "ComputeMicrobatch", "value")
     }
 
 
-async def test_a_caller_who_leaves_harms_nobody_in_the_row(tiny_text: Path, renderer: Renderer) -> None:
+async def test_a_cancelled_caller_harms_no_batch_mate(tiny_text: Path, renderer: Renderer) -> None:
     data = cross_entropy([datum(prompt(words(64, seed)), renderer, seed) for seed in range(16)])
     client = TrainerClient(dataclasses.replace(config(tiny_text, 256), shares_microbatches=True))
     await client.start()
