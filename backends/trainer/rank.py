@@ -166,12 +166,12 @@ class TrainerRank:
             model.clear_gradient()
 
     def _step(self, model: TrainedModel, adam: AdamParams) -> OptimStepResponse:
-        norm = model.sum_gradient(self._world)
+        norm = model.sum_gradient()
         if not norm.isfinite():
             raise InvalidInput("the gradient is not finite; it was cleared and the weights are unchanged")
         undo = agreed(lambda: model.before_step(adam, norm), self._world)
         try:
-            agreed(lambda: model.step(adam, norm), self._world)
+            model.step(adam, norm)
         except BaseException:
             undo()
             raise
