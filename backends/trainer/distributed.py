@@ -115,6 +115,7 @@ def sum_on_rank_zero(parameters: Sequence[nn.Parameter], world: World) -> None:
 
     agreed(fill, world)
     for parameter in parameters:
+        assert parameter.grad is not None
         dist.reduce(parameter.grad, dst=0)
         if world.rank != 0:
             parameter.grad = None
