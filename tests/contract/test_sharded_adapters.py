@@ -85,6 +85,8 @@ def trained(world: World, source: Path, kind: Kind, written: Path, own: Path) ->
             if output is not None:
                 logprobs += [one["logprobs"] for one in output.loss_fn_outputs]
             gradient_bytes = sum(one.grad.nbytes for one in lora_model(rank, name)._weights if one.grad is not None)
+            if step == 1:  # ranks go on with their gradients after it
+                snapshot(rank, name, own / f"{name} in passing")
             response = rank.optim_step(name, ADAM)
             assert response.metrics is not None
             norms.append(response.metrics["grad_norm"])
@@ -113,9 +115,14 @@ def write_all(rank: TrainerRank, name: str, directory: Path) -> None:
     rank.save_state(name, directory / "state")
     rank.save_sampler_weights(name, directory / "engine", for_elsewhere=False)
     rank.save_sampler_weights(name, directory / "elsewhere", for_elsewhere=True)
-    rank.snapshot(name, directory / "snapshot")
+    snapshot(rank, name, directory / "snapshot")
+
+
+def snapshot(rank: TrainerRank, name: str, directory: Path) -> None:
+    """Write a snapshot to the end."""
+    rank.snapshot(name, directory)
     if rank._world.rank == 0:
-        rank.snapshot_written(directory / "snapshot").result(60)
+        rank.snapshot_written(directory).result(60)
     if rank._world.size > 1:
         torch.distributed.barrier()
 
