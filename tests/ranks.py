@@ -28,8 +28,9 @@ def on_ranks(
         socket.create_server(("127.0.0.1", 0)) as meeting,
         ProcessPoolExecutor(num_ranks, mp_context=get_context("spawn")) as processes,
     ):
-        worlds = [(rank, num_ranks) for rank in range(num_ranks)]
-        calls = [processes.submit(_as_rank, *world, meeting, function, args, kwargs) for world in worlds]
+        calls = [
+            processes.submit(_as_rank, (rank, num_ranks), meeting, function, args, kwargs) for rank in range(num_ranks)
+        ]
         return [call.result(timeout=240) for call in calls]
 
 
@@ -63,13 +64,14 @@ def check_two_are_as_one(steps: Callable[Concatenate[World, P], Stepped], *args:
 
 
 def _as_rank(
-    rank: int,
-    num_ranks: int,
+    place: tuple[int, int],
     meeting: socket.socket,
     function: Callable[..., T],
     args: tuple,  # type: ignore[type-arg]
     kwargs: dict,  # type: ignore[type-arg]
 ) -> T:
+    """`place` is the rank and the number of ranks."""
+    rank, num_ranks = place
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.detach())}
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # as the launcher has it
