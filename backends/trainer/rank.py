@@ -112,7 +112,7 @@ class TrainerRank:
         self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
         if self.base.memory is not None:
-            self.base.memory.models_bytes = sum(one.missing_bytes for one in self.models.values())
+            self.base.memory.models_bytes = self._missing_bytes(known)
             self._fitting_tokens = min(gather_objects(self.base.memory.fitting_tokens, self._world))
         for one in known:
             model = self.models[one.model_id]
@@ -130,6 +130,11 @@ class TrainerRank:
                 if one.backward:
                     model.gradient = "incomplete"
         return failures
+
+    def _missing_bytes(self, new: Sequence[NewRequest]) -> int:
+        """Memory that the models in training will still take on this rank. Others, which may only score, take none."""
+        training = {one.model_id for one in (*new, *self._requests.values()) if one.backward}
+        return sum(one.missing_bytes for name, one in self.models.items() if name in training or one.gradient != "none")
 
     def cancel_requests(self, numbers: Sequence[int]) -> None:
         """Compute nothing more of these requests; their gradients are incomplete."""

@@ -17,6 +17,7 @@ from api_schemas.training import AdamParams, Trainable
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Mesh
 from backends.protocol import ADAPTER_FILE, EncodedBatch
+from backends.trainer.commands import NewRequest
 from backends.trainer.distributed import ALONE, World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
@@ -259,6 +260,24 @@ def test_one_rank_reads_what_several_wrote(several: Several, source: Path, tmp_p
     rank.load_state("m", several.own / "stepped from the state", True)
     rank.save_state("m", tmp_path / "stepped")
     assert files_of(tmp_path / "stepped") == files_of(several.own / "stepped from the state")
+
+
+def test_memory_is_reserved_for_models_in_training_alone(source: Path) -> None:
+    rank, batch = rank_of(ALONE, source, "shard"), mixed(make_renderer(source), 0)
+    for name, lora in LORAS.items():
+        rank.create_model(name, lora)
+    models = {name: lora_model(rank, name) for name in LORAS}
+    fresh = {name: one.missing_bytes for name, one in models.items()}
+    forward_backward(rank, "n", batch, False)
+    assert rank._missing_bytes([]) == 0
+    assert rank._missing_bytes([NewRequest(1, "m", "owner", batch, False)]) == 0
+    assert rank._missing_bytes([NewRequest(1, "m", "owner", batch, True)]) == fresh["m"] > 0
+    forward_backward(rank, "m", batch)
+    assert rank._missing_bytes([]) == fresh["m"] - models["m"].size_bytes
+    rank.optim_step("m", ADAM)
+    assert rank._missing_bytes([]) == 0
+    both = [NewRequest(number, name, "owner", batch, True) for number, name in enumerate(LORAS)]
+    assert rank._missing_bytes(both) == models["m"].size_bytes + fresh["n"]
 
 
 def in_bfloat16(world: World, source: Path, directory: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
