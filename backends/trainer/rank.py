@@ -133,7 +133,8 @@ class TrainerRank:
 
     def _missing_bytes(self, new: Sequence[NewRequest]) -> int:
         """Memory that the models in training will still take on this rank. Others, which may only score, take none."""
-        training = {one.model_id for one in (*new, *self._requests.values()) if one.backward}
+        training = {one.model_id for one in new if one.backward}
+        training |= {one.model_id for one in self._requests.values() if one.backward}
         return sum(one.missing_bytes for name, one in self.models.items() if name in training or one.gradient != "none")
 
     def cancel_requests(self, numbers: Sequence[int]) -> None:
