@@ -18,7 +18,8 @@ class BackendConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto takes CUDA if torch sees a GPU."""
     ranks: int = Field(default=1, ge=1)
-    """Trainer processes per base model; they shard the base (FSDP2) unless half of a GPU could hold it whole."""
+    """Trainer processes per base model; they shard the base (FSDP2) unless half of a GPU could hold it whole, and
+    always a model's masters and moments."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters and the residual stream are
     float32."""

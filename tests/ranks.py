@@ -20,14 +20,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def on_two_ranks(function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-    """Run a module's function on both ranks of a world of two, side by side; return their values."""
+def on_ranks(
+    num_ranks: int, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+) -> list[T]:
+    """Run a module's function on all ranks of a world, side by side; return their values."""
     with (
         socket.create_server(("127.0.0.1", 0)) as meeting,
-        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes,
+        ProcessPoolExecutor(num_ranks, mp_context=get_context("spawn")) as processes,
     ):
-        calls = [processes.submit(_as_rank, rank, meeting, function, args, kwargs) for rank in (0, 1)]
+        calls = [
+            processes.submit(_as_rank, (rank, num_ranks), meeting, function, args, kwargs) for rank in range(num_ranks)
+        ]
         return [call.result(timeout=240) for call in calls]
+
+
+def on_two_ranks(function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+    """Run a module's function on both ranks of a world of two."""
+    return on_ranks(2, function, *args, **kwargs)
 
 
 Stepped = tuple[list[list[np.ndarray]], dict[str, torch.Tensor]]
@@ -54,8 +63,16 @@ def check_two_are_as_one(steps: Callable[Concatenate[World, P], Stepped], *args:
     assert_same(two_weights, one_weights)
 
 
-def _as_rank(rank: int, meeting: socket.socket, function: Callable[..., T], args: tuple, kwargs: dict) -> T:  # type: ignore[type-arg]
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+def _as_rank(
+    place: tuple[int, int],
+    meeting: socket.socket,
+    function: Callable[..., T],
+    args: tuple,  # type: ignore[type-arg]
+    kwargs: dict,  # type: ignore[type-arg]
+) -> T:
+    """`place` is the rank and the number of ranks."""
+    rank, num_ranks = place
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.detach())}
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # as the launcher has it
     world = join_world("cpu")

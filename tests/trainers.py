@@ -110,12 +110,13 @@ def lora_model(rank: TrainerRank, model_id: str) -> LoraModel:
 
 
 def perturb(rank: TrainerRank, model_id: str) -> None:
-    """Give B random values: a fresh adapter adds nothing and would prove nothing."""
+    """Give B random values: a fresh adapter adds nothing and would prove nothing. Several ranks call it together."""
     generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, tensor in lora_model(rank, model_id).tensors.items():
-            if ".lora_B." in name:
-                tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.05, generator=generator))
+    model = lora_model(rank, model_id)
+    weights = model.masters()
+    names = [name for name in model.tensors if ".lora_B." in name]
+    weights |= {name: torch.empty(model.tensors[name].shape).normal_(0, 0.05, generator=generator) for name in names}
+    model.take(model.prepared(weights, {}))
 
 
 def gradients(rank: TrainerRank, model_id: str) -> dict[str, torch.Tensor]:

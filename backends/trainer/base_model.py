@@ -81,7 +81,7 @@ class BaseModel:
         if full is not None:
             self.weights, self.files = full, FullFiles(config.directory, full, world, self.snapshots)
         else:
-            self.weights = Adapters(model, modules, config.max_lora_rank)
+            self.weights = Adapters(model, modules, config.max_lora_rank, world)
             self.files = LoraFiles(config.name, getattr(torch, config.dtype), world, self.snapshots)
         self.vision: ImageEncoder | None = None
         if family.vision is not None:

@@ -1,11 +1,11 @@
 """Ranks and devices: joining the process group, sharding the base, summing gradients, agreeing on errors, time limits.
 
-Adapters are whole on every rank and outside FSDP: their gradients are summed once per optim_step.
+Adapters are outside FSDP: `shards.py` has how ranks share them.
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -43,6 +43,10 @@ class World:
     rank: int
     size: int
     device: torch.device
+
+
+ALONE = World(0, 1, torch.device("cpu"))
+"""A process without peers."""
 
 
 def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
@@ -96,23 +100,35 @@ def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
     fully_shard(root, mesh=mesh, mp_policy=policy)
 
 
-def sum_gradients(parameters: list[nn.Parameter], world: World) -> None:
-    """Replace every gradient by its sum over ranks; a missing one counts as zero. All ranks fail, or none."""
+def sum_on_rank_zero(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Move the sum over ranks of every gradient to rank 0; the others keep none. A missing one counts as zeros.
+
+    All ranks fail, and keep their own gradients, or none.
+    """
     if world.size == 1:
         return
 
-    def flatten() -> Tensor:
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+    def fill() -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
-    flat = agreed(flatten, world)
-    dist.all_reduce(flat)
+    agreed(fill, world)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        dist.reduce(parameter.grad, dst=0)
+        if world.rank != 0:
+            parameter.grad = None
 
-    def unflatten() -> list[Tensor]:
-        pieces = flat.split([p.numel() for p in parameters])
-        return [piece.view_as(parameter).clone() for parameter, piece in zip(parameters, pieces, strict=True)]
 
-    for parameter, gradient in zip(parameters, agreed(unflatten, world), strict=True):
-        parameter.grad = gradient
+def total_norm(gradients: Sequence[Tensor], world: World) -> Tensor:
+    """Return the L2 norm [] of a gradient of which every rank has a part. All ranks fail, or none."""
+    norm = agreed(lambda: torch.nn.utils.get_total_norm(list(gradients)), world)
+    if world.size == 1:
+        return norm
+    square = norm.double() ** 2
+    dist.all_reduce(square)
+    return square.sqrt().to(norm.dtype)
 
 
 def gather_objects(value: Any, world: World) -> list[Any]:

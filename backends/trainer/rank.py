@@ -112,7 +112,7 @@ class TrainerRank:
         self._keep_waiting(sum(decoding_s(len(one.batch.body)) for one in known))
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
         if self.base.memory is not None:
-            self.base.memory.models_bytes = sum(one.missing_bytes for one in self.models.values())
+            self.base.memory.models_bytes = self._missing_bytes(known)
             self._fitting_tokens = min(gather_objects(self.base.memory.fitting_tokens, self._world))
         for one in known:
             model = self.models[one.model_id]
@@ -130,6 +130,12 @@ class TrainerRank:
                 if one.backward:
                     model.gradient = "incomplete"
         return failures
+
+    def _missing_bytes(self, new: Sequence[NewRequest]) -> int:
+        """Memory that the models in training will still take on this rank. Others, which may only score, take none."""
+        training = {one.model_id for one in new if one.backward}
+        training |= {one.model_id for one in self._requests.values() if one.backward}
+        return sum(one.missing_bytes for name, one in self.models.items() if name in training or one.gradient != "none")
 
     def cancel_requests(self, numbers: Sequence[int]) -> None:
         """Compute nothing more of these requests; their gradients are incomplete."""
@@ -166,12 +172,12 @@ class TrainerRank:
             model.clear_gradient()
 
     def _step(self, model: TrainedModel, adam: AdamParams) -> OptimStepResponse:
-        norm = model.sum_gradient(self._world)
+        norm = model.sum_gradient()
         if not norm.isfinite():
             raise InvalidInput("the gradient is not finite; it was cleared and the weights are unchanged")
         undo = agreed(lambda: model.before_step(adam, norm), self._world)
         try:
-            agreed(lambda: model.step(adam, norm), self._world)
+            model.step(adam, norm)
         except BaseException:
             undo()
             raise

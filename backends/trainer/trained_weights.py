@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from api_schemas.training import AdamParams, Trainable
 from backends.formats.load_check import LoadCheck
-from backends.trainer.distributed import World
 
 GradientState = Literal["none", "whole", "incomplete"]
 """State of what was accumulated since the last optim_step; incomplete: a part of it failed."""
@@ -26,7 +25,7 @@ class TrainedModel(Protocol):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's part of the weights in float32, with their gradients."""
+        """This rank's part of the weights in float32, which the optimizer steps."""
 
     @property
     def size_bytes(self) -> int:
@@ -39,15 +38,16 @@ class TrainedModel(Protocol):
     def clear_gradient(self) -> None:
         """Drop the gradient, as after a step."""
 
-    def sum_gradient(self, world: World) -> Tensor:
-        """Sum the gradient over ranks and return its L2 norm []. All ranks fail, or none."""
+    def sum_gradient(self) -> Tensor:
+        """Sum the gradient over ranks, each its part, and return the L2 norm [] of the whole. All ranks fail, or
+        none."""
 
     def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
         """Return what undoes the step that follows. Raises InvalidInput if `step` is already known to fail."""
 
     def step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Take one step of torch.optim.AdamW; `norm` is the whole gradient's. Raises InvalidInput if the result is not
-        finite; the step must then be undone."""
+        """Take one step of torch.optim.AdamW; `norm` is the whole gradient's. All ranks fail, or none; the step must
+        then be undone. Raises InvalidInput if the result is not finite."""
 
 
 M = TypeVar("M", bound=TrainedModel)

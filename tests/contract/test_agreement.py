@@ -4,14 +4,21 @@ pytest tests/contract/test_agreement.py
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from api_schemas.training import AdamParams
 from backends.inputs.rendering import Renderer
-from backends.protocol import BackendFailed, InvalidInput
+from backends.model_spec import Mesh
+from backends.protocol import BackendFailed, EncodedBatch, InvalidInput
+from backends.trainer import shards
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
@@ -39,11 +46,14 @@ def out_of_memory(*args: object, **kwargs: object) -> None:
     raise torch.OutOfMemoryError("tried to allocate 8 GiB")
 
 
+def text_batch(renderer: Renderer) -> EncodedBatch:
+    return cross_entropy([datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)])
+
+
 def troubles(world: World, source: Path, directory: Path) -> Outcome:
     """Rank 1, or where files are written rank 0, runs into one thing after another."""
     rank = TrainerRank(config(source, num_ranks=world.size), world)
-    renderer: Renderer = make_renderer(source)
-    batch = cross_entropy([datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)])
+    batch = text_batch(make_renderer(source))
     found: Outcome = {}
 
     def train() -> str:
@@ -128,3 +138,92 @@ def test_a_step_that_one_rank_cannot_take_is_taken_by_none(found: list[Outcome])
     assert found[0]["step"].startswith("BackendFailed: out of GPU memory")
     assert found[0]["unchanged"] == "True"
     assert "no gradient" in found[0]["step again"]
+
+
+# ---- shards of masters and moments
+
+LOADING = ("loading masters", "loading moments", "loading the working copy")
+OUT_OF_MEMORY = "BackendFailed: out of GPU memory; send shorter or fewer datums at once"
+NOT_FINITE = "InvalidInput: the step makes weights that are not finite"
+CANNOT_BE_SAVED = "InvalidInput: the model's weights hold NaN or infinity and cannot be saved"
+Ended = tuple[str, bool]
+"""How an action ended, and whether all of the model is bitwise as before."""
+
+
+def failing_from(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs out of memory after its work, from the call of this number on."""
+    calls = count()
+
+    def call(*args: object) -> object:
+        result = function(*args)
+        if next(calls) >= number:
+            out_of_memory()
+        return result
+
+    return call
+
+
+def failing_on_shards(world: World, source: Path, directory: Path) -> dict[str, Ended]:
+    """Rank 1 alone fails in the middle of each transfer; each time a step is taken afterwards."""
+    rank = TrainerRank(replace(config(source), mesh=Mesh(replicate=world.size)), world)
+    batch = text_batch(make_renderer(source))
+    rank.create_model("m", LORA)
+    model = lora_model(rank, "m")
+    found: dict[str, Ended] = {}
+
+    def train(adam: AdamParams = ADAM) -> None:
+        forward_backward(rank, "m", batch, True)
+        rank.optim_step("m", adam)
+
+    def whole() -> list[Tensor]:
+        moments = [one for state in model.optimizer.state.values() for one in state.values()]
+        return [one.detach().clone() for one in (*model._weights, *model.parameters, *moments)]
+
+    def ended(action: Callable[[], object]) -> Ended:
+        before = whole()
+        text = outcome(action).partition(" (")[0]
+        now = whole()
+        return text, len(now) == len(before) and all(torch.equal(*pair) for pair in zip(now, before, strict=True))
+
+    def fails(name: str, owner: object, attribute: str, number: int, action: Callable[[], object]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 1:
+                patch.setattr(owner, attribute, failing_from(number, getattr(owner, attribute)))
+            found[name] = ended(action)
+        found[f"a step after {name}"] = ended(train)
+
+    train()
+    rank.save_state("m", directory / "state")
+    load = partial(rank.load_state, "m", directory / "state", True)
+    save = partial(rank.save_state, "m", directory / "never")
+    num_scattered = 3 * len(model.parameters)
+    fails("summing", shards, "_buffers", 0, train)
+    fails("stepping", model.optimizer, "step", 0, train)
+    fails("sharing", shards, "_buffers", 1, train)
+    for name, number in zip(LOADING, (0, num_scattered // 2, num_scattered), strict=True):
+        fails(name, shards, "_buffers", number, load)
+    fails("saving", shards, "_buffers", 3, save)
+    fails("a snapshot", shards, "_buffers", 3, partial(rank.snapshot, "m", directory / "never"))
+
+    found["not finite"] = ended(lambda: train(AdamParams(learning_rate=1e39)))
+    if world.rank == 1:
+        model.parameters[0].data[0] = 1e38
+    found["not finite in rank 1's shard"] = ended(lambda: train(AdamParams(learning_rate=1.0, weight_decay=1e4)))
+    if world.rank == 1:
+        model.parameters[0].data[0] = torch.inf
+    found["saving what is not finite"] = ended(save)
+    for_elsewhere = partial(rank.save_sampler_weights, "m", directory / "never", for_elsewhere=True)
+    found["sampler weights that are not finite"] = ended(for_elsewhere)
+    return found
+
+
+def test_what_fails_on_one_rank_changes_nothing_on_any(tiny_text: Path, tmp_path: Path) -> None:
+    first, second = on_two_ranks(failing_on_shards, tiny_text, tmp_path)
+    assert first == second
+    failures = ("summing", "stepping", "sharing", *LOADING, "saving", "a snapshot")
+    wanted = dict.fromkeys(failures, (OUT_OF_MEMORY, True))
+    wanted |= {f"a step after {name}": ("done", False) for name in failures}
+    wanted |= dict.fromkeys(("not finite", "not finite in rank 1's shard"), (NOT_FINITE, True))
+    names = ("saving what is not finite", "sampler weights that are not finite")
+    assert first == wanted | dict.fromkeys(names, (CANNOT_BE_SAVED, True))
+    assert not (tmp_path / "never").exists()

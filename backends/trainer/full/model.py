@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from api_schemas.training import AdamParams, Trainable
-from backends.trainer.distributed import World, agreed
+from backends.trainer.distributed import World, agreed, total_norm
 from backends.trainer.optimizer import MOMENTS, all_finite, not_finite, set_adam, step_on_device, take_step
 from backends.trainer.trained_weights import GradientState
 
@@ -15,11 +14,11 @@ from backends.trainer.trained_weights import GradientState
 class FullModel:
     """A `TrainedModel`: float32 masters of what it trains, their gradients in `grad`, and the optimizer."""
 
-    def __init__(self, config: Trainable, masters: Mapping[str, nn.Parameter], num_shards: int, *, fused: bool) -> None:
+    def __init__(self, config: Trainable, masters: Mapping[str, nn.Parameter], world: World, *, fused: bool) -> None:
         """`masters` are by the parameter's name in the base; `fused`: torch's one-kernel AdamW, on CUDA."""
         self.config = config
         self.masters = masters
-        self._num_shards = num_shards
+        self._world = world
         self.optimizer = torch.optim.AdamW(self.parameters, fused=fused)
         self.gradient: GradientState = "none"
 
@@ -31,7 +30,7 @@ class FullModel:
     @property
     def size_bytes(self) -> int:
         """Bytes of the masters on all ranks together."""
-        return self._num_shards * sum(one.nbytes for one in self.parameters)
+        return self._world.size * sum(one.nbytes for one in self.parameters)
 
     @property
     def missing_bytes(self) -> int:
@@ -46,18 +45,9 @@ class FullModel:
         self.optimizer.zero_grad(set_to_none=True)
         self.gradient = "none"
 
-    def sum_gradient(self, world: World) -> Tensor:
+    def sum_gradient(self) -> Tensor:
         """Return the L2 norm [] of the gradient, whose shards are sums over ranks already."""
-
-        def own() -> Tensor:
-            return torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-
-        norm = agreed(own, world)
-        if world.size == 1:
-            return norm
-        square = norm.double() ** 2
-        dist.all_reduce(square)
-        return square.sqrt().to(norm.dtype)
+        return total_norm([p.grad for p in self.parameters if p.grad is not None], self._world)
 
     def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
         """Clip the gradient, and step a copy of each tensor in turn: copies of all of them would need half as much
@@ -82,7 +72,7 @@ class FullModel:
 
     def step(self, adam: AdamParams, norm: Tensor) -> None:
         """Take the step that `before_step` has prepared."""
-        self.optimizer.step()
+        agreed(self.optimizer.step, self._world)
 
     def state_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Adam's state by its name in torch, then by parameter; empty before the first step."""

@@ -60,7 +60,7 @@ class FullWeights:
             _own(self._trained[name]).copy_(original)
         flags = {name: flag for name, flag in self._flags.items() if flag is None or getattr(config, flag)}
         masters = {name: nn.Parameter(_own(self._trained[name]).to(self._wide, copy=True)) for name in flags}
-        return FullModel(config, masters, self._world.size, fused=self._device.type == "cuda")
+        return FullModel(config, masters, self._world, fused=self._device.type == "cuda")
 
     def load(self, models: Sequence[FullModel]) -> Tensor:
         """Copy this model's masters into the base, rounded to its precision, with no gradient."""

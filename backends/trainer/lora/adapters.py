@@ -1,8 +1,8 @@
 """LoRA models on one frozen base: each has adapters of its own rank, and any number of them share a packed microbatch.
 
-Adapters are ordinary float32 tensors whatever the base's precision, and whole on every rank. A model's adapters of
-equal matrices of all layers are one layer-stacked tensor: an optimizer step, a copy or a sum is then a few operations,
-not hundreds.
+Masters are ordinary float32 tensors whatever the base's precision (`model.py` has how ranks share them). A model's
+adapters of equal matrices of all layers are one layer-stacked tensor: an optimizer step, a copy or a sum is then a few
+operations, not hundreds.
 
 L matrices, r rank of a model, I inputs and O outputs of a matrix, R summed ranks of a microbatch's models
 """
@@ -23,6 +23,7 @@ from backends.families.family import LoraFlag
 from backends.families.lora_names import EXPERT_STACKS, name_in_files
 from backends.kernels.pinned_copy import to_device
 from backends.protocol import InvalidInput
+from backends.trainer.distributed import ALONE, World
 from backends.trainer.lora.experts import ExpertAdapters, LoraExperts
 from backends.trainer.lora.linear import ALPHA, LoraLinear, TokenScales
 from backends.trainer.lora.model import Group, LoraModel, StackedAdapter
@@ -34,12 +35,16 @@ class Adapters:
     base_is_frozen = True
     token_multiple = 1
 
-    def __init__(self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, modules: Mapping[LoraFlag, list[str]], max_rank: int, world: World = ALONE
+    ) -> None:
         """Replace linears and experts in place; before the model is sharded, which goes by its modules.
 
-        `modules` are the full names of those that each of a request's flags trains.
+        `modules` are the full names of those that each of a request's flags trains; `world` shares every model's
+        masters.
         """
         self._max_rank = max_rank
+        self._world = world
         self._text, self._tower = TokenScales(), TokenScales()
         self._tower.is_off = True
         self._groups = _replace_modules(model, modules, self._text, self._tower)
@@ -75,16 +80,19 @@ class Adapters:
             if not any(group.flag == flag for group in self._groups):
                 raise InvalidInput(f"lora_config.{flag}: this model has no modules that it could train")
         stacks = [self._stacked_adapter(group, config.rank) for group in self._groups if group.flag in flags]
-        model = LoraModel(config, stacks, fused=self._device.type == "cuda")
+        model = LoraModel(config, stacks, self._world, fused=self._device.type == "cuda")
         _initialise(model)
         return model
 
     def _stacked_adapter(self, group: Group, rank: int) -> StackedAdapter:
         outputs, inputs = group.matrix_shape
+        dtype = self.gradient_dtype if self._world.size == 1 else self._dtype
         halves = [
-            nn.Parameter(torch.zeros(len(group.names), rank, width, dtype=self.gradient_dtype, device=self._device))
+            nn.Parameter(torch.zeros(len(group.names), rank, width, dtype=dtype, device=self._device))
             for width in (inputs, outputs)
         ]
+        for half in halves:
+            half.grad_dtype = self.gradient_dtype
         return StackedAdapter(group, *halves)
 
     def load(self, models: Sequence[LoraModel]) -> Tensor:
@@ -244,10 +252,10 @@ def _matrices(
 
 
 def _initialise(model: LoraModel) -> None:
-    """Sample each A in the base's own order of modules, so that grouping does not change the numbers."""
+    """Sample each A."""
     generator = torch.Generator().manual_seed((model.config.seed or 0) % 2**63)
-    for name, tensor in model.tensors.items():
-        if name.endswith("lora_A.weight"):
-            fresh = torch.empty(tensor.shape, dtype=torch.float32)
-            nn.init.kaiming_uniform_(fresh, a=math.sqrt(5), generator=generator)
-            tensor.copy_(fresh)
+
+    def sample(shape: torch.Size) -> Tensor:
+        return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+
+    model.initialise_a(sample)

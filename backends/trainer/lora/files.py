@@ -1,9 +1,9 @@
-"""Files of a LoRA model. Rank 0 alone reads and writes, so that ranks cannot see different files.
+"""Files of a LoRA model. Rank 0 alone reads and writes whole tensors, so that ranks cannot see different files.
 
 A failure is raised on every rank and leaves the model as it was.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from backends.formats.load_check import LoadCheck
 from backends.protocol import InvalidInput
 from backends.trainer import checkpoint_files
-from backends.trainer.distributed import World, agreed, from_rank_zero, gather_objects, on_rank_zero, sum_gradients
+from backends.trainer.distributed import World, agreed, gather_objects, on_rank_zero
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.optimizer import all_finite
 from backends.trainer.trained_weights import GradientState
@@ -39,48 +39,55 @@ class LoraFiles:
         Raises InvalidInput if the adapter or its scores are not finite.
         """
 
+        dtype = torch.float32 if for_elsewhere else self._dtype
+        self._require_finite(model)
+        wholes = model.halves(dtype)
+
         def write(aside: Path) -> None:
             load_check.check_finite()
+            halves = host_halves(wholes, dtype)
             if for_elsewhere:
-                halves = [(a_LrI, b_LOr.mT) for a_LrI, b_LOr in host_halves(model, torch.float32)]
-                tensors = model.named(halves)
+                tensors = model.named([(a_LrI, b_LOr.mT) for a_LrI, b_LOr in halves])
                 checkpoint_files.write_adapter(aside, tensors, model.config, self._base_model, load_check)
             else:
-                halves = host_halves(model, self._dtype)
                 stacks = [(targets, *half) for targets, half in zip(model.target_modules, halves, strict=True)]
                 checkpoint_files.write_stacked(aside, stacks, model.config, self._base_model, load_check)
 
-        self._write(model, directory, write, durable=False)
+        self._write(directory, write, durable=False)
 
     def save_state(self, model: LoraModel, directory: Path) -> None:
         """Save adapter and optimizer. Raises InvalidInput if the adapter is not finite."""
+        self._require_finite(model)
+        weights, moments = model.masters(), model.optimizer_state()
 
         def write(aside: Path) -> None:
-            checkpoint_files.write_adapter(aside, model.tensors, model.config, self._base_model)
-            checkpoint_files.write_optimizer(aside, model.optimizer_state())
+            checkpoint_files.write_adapter(aside, weights, model.config, self._base_model)
+            checkpoint_files.write_optimizer(aside, moments)
 
-        self._write(model, directory, write)
+        self._write(directory, write)
 
     def load_state(self, model: LoraModel, directory: Path, *, with_optimizer: bool) -> None:
         """Load a saved state; the gradient is cleared, and without its state the optimizer starts afresh."""
-        weights = self._read(lambda: checkpoint_files.read_adapter(directory))
-        moments = self._read(lambda: checkpoint_files.read_optimizer(directory)) if with_optimizer else {}
-        prepared = agreed(lambda: model.prepared(weights, moments), self._world)
-        model.clear_gradient()
-        model.restore(prepared)
+
+        def read() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            weights = checkpoint_files.read_adapter(directory)
+            return weights, checkpoint_files.read_optimizer(directory) if with_optimizer else {}
+
+        weights, moments = on_rank_zero(read, self._world) or ({}, {})
+        model.take(model.prepared(weights, moments))
 
     def begin_snapshot(self, model: LoraModel, directory: Path) -> None:
         """Copy adapter, optimizer and the accumulated gradient; rank 0's thread writes the copy."""
         if model.gradient == "whole":
-            sum_gradients(model.parameters, self._world)
-            if self._world.rank != 0:  # or the next step would count it again
-                model.optimizer.zero_grad(set_to_none=True)
+            model.move_gradient()  # or the next step would count it again
+        self._require_finite(model)
+        wholes = (model.masters(), model.optimizer_state())
 
         def copy() -> Callable[[Path], None]:
-            self._require_finite(model)
             config, state = model.config, model.gradient
-            parts = (model.tensors, model.optimizer_state(), model.gradients)
-            weights, moments, gradient = (_copied(part) for part in parts)
+            # What was gathered from several ranks is a copy already.
+            weights, moments = wholes if self._world.size > 1 else map(_copied, wholes)
+            gradient = _copied(model.gradients)
 
             def write(aside: Path) -> None:
                 checkpoint_files.write_adapter(aside, weights, config, self._base_model)
@@ -97,42 +104,39 @@ class LoraFiles:
         """Load a snapshot; rank 0 gets the gradient, which is the sum over ranks."""
         self.load_state(model, directory, with_optimizer=True)
 
-        def read() -> tuple[list[Tensor], GradientState]:
+        def read() -> GradientState:
             gradient, state = checkpoint_files.read_gradient(directory)
-            return model.stacked(gradient) if gradient else [], state
+            if gradient:
+                model.set_gradient(gradient)
+            return state
 
-        gradient, state = on_rank_zero(read, self._world) or ([], "none")
-        for parameter, one in zip(model.parameters, gradient, strict=bool(gradient)):
-            parameter.grad = one
+        state = on_rank_zero(read, self._world) or "none"
         model.gradient = gather_objects(state, self._world)[0]
 
-    def _write(self, model: LoraModel, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
-        def write_finite() -> None:
-            self._require_finite(model)
-            checkpoint_files.write_directory(directory, write, durable=durable)
-
-        on_rank_zero(write_finite, self._world)
+    def _write(self, directory: Path, write: Callable[[Path], None], *, durable: bool = True) -> None:
+        on_rank_zero(lambda: checkpoint_files.write_directory(directory, write, durable=durable), self._world)
 
     def _require_finite(self, model: LoraModel) -> None:
-        if not all_finite(list(model.parameters)):
-            raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
+        def require() -> None:
+            if not all_finite(list(model.parameters)):
+                raise InvalidInput("the model's weights hold NaN or infinity and cannot be saved")
 
-    def _read(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        return from_rank_zero(on_rank_zero(read, self._world) or {}, self._world)
+        agreed(require, self._world)
 
 
-def host_halves(model: LoraModel, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Copy layer-stacked adapters to host memory, laid out as files have them: A [L, r, I] and B [L, O, r].
+def host_halves(halves: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Copy layer-stacked adapters, A [L, r, I] and B [L, r, O], to host memory, laid out as files have them: A
+    [L, r, I] and B [L, O, r].
 
     A few large copies instead of two per linear; the device has rounded and transposed them before.
     """
-    halves = []
-    for stack in model.stacks:
-        a_LrI, b_LOr = stack.a_LrI.data.to(dtype), stack.b_LrO.data.to(dtype).transpose(1, 2).contiguous()
-        halves.append((_on_host(a_LrI), _on_host(b_LOr)))
-    if model.stacks[0].a_LrI.is_cuda:
+    copies = []
+    for a_LrI, b_LrO in halves:
+        rounded_a_LrI, b_LOr = a_LrI.to(dtype), b_LrO.to(dtype).transpose(1, 2).contiguous()
+        copies.append((_on_host(rounded_a_LrI), _on_host(b_LOr)))
+    if halves[0][0].is_cuda:
         torch.cuda.synchronize()
-    return halves
+    return copies
 
 
 def _on_host(tensor: Tensor) -> Tensor:

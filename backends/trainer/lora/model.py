@@ -1,11 +1,16 @@
 """A client's LoRA model: layer-stacked adapters, their optimizer, and the state of their gradient.
 
+Several ranks share float32 masters and moments: each has a shard of every layer-stacked tensor (`shards.py`), and steps
+it. Every rank also has a working copy of the whole adapter in the base's precision, which microbatches load, and until
+the next optim_step a whole gradient of its own. On one rank the masters are the working copy.
+
 L matrices, r rank of the model, I inputs and O outputs of a matrix
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +19,15 @@ from api_schemas.training import AdamParams, Trainable
 from backends.families.family import LoraFlag
 from backends.formats.stacked_adapters import TargetModules
 from backends.protocol import InvalidInput
-from backends.trainer.distributed import World, agreed, sum_gradients
+from backends.trainer import shards
+from backends.trainer.distributed import World, agreed, from_rank_zero, on_rank_zero, sum_on_rank_zero, total_norm
 from backends.trainer.lora.experts import ExpertAdapters
 from backends.trainer.lora.linear import LoraLinear
 from backends.trainer.optimizer import MOMENTS, all_finite, not_finite, set_adam, step_on_device, take_step
 from backends.trainer.trained_weights import GradientState
+
+_STEP_COUNT_BYTES = torch.float32.itemsize
+"""What torch keeps of a tensor beside its moments."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class Group:
 
 @dataclass(frozen=True)
 class StackedAdapter:
-    """One model's layer-stacked adapter of a group of matrices."""
+    """One model's layer-stacked adapter of a group of matrices, as microbatches load it. `grad` is this rank's gradient
+    since the last optim_step, at least float32."""
 
     group: Group
     a_LrI: nn.Parameter
@@ -53,43 +63,70 @@ class StackedAdapter:
 
 @dataclass(frozen=True)
 class OptimState:
-    """Copies of all that an optim_step changes."""
+    """Copies of all that an optim_step changes on this rank."""
 
     weights: list[Tensor]
     moments: dict[Tensor, dict[str, Tensor]]
 
 
 class LoraModel:
-    """A `TrainedModel`. Its gradient is in the adapters' `grad`."""
+    """A `TrainedModel`."""
 
-    missing_bytes = 0
-    """Too little to count."""
-
-    def __init__(self, config: Trainable, stacks: Sequence[StackedAdapter], *, fused: bool) -> None:
-        """`fused`: torch's one-kernel AdamW, on CUDA. Adam's settings come with every optim_step."""
+    def __init__(self, config: Trainable, stacks: Sequence[StackedAdapter], world: World, *, fused: bool) -> None:
+        """`stacks` are zeros; `fused`: torch's one-kernel AdamW, on CUDA. Adam's settings come with every
+        optim_step."""
         self.config = config
         self.stacks = tuple(stacks)
+        self._world = world
+        self._weights = [half for stack in self.stacks for half in (stack.a_LrI, stack.b_LrO)]
+        self.parameters = self._weights if world.size == 1 else [self._zero_shard(one) for one in self._weights]
+        """The masters: this rank's shard [S] of every A and B, on one rank A [L, r, I] and B [L, r, O] themselves."""
         self.optimizer = torch.optim.AdamW(self.parameters, fused=fused)
         self.gradient: GradientState = "none"
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """A [L, r, I] and B [L, r, O] of every stacked adapter."""
-        return [parameter for stack in self.stacks for parameter in (stack.a_LrI, stack.b_LrO)]
+    def _zero_shard(self, weight: nn.Parameter) -> nn.Parameter:
+        size = shards.shard_size(weight.numel(), self._world)
+        return nn.Parameter(torch.zeros(size, dtype=weight.grad_dtype, device=weight.device))
+
+    def initialise_a(self, sample: Callable[[torch.Size], Tensor]) -> None:
+        """Set every A to what `sample` gives for [r, I], in the base's own order of modules, so that grouping does not
+        change the numbers."""
+        places = [
+            (position, index, matrix)
+            for index, stack in enumerate(self.stacks)
+            for matrix, position in enumerate(stack.group.positions)
+        ]
+        for _, index, matrix in sorted(places, key=itemgetter(0)):
+            a_rI = self.stacks[index].a_LrI.data[matrix]
+            fresh_rI = sample(a_rI.shape)
+            a_rI.copy_(fresh_rI)
+            if self._world.size > 1:
+                master_S = self.parameters[2 * index].data
+                shards.copy_own(master_S, matrix * fresh_rI.numel(), fresh_rI, self._world)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the parameters, which are whole on every rank."""
-        return sum(parameter.nbytes for parameter in self.parameters)
+        """Bytes of the masters on all ranks together, without padding."""
+        return sum(one.numel() * master.itemsize for one, master in zip(self._weights, self.parameters, strict=True))
+
+    @property
+    def missing_bytes(self) -> int:
+        """Memory that it will take on this rank beside microbatches and has not taken yet, in bytes: a whole gradient,
+        and its shards of two moments."""
+        pairs = zip(self._weights, self.parameters, strict=True)
+        missing = sum(one.numel() * master.itemsize for one, master in pairs if one.grad is None)
+        if not self.optimizer.state:
+            missing += sum(len(MOMENTS) * one.nbytes + _STEP_COUNT_BYTES for one in self.parameters)
+        return missing
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Views of all tensors, A [r, I] and B [O, r], by their name in a PEFT file."""
+        """Views of the working copy, A [r, I] and B [O, r], by their name in a PEFT file."""
         return self.named([(stack.a_LrI.data, stack.b_LrO.data) for stack in self.stacks])
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Views of the gradients, named and shaped as `tensors`; empty if there are none."""
+        """Views of this rank's accumulated gradients, named and shaped as `tensors`; empty if there are none."""
         return self.named([(stack.a_LrI.grad, stack.b_LrO.grad) for stack in self.stacks])
 
     def named(self, halves: Sequence[tuple[Tensor | None, Tensor | None]]) -> dict[str, Tensor]:
@@ -115,40 +152,89 @@ class LoraModel:
             for stack in self.stacks
         ]
 
-    def stacked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Stack what `named` gave again: one tensor for each of `parameters`."""
-        stacks = [torch.empty_like(parameter.data) for parameter in self.parameters]
-        for name, part in self.named(list(zip(stacks[::2], stacks[1::2], strict=True))).items():
-            part.copy_(tensors[name])
-        return stacks
+    def stacked(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Stack what `named` gave, on its own device: the whole tensor of which `parameters[index]` is a shard."""
+        names = [f"base_model.model.{name}" for name in self.stacks[index // 2].group.names]
+        if index % 2:
+            return torch.stack([tensors[f"{name}.lora_B.weight"].T for name in names])
+        return torch.stack([tensors[f"{name}.lora_A.weight"] for name in names])
+
+    def halves(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Whole A [L, r, I] and B [L, r, O] of every stacked adapter, at least as precise as `dtype`: the working copy,
+        or else the masters, gathered for rank 0 alone. All ranks call it."""
+        halves = [one.data for one in self._weights]
+        if self._world.size > 1 and torch.promote_types(halves[0].dtype, dtype) != halves[0].dtype:
+            halves = [self._gathered(one.data, index) for index, one in enumerate(self.parameters)]
+        return list(zip(halves[::2], halves[1::2], strict=True))
+
+    def masters(self) -> dict[str, Tensor]:
+        """All masters, named and shaped as `tensors`: rank 0's alone, and on one rank views. All ranks call it."""
+        return self._named_on_rank_zero([one.data for one in self.parameters])
+
+    def _named_on_rank_zero(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
+        wholes = [self._gathered(one, index) for index, one in enumerate(own)]
+        return self.named(list(zip(wholes[::2], wholes[1::2], strict=True))) if self._world.rank == 0 else {}
+
+    def _gathered(self, own: Tensor, index: int) -> Tensor:
+        return shards.gather_to_rank_zero(own, self._weights[index].shape, self._world)
 
     def clear_gradient(self) -> None:
         """Drop the gradient, as after a step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in (*self._weights, *self.parameters):
+            parameter.grad = None
         self.gradient = "none"
 
-    def sum_gradient(self, world: World) -> Tensor:
-        """Sum the gradient over ranks and return its L2 norm []. All ranks fail, or none."""
-        sum_gradients(self.parameters, world)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        return agreed(lambda: torch.nn.utils.get_total_norm(gradients), world)
+    def sum_gradient(self) -> Tensor:
+        """Sum the gradient over ranks, each its shards, and return the L2 norm [] of the whole. All ranks fail, or
+        none."""
+        if self._world.size > 1:
+            sums = agreed(lambda: [torch.empty_like(one.data) for one in self.parameters], self._world)
+            shards.reduce_scatter([one.grad for one in self._weights], sums, self._world)
+            for weight, master, own_sum in zip(self._weights, self.parameters, sums, strict=True):
+                weight.grad, master.grad = None, own_sum
+        return total_norm([p.grad for p in self.parameters if p.grad is not None], self._world)
+
+    def move_gradient(self) -> None:
+        """Move the sum over ranks of the accumulated gradient to rank 0. All ranks fail, or none."""
+        sum_on_rank_zero(self._weights, self._world)
+
+    def set_gradient(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set this rank's accumulated gradient to tensors that `gradients` gave."""
+        for index, weight in enumerate(self._weights):
+            weight.grad = self.stacked(index, tensors).to(weight.device, weight.grad_dtype)
 
     def before_step(self, adam: AdamParams, norm: Tensor) -> Callable[[], None]:
-        """Copy all that the step changes; return what restores it."""
+        """Copy all that the step changes on this rank; return what restores it."""
         moments = {p: {key: value.clone() for key, value in of.items()} for p, of in self.optimizer.state.items()}
         return partial(self.restore, OptimState([p.detach().clone() for p in self.parameters], moments))
 
     def restore(self, state: OptimState) -> None:
-        """Set everything that a step changes, bitwise."""
+        """Set everything that a step changes on this rank but the working copy, bitwise."""
         with torch.no_grad():
             for parameter, weights in zip(self.parameters, state.weights, strict=True):
                 parameter.copy_(weights)
         self.optimizer.state.clear()
         self.optimizer.state.update(state.moments)
 
+    def take(self, state: OptimState) -> None:
+        """Set weights and optimizer to what `prepared` gave, with no gradient. All ranks fail, and change nothing, or
+        none."""
+        self._update_working_copy(state.weights)
+        self.clear_gradient()
+        self.restore(state)
+
+    def _update_working_copy(self, masters: Sequence[Tensor]) -> None:
+        """Set the working copy, if it is not the masters themselves. All ranks fail, and change nothing, or none."""
+        if self._world.size > 1:
+            shards.all_gather([one.detach() for one in masters], [one.data for one in self._weights], self._world)
+
     def step(self, adam: AdamParams, norm: Tensor) -> None:
-        """Take one step of torch.optim.AdamW; `norm` is what `sum_gradient` gave. Raises InvalidInput if a weight or
-        one of Adam's moments is then not finite; the step must then be undone."""
+        """Take one step of torch.optim.AdamW; `norm` is what `sum_gradient` gave. All ranks fail, or none; the step
+        must then be undone. Raises InvalidInput if a weight or one of Adam's moments is not finite on any rank."""
+        agreed(lambda: self._step_own(adam, norm), self._world)
+        self._update_working_copy(self.parameters)
+
+    def _step_own(self, adam: AdamParams, norm: Tensor) -> None:
         if adam.grad_clip_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, adam.grad_clip_norm, norm)
         set_adam(self.optimizer, adam)
@@ -159,44 +245,61 @@ class LoraModel:
         return [value for of_parameter in self.optimizer.state.values() for value in of_parameter.values()]
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Adam's state by `<adapter tensor>:<its name in torch>`; empty before the first step."""
-        state = self.optimizer.state
+        """Adam's state by `<adapter tensor>:<its name in torch>`, as `masters` gives those; empty before the first
+        step."""
         flat: dict[str, Tensor] = {}
-        if state:
-            pairs = [(state[stack.a_LrI], state[stack.b_LrO]) for stack in self.stacks]
+        if self.optimizer.state:
+            states = [self.optimizer.state[one] for one in self.parameters]
             for key in MOMENTS:
-                moments = self.named([(of_a[key], of_b[key]) for of_a, of_b in pairs])
+                moments = self._named_on_rank_zero([one[key] for one in states])
                 flat |= {f"{name}:{key}": moment for name, moment in moments.items()}
-                flat |= {f"{name}:step": pairs[0][0]["step"].clone() for name in moments}
+                flat |= {f"{name}:step": states[0]["step"].clone() for name in moments}
         return flat
 
-    def prepared(self, weights: dict[str, Tensor], optimizer_state: dict[str, Tensor]) -> OptimState:
-        """Saved tensors as `restore` takes them, on the adapters' device. Raises InvalidInput if they are of another
-        LoRA shape, or not finite."""
+    def prepared(self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> OptimState:
+        """Saved tensors of rank 0, as `take` takes them; what the others pass is ignored. All ranks fail, or none.
+
+        Raises InvalidInput if they are of another LoRA shape, or not finite.
+        """
+        on_rank_zero(lambda: self._check(weights, optimizer_state), self._world)
+        first = f"{next(iter(self.tensors))}:step"
+        counts = {"step": optimizer_state[first]} if self._world.rank == 0 and optimizer_state else {}
+        counts = from_rank_zero(counts, self._world)
+        own = self._scattered(weights)
+        if not counts:
+            return OptimState(own, {})
+        average, square = (self._scattered(_of_kind(optimizer_state, key)) for key in MOMENTS)
+
+        def of_torch(parameter: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> dict[str, Tensor]:
+            step = step_on_device(self.optimizer, counts["step"], parameter)
+            return {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+        def moments() -> dict[Tensor, dict[str, Tensor]]:
+            triples = zip(self.parameters, average, square, strict=True)
+            return {parameter: of_torch(parameter, *pair) for parameter, *pair in triples}
+
+        return OptimState(own, agreed(moments, self._world))
+
+    def _scattered(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """This rank's shards of rank 0's tensors, which `named` gave."""
+        own = []
+        for index, parameter in enumerate(self.parameters):
+            whole = on_rank_zero(partial(self.stacked, index, tensors), self._world)
+            own.append(shards.scatter_from_rank_zero(whole, parameter, self._world))
+        return own
+
+    def _check(self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
+        """Raises InvalidInput if saved tensors are not this model's, or not finite."""
         self._check_tensors(weights, "load_weights")
         if not all_finite([*weights.values(), *optimizer_state.values()]):
             raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
-        return OptimState(self.stacked(weights), self._moments(optimizer_state))
+        keys = [f"{name}:{key}" for name in self.tensors for key in (*MOMENTS, "step")] if optimizer_state else []
+        if missing := [key for key in keys if key not in optimizer_state]:
+            raise InvalidInput(
+                f"load_weights: the checkpoint's optimizer has no {missing[0].rpartition(':')[2]} of some tensors"
+            )
 
-    def _moments(self, flat: dict[str, Tensor]) -> dict[Tensor, dict[str, Tensor]]:
-        """By parameter, what `optimizer_state` gave."""
-        if not flat:
-            return {}
-        names = list(self.tensors)
-        if missing := [key for name in names for key in (*MOMENTS, "step") if f"{name}:{key}" not in flat]:
-            raise InvalidInput(f"load_weights: the checkpoint's optimizer has no {missing[0]} of some tensors")
-        step = flat[f"{names[0]}:step"]
-        average, square = (self.stacked({name: flat[f"{name}:{key}"] for name in names}) for key in MOMENTS)
-        return {
-            parameter: {
-                "step": step_on_device(self.optimizer, step, parameter),
-                "exp_avg": exp_avg,
-                "exp_avg_sq": exp_avg_sq,
-            }
-            for parameter, exp_avg, exp_avg_sq in zip(self.parameters, average, square, strict=True)
-        }
-
-    def _check_tensors(self, source: dict[str, Tensor], where: str) -> None:
+    def _check_tensors(self, source: Mapping[str, Tensor], where: str) -> None:
         """Raises InvalidInput if names or shapes differ from the adapters'."""
         tensors = self.tensors
         if source.keys() != tensors.keys():
@@ -207,3 +310,9 @@ class LoraModel:
                     f"{where}: {name} has shape {tuple(source[name].shape)}, this model's {tuple(tensor.shape)}:"
                     " the LoRA ranks differ"
                 )
+
+
+def _of_kind(optimizer_state: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
+    """One of Adam's moments by adapter tensor."""
+    suffix = f":{key}"
+    return {name.removesuffix(suffix): one for name, one in optimizer_state.items() if name.endswith(suffix)}

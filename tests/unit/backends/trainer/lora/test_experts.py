@@ -99,7 +99,7 @@ def test_models_of_one_microbatch_get_what_each_gets_alone_from_merged_weights(m
 def test_for_the_engine_each_matrix_of_a_layers_experts_is_one_tensor(model, tmp_path, monkeypatch, file_bytes) -> None:
     monkeypatch.setattr("backends.formats.stacked_adapters._FILE_BYTES", file_bytes)
     adapter = made(Adapters(model, MODULES.lora_modules(model), max_rank=8), CONFIGS[0], 0)
-    halves = host_halves(adapter, torch.float64)
+    halves = host_halves(adapter.halves(torch.float64), torch.float64)
     stacks = [(targets, *half) for targets, half in zip(adapter.target_modules, halves, strict=True)]
     write_stacked(tmp_path, stacks, adapter.config, "base", LoadCheck([1, 2], [-1.0]))
     with open_adapter(str(tmp_path / ADAPTER_FILE), "pt") as file:

@@ -1,0 +1,174 @@
+"""Shards of tensors on a trainer's ranks: a tensor is flattened, padded with zeros and cut into equal contiguous parts.
+
+Transfers pass through buffers of bounded size: few collectives, and no second copy of everything. A buffer's memory is
+the only thing that a transfer allocates, and ranks agree on it before the first collective. Knows no model.
+
+N ranks, S numbers of a rank's shard of one tensor, W columns of a buffer
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.trainer.distributed import World, agreed
+
+_BUFFER_BYTES = 256 << 20
+"""Largest buffer of all ranks' columns: past some 10 MiB a collective runs at the speed of its links."""
+# torch 2.13 has new names for both, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def shard_size(num_elements: int, world: World) -> int:
+    """S for a tensor of so many numbers, padding included; the same on every rank."""
+    return -(-num_elements // world.size)
+
+
+def copy_own(shard_S: Tensor, begin: int, values: Tensor, world: World) -> None:
+    """Copy to this rank's shard its part of `values`, which stand from `begin` on in the flattened tensor."""
+    first = world.rank * len(shard_S)
+    low, high = max(begin, first), min(begin + values.numel(), first + len(shard_S))
+    if low < high:
+        shard_S[low - first : high - first].copy_(values.flatten()[low - begin : high - begin])
+
+
+def reduce_scatter(tensors: Sequence[Tensor | None], shards: Sequence[Tensor], world: World) -> None:
+    """Set every shard [S] to this rank's part of a tensor's sum over ranks. A missing tensor counts as zeros.
+
+    All are of one precision. All ranks fail, or none.
+    """
+    buckets = _buckets([len(one) for one in shards], shards[0].dtype, world)
+    sent_NW, received_W = agreed(lambda: _buffers(buckets, shards[0], world), world)
+    for bucket in buckets:
+        sent_NW.zero_()
+        for columns in bucket:
+            tensor = tensors[columns.tensor]
+            if tensor is not None:
+                for of_tensor, of_buffer in _views(tensor, columns, sent_NW):
+                    of_buffer.copy_(of_tensor)
+        _reduce_scatter(received_W, sent_NW.view(-1))  # gloo takes no stack
+        for columns in bucket:
+            shards[columns.tensor][columns.of_shard].copy_(received_W[columns.of_buffer])
+
+
+def all_gather(shards: Sequence[Tensor], tensors: Sequence[Tensor], world: World) -> None:
+    """Set every whole tensor on every rank from the ranks' shards [S], rounded to the precision of `tensors`, which is
+    the same for all.
+
+    All ranks fail before any tensor has changed, or none.
+    """
+    buckets = _buckets([len(one) for one in shards], tensors[0].dtype, world)
+    received_NW, sent_W = agreed(lambda: _buffers(buckets, tensors[0], world), world)
+    for bucket in buckets:
+        for columns in bucket:
+            sent_W[columns.of_buffer].copy_(shards[columns.tensor][columns.of_shard])
+        _all_gather(received_NW.view(-1), sent_W)
+        for columns in bucket:
+            for of_tensor, of_buffer in _views(tensors[columns.tensor], columns, received_NW):
+                of_tensor.copy_(of_buffer)
+
+
+def gather_to_rank_zero(shard: Tensor, shape: torch.Size, world: World) -> Tensor:
+    """Gather a whole tensor in rank 0's host memory; the other ranks get an empty one. A world of one returns the
+    tensor itself. All ranks fail, or none."""
+    if world.size == 1:
+        return shard
+    is_first = world.rank == 0
+    buckets = _buckets([len(shard)], shard.dtype, world)
+
+    def allocate() -> tuple[Tensor, Tensor, Tensor]:
+        whole = torch.empty(shape if is_first else 0, dtype=shard.dtype)
+        return whole, *_buffers(buckets, shard, world)
+
+    whole, received_NW, sent_W = agreed(allocate, world)
+    for (columns,) in buckets:
+        sent_W[columns.of_buffer].copy_(shard[columns.of_shard])
+        dist.gather(sent_W, list(received_NW) if is_first else None)
+
+        def copy_out(columns: _Columns = columns) -> None:
+            for of_tensor, of_buffer in _views(whole, columns, received_NW) if is_first else ():
+                of_tensor.copy_(of_buffer)
+
+        agreed(copy_out, world)
+    return whole
+
+
+def scatter_from_rank_zero(whole: Tensor | None, like: Tensor, world: World) -> Tensor:
+    """Return this rank's shard of rank 0's tensor, with memory of its own and of the size, precision and device of
+    `like`; what the others pass is ignored. All ranks fail, or none."""
+    if world.size == 1:
+        assert whole is not None
+        return whole.to(like.device, like.dtype, copy=True)
+    is_first = world.rank == 0
+    buckets = _buckets([len(like)], like.dtype, world)
+
+    def allocate() -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(like.detach()), *_buffers(buckets, like, world)
+
+    shard, sent_NW, received_W = agreed(allocate, world)
+    for (columns,) in buckets:
+
+        def copy_in(columns: _Columns = columns) -> None:
+            sent_NW.zero_()
+            for of_tensor, of_buffer in _views(whole, columns, sent_NW) if whole is not None and is_first else ():
+                of_buffer.copy_(of_tensor)
+
+        agreed(copy_in, world)
+        dist.scatter(received_W, list(sent_NW) if is_first else None)
+        shard[columns.of_shard].copy_(received_W[columns.of_buffer])
+    return shard
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns that a buffer has of one tensor: the same numbers of every rank's shard."""
+
+    tensor: int
+    """Index of the tensor."""
+    size: int
+    """S of the tensor."""
+    of_shard: slice
+    of_buffer: slice
+
+
+def _buckets(sizes: Sequence[int], dtype: torch.dtype, world: World) -> list[list[_Columns]]:
+    """Divide the columns of shards of these sizes among as few buffers as hold them."""
+    width = min(sum(sizes), max(1, _BUFFER_BYTES // (world.size * dtype.itemsize)))
+    buckets: list[list[_Columns]] = [[]]
+    end = 0
+    for tensor, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            if end == width:
+                buckets.append([])
+                end = 0
+            count = min(size - begin, width - end)
+            buckets[-1].append(_Columns(tensor, size, slice(begin, begin + count), slice(end, end + count)))
+            begin, end = begin + count, end + count
+    return buckets
+
+
+def _buffers(buckets: Sequence[Sequence[_Columns]], like: Tensor, world: World) -> tuple[Tensor, Tensor]:
+    """Allocate [N, W] and [W] for the widest bucket, in the precision of `like`; unused columns are 0."""
+    width = max(bucket[-1].of_buffer.stop for bucket in buckets)
+    return (
+        torch.zeros(world.size, width, dtype=like.dtype, device=like.device),
+        torch.zeros(width, dtype=like.dtype, device=like.device),
+    )
+
+
+def _views(tensor: Tensor, columns: _Columns, buffer_NW: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of equal shape that hold the columns in a whole tensor, which has no padding, and in a buffer."""
+    flat = tensor.view(-1)
+    num_full, _ = divmod(len(flat), columns.size)
+    last = flat[num_full * columns.size :][columns.of_shard]
+    if num_full:
+        yield (
+            flat[: num_full * columns.size].view(num_full, columns.size)[:, columns.of_shard],
+            buffer_NW[:num_full, columns.of_buffer],
+        )
+    if len(last):
+        yield last, buffer_NW[num_full, columns.of_buffer][: len(last)]
