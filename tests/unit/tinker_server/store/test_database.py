@@ -243,8 +243,6 @@ async def test_a_value_that_the_database_cannot_store_is_no_outage(db: Database,
     assert time.monotonic() - began < 2
 
 
-# aiosqlite warns of a connection whose making was cancelled; its thread closes it then.
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*Connection.__del__:pytest.PytestUnraisableExceptionWarning")
 async def test_a_caller_that_is_cancelled_at_any_moment_leaves_no_transaction_open(db: Database) -> None:
     async def use(writes: bool) -> None:
         async with db.write() if writes else db.read() as session:
