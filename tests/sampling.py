@@ -18,7 +18,7 @@ from backends.families.qwen3_vl import mrope_positions
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec, Placement
 from backends.protocol import SamplingTask
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import image, prompt, words
 from tests.specs import tiny_spec
@@ -135,12 +135,12 @@ def scoring(model_input: ModelInput) -> SampleRequest:
 
 
 async def sample(
-    sampler: SamplerClient, one: SampleRequest, weights: Path | None, owner: str = "somebody"
+    sampler: SamplerPool, one: SampleRequest, weights: Path | None, owner: str = "somebody"
 ) -> SampleResponse:
     return await sampler.sample(SamplingTask.from_request(one, weights, owner))
 
 
-async def drawn(sampler: SamplerClient, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
+async def drawn(sampler: SamplerPool, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
     response = await sample(sampler, request(model_input, params, **fields), None)
     return response.sequences[0]
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from backends.config import BackendConfig
-from backends.configure.placement import Machine, ModelSize, place, this_machine
+from backends.configure.placement import Machine, ModelSize, Parts, place, this_machine
 from backends.families.coverage import Numbers, check_coverage
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
@@ -88,8 +88,7 @@ def placed(found: Sequence[FoundModel], config: BackendConfig, machine: Machine)
         [model.size for model in found],
         machine,
         chosen_device(config, machine),
-        num_ranks=config.ranks,
-        sampler_fraction=config.gpu_memory_fraction,
+        Parts(config.ranks, config.gpu_memory_fraction, config.engines, config.tensor_parallel),
     )
 
 
@@ -137,6 +136,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         stable_reinforce=config.stable_reinforce,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots,
+        tensor_parallel=config.tensor_parallel,
         max_images_per_prompt=config.max_images_per_prompt,
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import prompt, words
@@ -31,7 +31,7 @@ async def test_both_keep_what_layers_add_to_in_float32(tmp_path):
     perturb(rank, "m")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
     settings = replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16", kv_cache_bytes=1 << 28)
-    running = SamplerClient(settings)
+    running = SamplerPool(settings)
     await running.start()
     params = {"max_tokens": 48, "stop": [], "seed": 1}
     prompts = [prompt(words(16, seed)) for seed in range(12)]

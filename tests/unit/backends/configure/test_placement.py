@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
-from backends.configure.placement import Machine, ModelSize, place
+from backends.configure.placement import Machine, ModelSize, Parts, place
 from backends.protocol import BackendFailed
 from tests.models import make_tiny_vl
 
@@ -19,30 +19,30 @@ SMALL, LARGE = ModelSize("small", 2 * GIB, GIB, GIB // 4), ModelSize("large", 16
 def test_memory_of_all_models_is_summed_and_refused_with_each_ones_figures() -> None:
     one = 2 * (2 * GIB + 3 * GIB // 2) + GIB
     models = [SMALL, ModelSize("other", 2 * GIB, GIB, GIB // 4)]
-    place(models[:1], Machine(one), "cpu", num_ranks=1, sampler_fraction=0.4)
-    place(models, Machine(2 * one), "cpu", num_ranks=1, sampler_fraction=0.4)
+    place(models[:1], Machine(one), "cpu", Parts(1, 0.4))
+    place(models, Machine(2 * one), "cpu", Parts(1, 0.4))
     with pytest.raises(BackendFailed, match=r"15\.\d GiB are free, 16\.0 .* needed: small 8\.0 GiB .*; other 8\.0 "):
-        place(models, Machine(2 * one - GIB // 2), "cpu", num_ranks=1, sampler_fraction=0.4)
+        place(models, Machine(2 * one - GIB // 2), "cpu", Parts(1, 0.4))
 
 
 def test_ranks_on_the_cpu_share_one_copy_and_each_gathers_some_of_it() -> None:
     needed = 2 * GIB + 2 * (GIB + GIB // 2) + 3 * 3 * GIB // 2 + GIB
-    place([SMALL], Machine(needed), "cpu", num_ranks=2, sampler_fraction=0.4)
+    place([SMALL], Machine(needed), "cpu", Parts(2, 0.4))
     with pytest.raises(
         BackendFailed, match=r"small 10\.5 GiB \(5\.0 GiB of weights in sampler and trainer, 3 processes"
     ):
-        place([SMALL], Machine(needed - 1), "cpu", num_ranks=2, sampler_fraction=0.4)
+        place([SMALL], Machine(needed - 1), "cpu", Parts(2, 0.4))
 
 
 def test_a_model_alone_on_a_gpu_gets_all_of_it() -> None:
-    (found,) = place([LARGE], Machine(0, [80 * GIB]), "cuda", num_ranks=1, sampler_fraction=0.4).values()
+    (found,) = place([LARGE], Machine(0, [80 * GIB]), "cuda", Parts(1, 0.4)).values()
     assert found.gpus == (0,)
     assert found.sampler_fraction == pytest.approx(0.4)
     assert found.trainer_fraction == pytest.approx(0.6 - 2 / 80)  # less what torch does not count
 
 
 def test_models_on_one_gpu_share_it_and_no_byte_is_given_twice() -> None:
-    found = place([SMALL, LARGE], Machine(0, [80 * GIB]), "cuda", num_ranks=1, sampler_fraction=0.5)
+    found = place([SMALL, LARGE], Machine(0, [80 * GIB]), "cuda", Parts(1, 0.5))
     assert sum(one.sampler_fraction for one in found.values()) == pytest.approx(0.5)
     assert sum(one.trainer_fraction + 2 / 80 for one in found.values()) == pytest.approx(0.5)
     for model in (SMALL, LARGE):
@@ -54,27 +54,27 @@ def test_models_that_fit_one_by_one_but_not_together_are_refused() -> None:
     machine = Machine(0, [80 * GIB])
     twins = [ModelSize("first", 20 * GIB, GIB, GIB), ModelSize("second", 20 * GIB, GIB, GIB)]
     for model in twins:
-        place([model], machine, "cuda", num_ranks=1, sampler_fraction=0.5)
+        place([model], machine, "cuda", Parts(1, 0.5))
     with pytest.raises(
         BackendFailed, match=r"trainers on GPU 0 have 40\.0 GiB and need 46\.0 GiB: first at least 23\.0"
     ):
-        place(twins, machine, "cuda", num_ranks=1, sampler_fraction=0.5)
+        place(twins, machine, "cuda", Parts(1, 0.5))
 
 
 def test_models_spread_over_the_gpus_with_the_fewest_weights() -> None:
-    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 2), "cuda", num_ranks=1, sampler_fraction=0.4)
+    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 2), "cuda", Parts(1, 0.4))
     assert (found["large"].gpus, found["small"].gpus) == ((0,), (1,))
-    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 4), "cuda", num_ranks=2, sampler_fraction=0.4)
+    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 4), "cuda", Parts(2, 0.4))
     assert (found["large"].gpus, found["small"].gpus) == ((0, 1), (2, 3))
 
 
 def test_gpus_share_a_base_that_none_of_them_could_hold_and_are_refused_where_that_is_not_enough() -> None:
     machine = Machine(0, [40 * GIB] * 2)
     with pytest.raises(BackendFailed, match=r"trainers on GPU 0 have 14\.0 GiB and need 19\.0 GiB: large"):
-        place([LARGE], machine, "cuda", num_ranks=1, sampler_fraction=0.65)
-    place([LARGE], machine, "cuda", num_ranks=2, sampler_fraction=0.65)
+        place([LARGE], machine, "cuda", Parts(1, 0.65))
+    place([LARGE], machine, "cuda", Parts(2, 0.65))
     with pytest.raises(BackendFailed, match=r"trainers on GPU 0 have 12\.0 GiB and need 13\.0 GiB: large"):
-        place([LARGE], machine, "cuda", num_ranks=2, sampler_fraction=0.7)
+        place([LARGE], machine, "cuda", Parts(2, 0.7))
 
 
 def test_a_rank_is_never_counted_with_more_than_the_whole_base() -> None:
@@ -82,23 +82,23 @@ def test_a_rank_is_never_counted_with_more_than_the_whole_base() -> None:
 
 
 def test_a_gpu_without_a_sampler_gives_no_memory_to_one() -> None:
-    found = place([LARGE], Machine(0, [80 * GIB] * 2), "cuda", num_ranks=2, sampler_fraction=0.4)
+    found = place([LARGE], Machine(0, [80 * GIB] * 2), "cuda", Parts(2, 0.4))
     assert found["large"].gpus == (0, 1)
     assert found["large"].trainer_fraction == pytest.approx(0.6 - 2 / 80)
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(BackendFailed, match="2 ranks on CUDA need as many GPUs; torch sees 1"):
-        place([SMALL], Machine(0, [80 * GIB]), "cuda", num_ranks=2, sampler_fraction=0.4)
+        place([SMALL], Machine(0, [80 * GIB]), "cuda", Parts(2, 0.4))
 
 
 def test_training_all_weights_takes_masters_moments_and_gradients_more_and_says_so() -> None:
     """Numbers of 4 bytes: a master, two moments, a gradient, a row's gradient, the original; shared by the ranks."""
     whole = ModelSize("whole", 2 * GIB, GIB, GIB // 4, training_bytes=12 * GIB)
     needed = 2 * GIB + (2 + 12) * GIB + 2 * 3 * GIB // 2 + GIB
-    place([whole], Machine(needed), "cpu", num_ranks=1, sampler_fraction=0.4)
+    place([whole], Machine(needed), "cpu", Parts(1, 0.4))
     with pytest.raises(BackendFailed, match=r"whole 20\.0 GiB \(16\.0 GiB of weights .*, masters, moments and grad"):
-        place([whole], Machine(needed - 1), "cpu", num_ranks=1, sampler_fraction=0.4)
+        place([whole], Machine(needed - 1), "cpu", Parts(1, 0.4))
     assert whole.rank_bytes(2) == GIB + GIB // 2 + 3 * GIB // 4 + 6 * GIB
 
 
