@@ -128,9 +128,10 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
         **_for_device(spec.device, spec.placement.engines[0]),
     }
     if spec.device == "cpu":
-        # The engine without a further worker process, and no inductor builds of half a minute for a
-        # function that counts ranks.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+        # An only rank without a process of its own, several on the cores of the server, and no inductor builds of half
+        # a minute for a function that counts ranks.
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env["TORCH_COMPILE_DISABLE"] = "1"
     else:
         # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}

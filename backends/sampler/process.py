@@ -132,7 +132,7 @@ class SamplerProcess:
 
     async def count_progress(self) -> int:
         """Return the number of the engine's steps and of tasks done."""
-        (steps,) = await self._engine.collective_rpc("count_steps")
+        steps, *_ = await self._engine.collective_rpc("count_steps")
         return int(steps) + self._tasks_done
 
     def share_running(self, elsewhere: dict[str, int]) -> dict[str, int]:
