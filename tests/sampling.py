@@ -44,7 +44,7 @@ class Reference:
         self._renderer = renderer
         self._model: Any = None
         kind = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
-        base = kind.from_pretrained(source).eval()
+        base = kind.from_pretrained(source).float().eval()
         self.image_token_id = base.config.image_token_id if renderer.takes_images else -1
         torch.manual_seed(5)
         for name, rank in ranks.items():

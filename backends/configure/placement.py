@@ -142,7 +142,7 @@ def _spread_engines(
             free[gpu] -= model.engine_bytes(size)
 
     for model in models:
-        own = trainers[model.name]
+        own = sorted(trainers[model.name], key=lambda gpu: -free[gpu])
         others = sorted(set(range(num_gpus)) - set(own), key=lambda gpu: weights[gpu])
         order = [*own, *others]
         candidates[model.name] = [tuple(order[at : at + size]) for at in range(0, num_gpus - size + 1, size)]

@@ -115,14 +115,14 @@ async def test_an_engine_killed_under_load_loses_nothing_and_the_other_goes_on(
     await asyncio.sleep(0.2)
     assert all(engine.requests for engine in pool.engines)
     psutil.Process(hosts[0]).kill()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         answers = await asyncio.gather(*asked)
     assert not pool.engines[0].supervisor.is_alive  # all was done before it could start again
     assert pool.engines[1].supervisor.children[0].process.pid == hosts[1]
     for got, wanted in zip(answers, expected, strict=False):
         np.testing.assert_array_equal(got.sequences[0].tokens, wanted.sequences[0].tokens)
         np.testing.assert_allclose(got.sequences[0].logprobs, wanted.sequences[0].logprobs, rtol=0, atol=ATOL)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         await pool.engines[0].opened()
     # The new engine has an empty scratch directory, and the other one still has its links.
     for response in await on_each(pool, adapter, MIXED["one image"]):
@@ -164,7 +164,7 @@ async def test_an_adapter_that_ranks_cannot_load_fails_by_name_and_nothing_else(
     """Every rank fails; their answers must not be taken for those to the next calls."""
     broken = tmp_path / "broken"
     broken.mkdir()
-    for file in adapter.iterdir():
+    for file in adapter.iterdir():  # noqa: ASYNC240
         (broken / file.name).write_bytes(file.read_bytes())
     config = broken / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": 4', '"r": 4096'))
@@ -185,6 +185,6 @@ async def test_a_killed_rank_ends_its_engine_which_starts_again(divided: Sampler
     asked = asyncio.create_task(sample(divided, request(MIXED["text"], {"max_tokens": 1000, "stop": []}), adapter))
     await asyncio.sleep(0.3)
     ranks[1].kill()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         assert len((await asked).sequences[0].tokens) == 1000
     assert not host.is_running()

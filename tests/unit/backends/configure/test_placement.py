@@ -1,5 +1,6 @@
 """What every base model gets of a machine, and what is said where they do not fit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
 from backends.configure.placement import Machine, ModelSize, Parts, place
+from backends.model_spec import Placement
 from backends.protocol import BackendFailed
 from tests.models import make_tiny_vl
+from tests.specs import tiny_spec
+from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 GIB = 1 << 30
 SMALL, LARGE = ModelSize("small", 2 * GIB, GIB, GIB // 4), ModelSize("large", 16 * GIB, GIB, GIB)
@@ -116,4 +120,76 @@ def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are
         describe_models(config.model_copy(update={"train_vision": True}), machine)
     experts = make_tiny_vl(tmp_path / "moe", moe=True)
     with pytest.raises(BackendFailed, match=r"backend\.full.* experts .*mlp\.experts\.gate_up_proj"):
+        find("a", experts, config, machine)
+
+
+def test_every_gpu_of_a_model_has_an_engine_where_it_has_room() -> None:
+    eight = Machine(0, [80 * GIB] * 8)
+    found = place([LARGE], eight, "cuda", Parts(8, 0.4))["large"]
+    assert found.engines == tuple((gpu,) for gpu in range(8))
+    assert found.sampler_fraction == pytest.approx(0.4)
+    assert place([LARGE], eight, "cuda", Parts(1, 0.4))["large"].engines == ((0,),)
+    small = Machine(0, [80 * GIB, 40 * GIB, 80 * GIB])  # 16 of the second are less than an engine's 17
+    assert place([LARGE], small, "cuda", Parts(3, 0.4))["large"].engines == ((0,), (2,))
+
+
+def test_an_engine_that_nobody_asked_for_takes_no_room_from_other_models() -> None:
+    twins = [ModelSize("first", 16 * GIB, GIB, GIB), ModelSize("second", 16 * GIB, GIB, GIB)]
+    found = place(twins, Machine(0, [160 * GIB] * 2), "cuda", Parts(2, 0.2))  # 32 GiB: one engine on each
+    assert [one.engines for one in found.values()] == [((0,),), ((1,),)]
+
+
+def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_where_they_do_not_fit() -> None:
+    found = place([LARGE], Machine(0, [80 * GIB] * 4), "cuda", Parts(1, 0.4, engines=3))["large"]
+    assert (found.gpus, found.engines) == ((0,), ((0,), (1,), (2,)))
+    with pytest.raises(BackendFailed, match=r"5 engines \(setting backend.engines\) .* need 5 GPUs; torch sees 4"):
+        place([LARGE], Machine(0, [80 * GIB] * 4), "cuda", Parts(1, 0.4, engines=5))
+    with pytest.raises(BackendFailed, match=r"samplers on GPU 1 have 16\.0 GiB and need 17\.0 GiB: large"):
+        place([LARGE], Machine(0, [80 * GIB, 40 * GIB]), "cuda", Parts(1, 0.4, engines=2))
+
+
+def test_an_engine_is_divided_over_gpus_that_could_not_hold_it_alone() -> None:
+    machine = Machine(0, [40 * GIB] * 4)
+    with pytest.raises(BackendFailed, match=r"samplers on GPU 0 have 12\.0 GiB and need 17\.0 GiB"):
+        place([LARGE], machine, "cuda", Parts(2, 0.3))
+    found = place([LARGE], machine, "cuda", Parts(2, 0.3, tensor_parallel=2))["large"]
+    assert (found.gpus, found.engines) == ((0, 1), ((0, 1),))
+    found = place([LARGE], machine, "cuda", Parts(4, 0.3, tensor_parallel=2))["large"]
+    assert found.engines == ((0, 1), (2, 3))
+    with pytest.raises(BackendFailed, match=r"1 engines .* of 8 ranks \(setting backend.tensor_parallel\) need 8 GPUs"):
+        place([LARGE], machine, "cuda", Parts(1, 0.3, tensor_parallel=8))
+
+
+def test_each_engine_has_its_own_gpus_and_scratch_directory(tmp_path: Path) -> None:
+    placement = Placement((0, 1), engines=((0, 1), (2, 3)))
+    spec = replace(tiny_spec(tmp_path), placement=placement, scratch_dir=tmp_path / "scratch")
+    first, second = spec.of_engine(0), spec.of_engine(1)
+    assert (first.placement.engines, second.placement.engines) == (((0, 1),), ((2, 3),))
+    assert (first.engine, second.engine) == (0, 1)
+    assert first.scratch_dir != second.scratch_dir and first.scratch_dir.parent == second.scratch_dir.parent
+    alone = replace(spec, placement=Placement((0,), engines=((0,),)))
+    assert alone.of_engine(0) is alone
+
+
+def test_engines_on_the_cpu_are_counted_with_their_caches_and_processes() -> None:
+    two = 3 * 2 * GIB + 2 * GIB + 3 * 3 * GIB // 2
+    found = place([SMALL], Machine(two), "cpu", Parts(1, 0.4, engines=2))["small"]
+    assert found.engines == ((), ())
+    with pytest.raises(BackendFailed, match=r"3 processes of 1\.5 GiB, 2\.0 GiB of KV cache.* or fewer engines"):
+        place([SMALL], Machine(two - 1), "cpu", Parts(1, 0.4, engines=2))
+
+
+def test_models_that_ranks_of_an_engine_would_compute_wrongly_are_refused_by_name(
+    tiny_vl: Path, tmp_path: Path
+) -> None:
+    machine = Machine(64 * GIB)
+    source = Path(DIRECTORIES[TINY_VL])
+    config = BackendConfig(models={"a": str(source)}, device="cpu", tensor_parallel=2)
+    assert find("a", source, config, machine).spec.tensor_parallel == 2
+    with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* not supported: with backend.full"):
+        find("a", source, config.model_copy(update={"full": True}), machine)
+    with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* its 2 heads with 1 of keys cannot be divided"):
+        find("a", tiny_vl, config, machine)
+    experts = make_tiny_vl(tmp_path / "moe", moe=True)
+    with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* wrong parts of a mixture's adapters"):
         find("a", experts, config, machine)
