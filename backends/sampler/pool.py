@@ -8,11 +8,11 @@ once, and only the engine's process knows the sequences of a chat, and which ada
 grants are of the whole pool, the pool tells each engine, ten times a second while several owners are there, how many
 sequences each owner has in the others. Admission before routing would need a round trip for each sequence.
 
-**Deaths.** A request whose engine died runs at once on another one, beside what is there. If that one dies too, it
-waits for it to start again, and runs there apart from all others, as crash isolation says (`crash_isolation.py`), until
-the culprit is found; everybody else's work goes on elsewhere. So a request ends two engines that others use, at most,
-as does all that one owner had on an engine: it moves together. With one engine, or if no other lives, it is isolated
-after the first death.
+**Deaths.** A request whose engine died runs at once on another one, or the first that lives, beside what is there. If
+that one dies too, it waits for it to start again, and runs there apart from all others, as crash isolation says
+(`crash_isolation.py`), until the culprit is found; everybody else's work goes on elsewhere. So a request ends two
+engines that others use, at most, as does all that one owner had on an engine: it moves together. With one engine it is
+isolated after the first death.
 """
 
 import asyncio
@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from api_schemas.sampling import SampleResponse
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import StartWorkers, launch_sampler
-from backends.processes.rpc import ChildDied, Command
+from backends.processes.rpc import Child, ChildDied, Command
 from backends.protocol import (
     BackendFailed,
     ChatTask,
@@ -45,6 +46,8 @@ from backends.sampler.prefix_routes import Piece, PrefixRoutes, chat_pieces, cha
 
 R = TypeVar("R")
 
+PATIENCE_S = 60.0
+"""Time for which a suspect waits for its engine where that fails to start."""
 _SHARING_S = 0.1
 """Time between two exchanges of what owners have running: many sequences end in it, and none by the exchange."""
 
@@ -147,7 +150,7 @@ class SamplerPool:
         """Return the engine's answer. Raises _Moves after a death if another engine takes the request."""
         try:
             while not request.is_culprit:
-                async with engine.isolation.admitted(request, engine.running) as child:
+                async with engine.isolation.admitted(request, partial(self._child, engine)) as child:
                     try:
                         return await child.call(command, on_part=on_part)
                     except ChildDied:
@@ -155,7 +158,7 @@ class SamplerPool:
                         if request.has_begun:  # another answer would not begin as this one did
                             raise BackendFailed("the engine died while it answered; send the request again") from None
                         request.deaths += 1
-                        if request.deaths == 1 and any(one.is_open for one in self.engines):
+                        if request.deaths == 1 and self._is_several:
                             raise _Moves from None
         finally:
             engine.isolation.release(request)
@@ -163,6 +166,19 @@ class SamplerPool:
             "the engine died twice while it worked on this request, the second time on nothing else. It was started"
             " again for the others; this request is not tried a third time"
         )
+
+    async def _child(self, engine: EngineClient) -> Child:
+        """Return the engine's process, once there is one. Raises _Moves where it does not start and another lives."""
+        if engine.supervisor.is_alive or not self._is_several:
+            return await engine.running()
+        starting = asyncio.create_task(engine.running())
+        try:
+            while not (await asyncio.wait({starting}, timeout=PATIENCE_S))[0]:
+                if engine.supervisor.num_failed_starts and any(one.is_open for one in self.engines):
+                    raise _Moves
+            return starting.result()
+        finally:
+            starting.cancel()
 
     async def _choose(self, request: Request, pieces: Sequence[Piece]) -> EngineClient:
         """Return the engine for a request. What was on a dead engine goes where its owner's others from there are."""

@@ -17,6 +17,7 @@ from backends.model_spec import ModelSpec, Placement
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child
 from backends.protocol import BackendFailed, ChatTask
+from backends.sampler import pool as sampler_pool
 from backends.sampler.client import EngineClient
 from backends.sampler.pool import SamplerPool
 from tests.contract.test_sampler_deaths import ask
@@ -123,6 +124,34 @@ async def test_while_no_engine_lives_requests_wait_for_the_first_that_starts(poo
     async with asyncio.timeout(30):
         assert await asyncio.gather(*(ask(pool, token, f"owner {token}") for token in (0, 1, 0))) == [0, 1, 0]
     assert pool.engines[2].supervisor.is_alive
+
+
+async def test_what_was_under_way_when_all_engines_died_runs_on_the_first_that_starts(
+    pool: SamplerPool, tmp_path: Path
+) -> None:
+    asked = await ask_all(pool, [f"owner {number}" for number in range(6)])
+    for number in (0, 1):
+        (tmp_path / f"scratch/engine-{number}/broken").touch()
+    for engine in pool.engines:
+        kill(engine)
+    async with asyncio.timeout(30):
+        assert await asyncio.gather(*asked) == [1] * 6
+
+
+async def test_a_suspect_does_not_wait_for_ever_for_an_engine_that_does_not_start(
+    pool: SamplerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines die under it in turn, and the second is broken then."""
+    monkeypatch.setattr(sampler_pool, "PATIENCE_S", 0.5)
+    [asked] = await ask_all(pool, ["good"])
+    kill(pool.engines[0])
+    while not pool.engines[1].requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    (tmp_path / "scratch/engine-1/broken").touch()
+    kill(pool.engines[1])
+    async with asyncio.timeout(30):
+        assert await asked == 1
+    assert not pool.engines[1].supervisor.is_alive
 
 
 @pytest.mark.parametrize("told", [True, False])
