@@ -86,18 +86,26 @@ def task_tokens(task: SamplingTask, pieces: Sequence[Piece]) -> int:
 
 
 def chat_pieces(task: ChatTask) -> list[Piece]:
-    """Return the pieces of a chat: what stands before its messages, then each message; or the prompt of a completion,
-    in pieces of the size of a block."""
-    body = task.body
-    prompt = body.get("prompt")
+    """Return the pieces of a chat: its instructions, if they are as long as a block, and each message; or the prompt of
+    a completion, in pieces of the size of a block."""
+    prompt, messages = task.body.get("prompt"), task.body.get("messages")
     if isinstance(prompt, str):
         size = BLOCK_TOKENS * _BYTES_PER_TOKEN
         parts: list[Any] = [prompt[start : start + size] for start in range(0, len(prompt), size)]
     else:
-        messages = body.get("messages")
-        parts = [[body.get("system"), body.get("tools"), prompt], *(messages if isinstance(messages, list) else [])]
-    texts = [json.dumps(_shortened(part), default=str) for part in parts]
-    return _chain(task.owner, task.weights, ((text, len(text) // _BYTES_PER_TOKEN) for text in texts))
+        parts = _messages([task.body.get("system"), task.body.get("tools"), prompt], messages)
+    return _chain(task.owner, task.weights, ((text, len(text) // _BYTES_PER_TOKEN) for text in map(_text, parts)))
+
+
+def _messages(instructions: list[Any], messages: Any) -> list[Any]:
+    """Return what stands before the conversation, then each message. Short instructions, which many conversations have
+    in common, are one piece with the first message: they are not worth sharing an engine."""
+    rest = list(messages) if isinstance(messages, list) else []
+    while rest and isinstance(rest[0], dict) and rest[0].get("role") in ("system", "developer"):
+        instructions = [*instructions, rest.pop(0)]
+    if len(_text(instructions)) >= BLOCK_TOKENS * _BYTES_PER_TOKEN:
+        return [instructions, *rest]
+    return [[instructions, *rest[:1]], *rest[1:]]
 
 
 def chat_tokens(pieces: Sequence[Piece]) -> int:
@@ -136,6 +144,10 @@ def _blocks(text: Sequence[np.ndarray]) -> Iterator[tuple[bytes, int]]:
 
 def _ends(data: bytes) -> tuple[int, bytes, bytes]:
     return len(data), bytes(data[:_READ_BYTES]), bytes(data[-_READ_BYTES:])
+
+
+def _text(part: Any) -> str:
+    return json.dumps(_shortened(part), default=str)
 
 
 def _shortened(value: Any) -> Any:

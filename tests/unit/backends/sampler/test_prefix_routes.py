@@ -12,6 +12,7 @@ from backends.sampler.prefix_routes import (
     BLOCK_TOKENS,
     SLACK_TOKENS,
     WORTH,
+    Piece,
     PrefixRoutes,
     chat_pieces,
     task_pieces,
@@ -101,6 +102,20 @@ def test_a_conversation_stays_with_its_engine_as_it_grows() -> None:
     assert routes.choose(chat_pieces(chat("hello", "good day", "how are you")), IDLE) == 1
     assert routes.choose(chat_pieces(chat("hello", owner="other")), IDLE) == 0
     assert routes.choose(chat_pieces(chat("hello", "good day", "how are you", "well")), {0: 0, 1: SLACK_TOKENS}) == 1
+
+
+@pytest.mark.parametrize(("length", "engine"), [(10, 0), (300, 1)])
+def test_long_instructions_bring_conversations_together_and_short_ones_do_not(length: int, engine: int) -> None:
+    instructions = {"role": "system", "content": "word " * length}
+
+    def pieces(content: str) -> list[Piece]:
+        body = {"messages": [instructions, {"role": "user", "content": content}]}
+        return chat_pieces(ChatTask("chat_completions", body, None, "one"))
+
+    routes = PrefixRoutes()
+    assert routes.choose(pieces("hello"), {0: 9, 1: 0}) == 1
+    assert routes.choose(pieces("good day"), {0: 0, 1: 9}) == engine
+    assert routes.choose(pieces("hello"), {0: 0, 1: 9}) == 1
 
 
 def test_a_completions_prompt_is_cut_into_blocks() -> None:
