@@ -61,7 +61,8 @@ async def main() -> None:
                 done += 1
                 return response
             case Publish(weights, _):
-                return publish(weights, broken.parent, engine)
+                publish(weights, broken.parent, engine)
+                return None
             case ShareRunning(elsewhere):
                 broken.with_name("elsewhere").write_text(json.dumps(elsewhere))
                 return {owner: number for owner, number in running.items() if number}

@@ -149,9 +149,8 @@ def _spread_engines(
         for gpus in candidates[model.name][:asked]:
             add(model, gpus)
     for model in models if parts.engines is None else ():
-        own = trainers[model.name]
         for gpus in candidates[model.name][asked:]:
-            if set(gpus) <= set(own) and all(free[gpu] >= model.engine_bytes(size) for gpu in gpus):
+            if set(gpus) <= set(trainers[model.name]) and all(free[gpu] >= model.engine_bytes(size) for gpu in gpus):
                 add(model, gpus)
     return {name: tuple(of_engines) for name, of_engines in chosen.items()}
 
