@@ -140,6 +140,19 @@ async def sample(
     return await sampler.sample(SamplingTask.from_request(one, weights, owner))
 
 
+async def ask(sampler: SamplerPool, token: int, owner: str = "good") -> int:
+    """What a light process (`fake_sampler_process.py`) answers to a prompt of this token."""
+    one = words(1)
+    task = SamplingTask(
+        prompt=prompt(one.model_copy(update={"tokens": one.tokens * 0 + token})),
+        params=SamplingParams(max_tokens=1),
+        num_samples=1,
+        weights=None,
+        owner=owner,
+    )
+    return int((await sampler.sample(task)).sequences[0].tokens[0])
+
+
 async def drawn(sampler: SamplerPool, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
     response = await sample(sampler, request(model_input, params, **fields), None)
     return response.sequences[0]

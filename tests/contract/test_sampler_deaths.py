@@ -12,16 +12,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from api_schemas.sampling import SamplingParams
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child
 from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import BackendFailed, ChatTask, SamplingTask, ignore_loading
+from backends.protocol import BackendFailed, ChatTask, ignore_loading
 from backends.sampler.pool import SamplerPool
-from tests.factories import prompt, words
-from tests.sampling import sampler_config
+from tests.sampling import ask, sampler_config
 
 STARTS: list[float] = []
 
@@ -38,18 +36,6 @@ async def sampler(tmp_path: Path) -> AsyncIterator[SamplerPool]:
     await running.start()
     yield running
     await running.stop()
-
-
-async def ask(sampler: SamplerPool, token: int, owner: str = "good") -> int:
-    one = words(1)
-    task = SamplingTask(
-        prompt=prompt(one.model_copy(update={"tokens": one.tokens * 0 + token})),
-        params=SamplingParams(max_tokens=1),
-        num_samples=1,
-        weights=None,
-        owner=owner,
-    )
-    return int((await sampler.sample(task)).sequences[0].tokens[0])
 
 
 @pytest.mark.parametrize("poison", [13, 14])

@@ -20,8 +20,7 @@ from backends.protocol import BackendFailed, ChatTask
 from backends.sampler import pool as sampler_pool
 from backends.sampler.client import EngineClient
 from backends.sampler.pool import SamplerPool
-from tests.contract.test_sampler_deaths import ask
-from tests.sampling import sampler_config
+from tests.sampling import ask, sampler_config
 
 STARTS: list[int] = []
 """Numbers of the engines that were started."""
@@ -65,12 +64,12 @@ async def test_a_killed_engines_requests_run_on_another_at_once_and_it_starts_ag
     assert on(pool) == [3, 3, 3]
     (tmp_path / "scratch/engine-0/broken").touch()  # it cannot start again for now
     kill(pool.engines[0])
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(8):
         assert await asyncio.gather(*asked) == [1] * 9
         assert await ask(pool, 0) == 0
     assert not pool.engines[0].supervisor.is_alive
     (tmp_path / "scratch/engine-0/broken").unlink()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         await pool.engines[0].opened()
     assert STARTS.count(1) == STARTS.count(2) == 1
 
@@ -89,7 +88,7 @@ async def test_a_request_that_kills_engines_kills_two_that_others_use_and_then_i
 
     serving = [asyncio.create_task(serve(f"other {number}")) for number in range(3)]
     own = await ask_all(pool, ["bad"] * 5)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         with pytest.raises(BackendFailed, match="the engine died twice while it worked on this request"):
             await ask(pool, 14, "bad")
         assert await asyncio.gather(*own) == [1] * 5
@@ -98,7 +97,7 @@ async def test_a_request_that_kills_engines_kills_two_that_others_use_and_then_i
         one.cancel()
     await asyncio.gather(*serving, return_exceptions=True)
     assert max(waits) < 2  # less than an engine takes to start
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         await asyncio.gather(*(engine.opened() for engine in pool.engines))
     assert len(STARTS) <= 3 + 4  # two shared; its owner's group; itself
     assert 1 in [STARTS.count(number) for number in range(3)]  # one has never died
@@ -121,7 +120,7 @@ async def test_while_no_engine_lives_requests_wait_for_the_first_that_starts(poo
     for engine in pool.engines:
         kill(engine)
     await asyncio.sleep(0.3)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         assert await asyncio.gather(*(ask(pool, token, f"owner {token}") for token in (0, 1, 0))) == [0, 1, 0]
     assert pool.engines[2].supervisor.is_alive
 
@@ -134,7 +133,7 @@ async def test_what_was_under_way_when_all_engines_died_runs_on_the_first_that_s
         (tmp_path / f"scratch/engine-{number}/broken").touch()
     for engine in pool.engines:
         kill(engine)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         assert await asyncio.gather(*asked) == [1] * 6
 
 
@@ -149,7 +148,7 @@ async def test_a_suspect_does_not_wait_for_ever_for_an_engine_that_does_not_star
         await asyncio.sleep(0.01)
     (tmp_path / "scratch/engine-1/broken").touch()
     kill(pool.engines[1])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         assert await asked == 1
     assert not pool.engines[1].supervisor.is_alive
 
@@ -158,7 +157,7 @@ async def test_a_suspect_does_not_wait_for_ever_for_an_engine_that_does_not_star
 async def test_a_chat_moves_unless_a_part_of_its_answer_was_told(pool: SamplerPool, told: bool) -> None:
     parts: list[str] = []
     chat = pool.chat(ChatTask("messages", {"first": "hello" if told else None}, None, "good"), parts.append)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         if told:
             with pytest.raises(BackendFailed, match="died while it answered; send the request again"):
                 await chat
