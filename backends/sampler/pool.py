@@ -48,6 +48,9 @@ R = TypeVar("R")
 
 PATIENCE_S = 60.0
 """Time for which a suspect waits for its engine where that fails to start."""
+_SETTLING_S = 0.3
+"""Time before a request runs elsewhere. Where several engines die at once, the deaths of all are noticed by then: else
+the request would be sent to one that is dead already, and would seem to have ended two."""
 _SHARING_S = 0.1
 """Time between two exchanges of what owners have running: many sequences end in it, and none by the exchange."""
 
@@ -141,6 +144,7 @@ class SamplerPool:
                 engine = request.engine = await self._choose(request, pieces)
                 with engine.having(request), suppress(_Moves):
                     return await self._run_on(engine, request, command, None if emit is None else on_part)
+                await asyncio.sleep(_SETTLING_S)
         finally:
             self._leave(request.owner)
 
