@@ -140,16 +140,10 @@ async def sample(
     return await sampler.sample(SamplingTask.from_request(one, weights, owner))
 
 
-async def ask(sampler: SamplerPool, token: int, owner: str = "good") -> int:
-    """What a light process (`fake_sampler_process.py`) answers to a prompt of this token."""
-    one = words(1)
-    task = SamplingTask(
-        prompt=prompt(one.model_copy(update={"tokens": one.tokens * 0 + token})),
-        params=SamplingParams(max_tokens=1),
-        num_samples=1,
-        weights=None,
-        owner=owner,
-    )
+async def ask(sampler: SamplerPool, token: int, owner: str = "good", seed: int = 0) -> int:
+    """What a light process (`fake_sampler_process.py`) answers to a prompt of this token and of the seed."""
+    chunk = words(1).model_copy(update={"tokens": np.array([token, seed])})
+    task = SamplingTask(prompt(chunk), SamplingParams(max_tokens=1), num_samples=1, weights=None, owner=owner)
     return int((await sampler.sample(task)).sequences[0].tokens[0])
 
 

@@ -70,7 +70,8 @@ async def test_a_killed_engines_requests_run_on_another_at_once_and_it_starts_ag
     assert not pool.engines[0].supervisor.is_alive
     (tmp_path / "scratch/engine-0/broken").unlink()
     async with asyncio.timeout(90):
-        await pool.engines[0].opened()
+        while not pool.engines[0].supervisor.is_alive:  # noqa: ASYNC110 - it starts though nobody asks
+            await asyncio.sleep(0.05)
     assert STARTS.count(1) == STARTS.count(2) == 1
 
 
@@ -112,6 +113,17 @@ async def test_many_killing_requests_of_one_owner_leave_an_engine_to_others(pool
         assert all(isinstance(one, BackendFailed) for one in failures), failures
         assert await asyncio.gather(*good) == [1] * 3
         assert await ask(pool, 0) == 0
+
+
+async def test_what_an_owner_had_on_a_dead_engine_moves_together(pool: SamplerPool) -> None:
+    asked = [asyncio.create_task(ask(pool, 1, "one", seed)) for seed in range(12)]
+    await asyncio.sleep(0.3)
+    assert on(pool) == [4, 4, 4]
+    kill(pool.engines[0])
+    await asyncio.sleep(0.6)
+    moved = [sum(request.deaths == 1 for request in engine.requests) for engine in pool.engines]
+    assert sorted(moved) == [0, 0, 4]
+    assert await asyncio.gather(*asked) == [1] * 12
 
 
 async def test_while_no_engine_lives_requests_wait_for_the_first_that_starts(pool: SamplerPool, tmp_path: Path) -> None:
