@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from backends.model_spec import ModelSpec, Placement
+from backends.processes.crash_isolation import Suspect
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child
 from backends.protocol import BackendFailed, ChatTask
@@ -124,6 +125,16 @@ async def test_what_an_owner_had_on_a_dead_engine_moves_together(pool: SamplerPo
     moved = [sum(request.deaths == 1 for request in engine.requests) for engine in pool.engines]
     assert sorted(moved) == [0, 0, 4]
     assert await asyncio.gather(*asked) == [1] * 12
+
+
+async def test_an_engine_that_runs_suspects_is_passed_over(pool: SamplerPool) -> None:
+    suspect = Suspect()
+    pool.engines[1].isolation.isolate([suspect], 1)
+    asked = [asyncio.create_task(ask(pool, 1, "one", seed)) for seed in range(6)]
+    await asyncio.sleep(0.3)
+    assert on(pool) == [3, 0, 3]
+    pool.engines[1].isolation.release(suspect)
+    assert await asyncio.gather(*asked) == [1] * 6
 
 
 async def test_while_no_engine_lives_requests_wait_for_the_first_that_starts(pool: SamplerPool, tmp_path: Path) -> None:
