@@ -6,6 +6,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 EXTRA := cpu
 ROUNDS := 200
+ENGINES := 1
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
@@ -51,7 +52,7 @@ test-slow: $(STAMP)
 test-all: test test-slow
 
 chaos: $(STAMP)
-	$(BIN)/pytest tests/chaos --timeout 0 -s -m slow -k rounds --rounds $(ROUNDS)
+	$(BIN)/pytest tests/chaos --timeout 0 -s -m slow -k rounds --rounds $(ROUNDS) --engines $(ENGINES)
 
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance

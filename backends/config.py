@@ -20,6 +20,10 @@ class BackendConfig(BaseModel):
     ranks: int = Field(default=1, ge=1)
     """Trainer processes per base model; they shard the base (FSDP2) unless half of a GPU could hold it whole, and
     always a model's masters and moments."""
+    engines: int | None = Field(default=None, ge=1)
+    """vLLM engines per base model; absent: one on CPU, on CUDA one for each of its GPUs that has room for it."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs, or on CPU processes, that have the weights of each engine between them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters and the residual stream are
     float32."""
@@ -38,13 +42,13 @@ class BackendConfig(BaseModel):
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
     """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 16384 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
-    """Sequences decoded at once; more wait. Eight more are reserved for owners with none running."""
+    """Sequences that an engine decodes at once; more wait. Eight more are reserved for owners with none running."""
     adapter_slots: int = Field(default=8, ge=1, le=64)
-    """Adapters the sampler decodes with at once, each with memory for the largest rank; more share the slots."""
+    """Adapters an engine decodes with at once, each with memory for the largest rank; more share the slots."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
     """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """KV cache of a sampler; absent: two whole contexts, at least 512 MiB, on CPU, the rest of its part on CUDA."""
+    """KV cache of an engine; absent: two whole contexts, at least 512 MiB, on CPU, the rest of its part on CUDA."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)
     """Images cached per process, by content: pixels in the sampler, the vision tower's output in the trainer."""
     max_image_pixels: int = Field(default=50_000_000, ge=1)

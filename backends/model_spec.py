@@ -1,6 +1,6 @@
 """The description of one served base model, passed whole from configuration to clients, trainer ranks and sampler."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,13 +30,15 @@ class Placement:
     """The GPUs of one base model, and its parts of their memory."""
 
     gpus: tuple[int, ...] = ()
-    """One for each trainer rank, by the server's numbers, and the first for the sampler too; none on the CPU."""
+    """One for each trainer rank, by the server's numbers; none on the CPU."""
     trainer_fraction: float = 1.0
     """Part of each of its GPUs that torch may fill in the trainer."""
     sampler_fraction: float = 1.0
-    """Part of its first GPU that the sampler fills."""
+    """Part of each GPU of an engine that the engine fills."""
     trainer_bytes: int = 0
     """`trainer_fraction` of the smallest of its GPUs, into which microbatches are made to fit; 0: they are not."""
+    engines: tuple[tuple[int, ...], ...] = ((),)
+    """The GPUs of each engine of the sampler; none on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,18 @@ class ModelSpec(BaseModelInfo):
     silence_s: float
     """A sampler that has work and takes no step for so long is ended."""
     scratch_dir: Path
-    """The sampler's own links to adapters in use, on its machine."""
+    """The sampler's own links to adapters in use, on its machine; each of several engines has a part of it."""
     routing_dir: Path | None = None
     """Directory in which the sampler records the experts of tokens, for a trainer on the same machine; None: routers
     choose."""
+    tensor_parallel: int = 1
+    """Ranks of each engine, which have its weights between them."""
+    engine: int | None = None
+    """Number of the one engine that this describes; None: it describes all, or the only one."""
+
+    def of_engine(self, number: int) -> "ModelSpec":
+        """Return the spec of one engine of several: with its own GPUs and a scratch directory that no other empties."""
+        if len(self.placement.engines) == 1:
+            return self
+        placement = replace(self.placement, engines=(self.placement.engines[number],))
+        return replace(self, engine=number, placement=placement, scratch_dir=self.scratch_dir / f"engine-{number}")

@@ -125,7 +125,7 @@ class EngineBatch:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """Load of a sampler's engine."""
+    """Load of a sampler's engine, or of all its engines."""
 
     sequences_running: int
     """Sequences that are decoded."""
@@ -136,6 +136,9 @@ class EngineUse:
     max_adapters: int
     batch: EngineBatch | None = None
     """State at the engine's last answer; None before the first."""
+    engines: Mapping[int, "EngineUse"] = field(default_factory=dict)
+    """Load of each engine by its number, where the sampler has several; this is then their sum, and `cache_used` their
+    mean. An engine that does not answer at once is left out."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +311,7 @@ class Sampler(Protocol):
         """Do the task. Cancelling the call stops the work.
 
         Raises InvalidInput if the prompt's images do not decode or the weights are gone or diverged, and BackendFailed
-        if the engine cannot do this task. If the engine dies, it is started again and the task runs again.
+        if the engine cannot do this task. If the engine dies, the task runs again, on another or the next one.
         """
 
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
@@ -320,8 +323,9 @@ class Sampler(Protocol):
         """
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """Load what save_sampler_weights wrote, before its first sample. Raises BackendFailed if the sampler does not
-        score a test text as the trainer did, and otherwise as `sample`."""
+        """Load what save_sampler_weights wrote into every living engine, before its first sample. Raises BackendFailed
+        if an engine does not score a test text as the trainer did, and otherwise as `sample`. An engine that is not
+        living loads and checks it before its own first sample of it."""
 
 
 class PromptSize(NamedTuple):
@@ -356,7 +360,7 @@ class BaseModel(Protocol):
         """Return the states of the trainer's ranks and the sampler."""
 
     async def engine_use(self) -> EngineUse | None:
-        """Return the engine's load; None if the sampler is being started, or does not answer at once."""
+        """Return the load of all engines; None if each is being started, or does not answer at once."""
 
 
 class Backend(Protocol):

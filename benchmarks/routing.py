@@ -24,7 +24,7 @@ from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from api_schemas.training import Trainable
 from backends.formats.expert_routing import read_routing, routing_name
 from backends.inputs.rendering import Rendered
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import cross_entropy
@@ -93,7 +93,7 @@ async def draw(
     inputs = [ModelInput(chunks=[EncodedTextChunk(tokens=prompt.astype(np.int32))]) for prompt in prompts]
     with tempfile.TemporaryDirectory() as scratch:
         config = replace(sampler_config(source, Path(scratch)), dtype=dtype, device=device, routing_dir=routing_dir)
-        sampler = SamplerClient(config)
+        sampler = SamplerPool(config)
         await sampler.start()
         try:
             params: dict[str, Any] = {"max_tokens": length, "stop": []}

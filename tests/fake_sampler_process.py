@@ -1,20 +1,24 @@
 """A sampler's process without an engine: `python -m tests.fake_sampler_process FD`.
 
 The first token of a prompt says what happens: 0 answers at once, 1 after a second, 13 ends the process, 14 does
-so after half a second, 7 hangs it. While a file `broken` stands in the scratch directory, everything ends it.
+so after half a second, 7 hangs it. While a file `broken` stands in the scratch directory, everything ends it. What is
+published is noted in the file `published`; weights named `refused-N` are refused by engine N, `deadly-N` end it, and
+`deadly` every engine. What other engines have running is noted in the file `elsewhere`.
 """
 
 import asyncio
+import json
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from api_schemas.sampling import SampledSequence, SampleResponse
 from backends.processes.rpc import OnPart, serve_async
-from backends.protocol import ChatUsage, SamplingTask
-from backends.sampler.commands import Chat, CountProgress, Sample, Start
+from backends.protocol import BackendFailed, ChatUsage, SamplingTask
+from backends.sampler.commands import Chat, CountProgress, Publish, Sample, ShareRunning, Start
 
 
 async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
@@ -31,19 +35,37 @@ async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
     )
 
 
-async def main() -> None:
-    broken, done = Path(), 0
+def publish(weights: Path, directory: Path, engine: int | None) -> None:
+    if weights.name in ("deadly", f"deadly-{engine}"):
+        os._exit(1)
+    if weights.name == f"refused-{engine}":
+        raise BackendFailed("the scores differ")
+    (directory / "published").write_text(weights.name)
 
-    async def handle(command: Start | Sample | Chat | CountProgress, tell: OnPart) -> object:
-        nonlocal broken, done
+
+async def main() -> None:
+    broken, done, engine = Path(), 0, None
+    running = Counter[str]()
+
+    async def handle(command: Start | Sample | Chat | Publish | ShareRunning | CountProgress, tell: OnPart) -> object:
+        nonlocal broken, done, engine
         match command:
             case Start(spec):
-                broken = spec.scratch_dir / "broken"
+                broken, engine = spec.scratch_dir / "broken", spec.engine
+                spec.scratch_dir.mkdir(parents=True, exist_ok=True)
                 return None
             case Sample(task):
+                running[task.owner] += 1
                 response = await sample(task, broken)
+                running[task.owner] -= 1
                 done += 1
                 return response
+            case Publish(weights, _):
+                publish(weights, broken.parent, engine)
+                return None
+            case ShareRunning(elsewhere):
+                broken.with_name("elsewhere").write_text(json.dumps(elsewhere))
+                return {owner: number for owner, number in running.items() if number}
             case Chat(task):
                 if task.body["first"] is not None:
                     tell(task.body["first"])

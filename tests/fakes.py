@@ -249,6 +249,8 @@ class FakeBaseModel:
         )
         self.trainer = FakeTrainer()
         self.sampler = FakeSampler()
+        self.engines: dict[int, EngineUse] = {}
+        """Of a sampler with several."""
 
     def check_sample(self, request: SampleRequest) -> PromptSize:
         if not request.prompt.chunks:
@@ -267,7 +269,8 @@ class FakeBaseModel:
         return [ProcessState("trainer", os.getpid(), True, 0), ProcessState("sampler", os.getpid(), True, 1)]
 
     async def engine_use(self) -> EngineUse | None:
-        return EngineUse(self.sampler.running, 0, 256, 0, 8, EngineBatch(self.sampler.running, 2, 0.375))
+        batch = EngineBatch(self.sampler.running, 2, 0.375)
+        return EngineUse(self.sampler.running, 0, 256, 0, 8, batch, self.engines)
 
 
 class FakeBackend:

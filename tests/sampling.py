@@ -18,7 +18,7 @@ from backends.families.qwen3_vl import mrope_positions
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec, Placement
 from backends.protocol import SamplingTask
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import image, prompt, words
 from tests.specs import tiny_spec
@@ -44,7 +44,7 @@ class Reference:
         self._renderer = renderer
         self._model: Any = None
         kind = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
-        base = kind.from_pretrained(source).eval()
+        base = kind.from_pretrained(source).float().eval()
         self.image_token_id = base.config.image_token_id if renderer.takes_images else -1
         torch.manual_seed(5)
         for name, rank in ranks.items():
@@ -136,12 +136,19 @@ def scoring(model_input: ModelInput) -> SampleRequest:
 
 
 async def sample(
-    sampler: SamplerClient, one: SampleRequest, weights: Path | None, owner: str = "somebody"
+    sampler: SamplerPool, one: SampleRequest, weights: Path | None, owner: str = "somebody"
 ) -> SampleResponse:
     return await sampler.sample(SamplingTask.from_request(one, weights, owner))
 
 
-async def drawn(sampler: SamplerClient, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
+async def ask(sampler: SamplerPool, token: int, owner: str = "good", seed: int = 0) -> int:
+    """What a light process (`fake_sampler_process.py`) answers to a prompt of this token and of the seed."""
+    chunk = words(1).model_copy(update={"tokens": np.array([token, seed])})
+    task = SamplingTask(prompt(chunk), SamplingParams(max_tokens=1), num_samples=1, weights=None, owner=owner)
+    return int((await sampler.sample(task)).sequences[0].tokens[0])
+
+
+async def drawn(sampler: SamplerPool, model_input: ModelInput, params: dict, **fields) -> SampledSequence:
     response = await sample(sampler, request(model_input, params, **fields), None)
     return response.sequences[0]
 

@@ -1,6 +1,7 @@
 """Build the backend from its configuration: a trainer and a sampler for each base model."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, PromptSize, ignore_loading
 from backends.sampler.checks import check_sample
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class LocalModel:
 
     info: ModelSpec
     trainer: TrainerClient
-    sampler: SamplerClient
+    sampler: SamplerPool
     renderer: Renderer
     texts: TokenTexts
 
@@ -62,7 +63,7 @@ def make_models(found: Mapping[str, FoundModel]) -> dict[str, LocalModel]:
     for one in found.values():
         if one.spec.directory not in made:
             texts = TokenTexts(Path(one.spec.directory))
-            model = LocalModel(one.spec, TrainerClient(one.spec), SamplerClient(one.spec), one.renderer, texts)
+            model = LocalModel(one.spec, TrainerClient(one.spec), SamplerPool(one.spec), one.renderer, texts)
             made[one.spec.directory] = model
     return {name: replace(made[one.spec.directory], info=one.spec) for name, one in found.items()}
 
@@ -95,7 +96,7 @@ class LocalBackend:
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
-        return read_gpus({gpu for model in self._loaded() for gpu in model.info.placement.gpus})
+        return read_gpus({gpu for model in self._loaded() for gpu in _gpus(model)})
 
     def _loaded(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""
@@ -105,6 +106,14 @@ class LocalBackend:
 def create_backend(config: BackendConfig, on_loading: OnLoading = ignore_loading) -> Backend:
     """Make a backend, not yet started. `on_loading` is called whenever its processes get ready."""
     return LocalBackend(config, on_loading)
+
+
+def _engine_gpus(model: LocalModel) -> list[int]:
+    return sorted({gpu for engine in model.info.placement.engines for gpu in engine})
+
+
+def _gpus(model: LocalModel) -> set[int]:
+    return {*model.info.placement.gpus, *_engine_gpus(model)}
 
 
 def _plan(model: LocalModel) -> str:
@@ -118,25 +127,30 @@ def _plan(model: LocalModel) -> str:
     if placement.gpus:
         gpus = ", ".join(map(str, placement.gpus))
         parts.append(f"GPUs {gpus} with {placement.trainer_bytes / 2**30:.1f} GiB for each rank")
-        parts.append(f"the sampler with {placement.sampler_fraction:.2f} of GPU {placement.gpus[0]}")
+        engines = "; ".join(", ".join(map(str, engine)) for engine in placement.engines)
+        parts.append(f"an engine with {placement.sampler_fraction:.2f} of each of GPUs {engines}")
+    elif len(placement.engines) > 1:
+        parts.append(f"{len(placement.engines)} engines")
     return ", ".join(parts)
 
 
 async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
     """Load trainers and samplers. Raises the first failure.
 
-    A sampler on CUDA starts when all trainers have loaded and no other sampler loads on its GPU: vLLM counts as its
-    own all memory that is filled while it measures.
+    A sampler on CUDA starts when all trainers have loaded and no other model's sampler loads on its GPUs: vLLM counts
+    as its own all memory that is filled while it measures.
     """
-    locks = {model.info.placement.gpus[0]: asyncio.Lock() for model in models if model.info.placement.gpus}
+    locks = {gpu: asyncio.Lock() for model in models for gpu in _engine_gpus(model)}
     trainers = {id(model): asyncio.create_task(model.trainer.start(on_loading)) for model in models}
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
         log.info("%s: loading trainer and sampler, %s", model.info.name, _plan(model))
-        if model.info.placement.gpus:
+        if gpus := _engine_gpus(model):
             await asyncio.gather(*trainers.values())
-            async with locks[model.info.placement.gpus[0]]:
+            async with contextlib.AsyncExitStack() as held:
+                for gpu in gpus:  # in the same order for every model
+                    await held.enter_async_context(locks[gpu])
                 await model.sampler.start(on_loading)
         else:
             await asyncio.gather(trainers[id(model)], model.sampler.start(on_loading))

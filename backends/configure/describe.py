@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from backends.config import BackendConfig
-from backends.configure.placement import Machine, ModelSize, place, this_machine
+from backends.configure.placement import Machine, ModelSize, Parts, place, this_machine
 from backends.families.coverage import Numbers, check_coverage
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
@@ -88,8 +88,7 @@ def placed(found: Sequence[FoundModel], config: BackendConfig, machine: Machine)
         [model.size for model in found],
         machine,
         chosen_device(config, machine),
-        num_ranks=config.ranks,
-        sampler_fraction=config.gpu_memory_fraction,
+        Parts(config.ranks, config.gpu_memory_fraction, config.engines, config.tensor_parallel),
     )
 
 
@@ -102,6 +101,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     dtype = _dtype(renderer.family, device, config, source)
     number_bytes = BYTES_PER_NUMBER[dtype]
     text_config = renderer.config.get_text_config()
+    _check_tensor_parallel(renderer, config, source)
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
     check_rotation(text_config, context, source)
     two_contexts = 2 * context * kv_bytes_per_token(text_config, dtype)
@@ -137,6 +137,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         stable_reinforce=config.stable_reinforce,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots,
+        tensor_parallel=config.tensor_parallel,
         max_images_per_prompt=config.max_images_per_prompt,
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
@@ -185,6 +186,29 @@ def default_lora_rank(rank_bytes: float, room_bytes: float) -> int:
     `rank_bytes` for each unit of rank."""
     fitting = [rank for rank in DEFAULT_LORA_RANKS if rank * rank_bytes <= ADAPTERS_PART * room_bytes]
     return max(fitting, default=DEFAULT_LORA_RANKS[-1])
+
+
+def _check_tensor_parallel(renderer: Renderer, config: BackendConfig, source: str) -> None:
+    """Raise BackendFailed for a model that an engine of several ranks would compute wrongly, or not at all."""
+    size = config.tensor_parallel
+    if size == 1:
+        return
+    text_config = renderer.config.get_text_config()
+    num_heads, num_kv_heads = text_config.num_attention_heads, text_config.num_key_value_heads
+    reason = None
+    if getattr(text_config, "num_experts_per_tok", 0):
+        reason = "vLLM 0.32 gives ranks wrong parts of a mixture's adapters where its experts are padded"
+    elif renderer.family.has_linear_attention:
+        reason = "adapters of linear attention are not compared with their files there"
+    elif config.full:
+        reason = "with backend.full an engine takes whole models, which is not supported by ranks"
+    elif num_heads % size or num_kv_heads % size:
+        reason = f"its {num_heads} heads with {num_kv_heads} of keys cannot be divided evenly"
+    if reason is not None:
+        raise BackendFailed(
+            f"{source}: tensor_parallel {size} (setting backend.tensor_parallel) is not supported: {reason}; set it to"
+            " 1, and backend.engines to the number of GPUs to sample on"
+        )
 
 
 def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Dtype:

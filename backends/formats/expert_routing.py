@@ -8,10 +8,11 @@ found by a model's name and the tokens themselves.
 T tokens, L layers of the decoder, K experts of a token
 """
 
+import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 _MAX_BYTES = 4 << 30
 """Bytes of all files of one base model. A decoder of 48 layers with 8 experts per token takes 384 bytes a token."""
 _ASIDE = "aside"
-"""Name of a file while it is written."""
+"""How the name of a file begins while it is written."""
 
 
 def routing_name(owner: str, model_id: str, rendered: Rendered, sampled: Iterable[int] = ()) -> str:
@@ -36,28 +37,29 @@ def routing_name(owner: str, model_id: str, rendered: Rendered, sampled: Iterabl
 
 
 class RoutingFiles:
-    """Writes routing files, in one process; it finds the files of an earlier one again."""
+    """Writes routing files, in one process; it finds the files of an earlier one again. Several processes may write to
+    one directory, each under its own `writer`."""
 
-    def __init__(self, directory: Path, max_bytes: int = _MAX_BYTES) -> None:
-        """Beyond `max_bytes` the oldest files are deleted."""
+    def __init__(self, directory: Path, max_bytes: int = _MAX_BYTES, writer: str = "") -> None:
+        """Beyond `max_bytes` the oldest files are deleted, of those that were there and of this writer."""
         self._directory = directory
         self._left_bytes = max_bytes
         self._sizes: dict[str, int] = {}
         """Bytes by name, the oldest first."""
         self._writing = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _ASIDE).unlink(missing_ok=True)
-        for file in sorted(directory.iterdir(), key=lambda file: file.stat().st_mtime_ns):
-            self._count(file.name, file.stat().st_size)
+        self._aside = directory / f"{_ASIDE}{writer}"
+        self._aside.unlink(missing_ok=True)
+        for _, name, size in sorted(_files(directory)):
+            self._count(name, size)
 
     def write(self, name: str, experts_TLK: np.ndarray) -> None:
         """Write or replace the file of this name. From any thread."""
         with self._writing:
-            aside = self._directory / _ASIDE
-            with aside.open("wb") as file:
+            with self._aside.open("wb") as file:
                 np.save(file, experts_TLK, allow_pickle=False)
-            self._count(name, aside.stat().st_size)
-            aside.replace(self._directory / name)
+            self._count(name, self._aside.stat().st_size)
+            self._aside.replace(self._directory / name)
 
     def _count(self, name: str, size: int) -> None:
         self._left_bytes += self._sizes.pop(name, 0) - size
@@ -66,6 +68,15 @@ class RoutingFiles:
             self._left_bytes += self._sizes.pop(oldest)
             (self._directory / oldest).unlink(missing_ok=True)
         self._sizes[name] = size
+
+
+def _files(directory: Path) -> Iterator[tuple[int, str, int]]:
+    """Yield time of writing, name and size of each whole file; other writers may delete some meanwhile."""
+    for file in directory.iterdir():
+        if not file.name.startswith(_ASIDE):
+            with contextlib.suppress(FileNotFoundError):
+                state = file.stat()
+                yield state.st_mtime_ns, file.name, state.st_size
 
 
 def read_routing(directory: Path, name: str) -> np.ndarray | None:

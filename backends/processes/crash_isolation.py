@@ -49,6 +49,16 @@ class CrashIsolation:
         """Return whether any work runs."""
         return bool(self._running)
 
+    @property
+    def has_suspects(self) -> bool:
+        """Return whether any work is suspected, which goes before all that is not."""
+        return bool(self._groups)
+
+    async def cleared(self) -> None:
+        """Wait until no work is suspected."""
+        while self._groups:
+            await self._changed.wait()
+
     @asynccontextmanager
     async def admitted(self, work: Suspect, prepare: Callable[[], Awaitable[P]]) -> AsyncIterator[P]:
         """Wait until the work may run, then for `prepare`, and give the block what that returned."""

@@ -115,7 +115,8 @@ async def launch_trainer(spec: ModelSpec) -> list[Child]:
 
 
 async def launch_sampler(spec: ModelSpec) -> list[Child]:
-    """Start the process of a sampler, on the first GPU of its placement; its engine starts with the first command."""
+    """Start the process of one engine, on the GPUs of its placement; the engine starts with the first command."""
+    number = "" if spec.engine is None else f" engine {spec.engine}"
     sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
     env = {
         "VLLM_RPC_BASE_PATH": sockets,
@@ -124,16 +125,17 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
-        **_for_device(spec.device, spec.placement.gpus[:1]),
+        **_for_device(spec.device, spec.placement.engines[0]),
     }
     if spec.device == "cpu":
-        # The engine without a further worker process, and no inductor builds of half a minute for a
-        # function that counts ranks.
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+        # An only rank without a process of its own, several on the cores of the server, and no inductor builds of half
+        # a minute for a function that counts ranks.
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env["TORCH_COMPILE_DISABLE"] = "1"
     else:
         # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return [await launch(f"sampler {spec.name}", "backends.sampler.process", env, folder=sockets)]
+    return [await launch(f"sampler {spec.name}{number}", "backends.sampler.process", env, folder=sockets)]
 
 
 def _for_device(device: str, gpus: Sequence[int]) -> dict[str, str]:

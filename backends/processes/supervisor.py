@@ -47,6 +47,8 @@ class Supervisor:
         else calls that."""
         self.children: list[Child] = []
         """The processes that are ready; empty while there are none."""
+        self.num_failed_starts = 0
+        """Number of starts that failed since the group was last ready."""
         self.on_loading: OnLoading = ignore_loading
         self._name, self._start_processes, self._prepare = name, start, prepare
         self._restart, self._silence = restart, silence
@@ -121,10 +123,12 @@ class Supervisor:
             try:
                 await self._start()
             except (BackendFailed, OSError) as error:
+                self.num_failed_starts += 1
                 log.error("%s does not start: %s; its work waits for %s s", self._name, error, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
+            self.num_failed_starts = 0
             async with self._restarted:
                 self._num_restarts += 1
                 self._restarted.notify_all()

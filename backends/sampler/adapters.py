@@ -68,7 +68,7 @@ class AdapterLoader:
         request = self.request(version)
         try:
             load = (request.lora_name, request.lora_int_id, request.lora_path)
-            (ignored,) = await self._engine.collective_rpc("load_adapter", args=load)
+            ignored, *_ = await self._engine.collective_rpc("load_adapter", args=load)
         except EngineDeadError:
             raise
         except Exception as error:  # whatever vLLM meets in the files; the engine lives

@@ -1,41 +1,32 @@
-"""Drives the vLLM sampler of one base model: one child process, started again when it dies or hangs.
+"""Drives one vLLM engine of a base model: one child process, started again when it dies or hangs.
 
-Imports no vLLM: the engine is in the child (`process.py`) and in a further process that vLLM starts. A task
-waits until there is an engine, however long that takes; only one that kills engines itself fails.
+Imports no vLLM: the engine is in the child (`process.py`) and in further processes that vLLM starts. The pool
+(`pool.py`) says what the engine does.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from api_schemas.inputs import EncodedTextChunk, ModelInput
-from api_schemas.sampling import SampleResponse, SamplingParams
+from api_schemas.sampling import SamplingParams
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
-from backends.processes.launcher import StartWorkers, launch_sampler
-from backends.processes.rpc import Child, ChildDied, Command
+from backends.processes.launcher import StartWorkers
+from backends.processes.rpc import Child, Command
 from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import (
-    BackendFailed,
-    ChatTask,
-    ChatUsage,
-    EngineUse,
-    Loading,
-    OnLoading,
-    ProcessState,
-    SamplingTask,
-    ignore_loading,
-)
-from backends.sampler.commands import Chat, CountProgress, CountSequences, Publish, Sample, Start
+from backends.protocol import BackendFailed, EngineUse, Loading, SamplingTask
+from backends.sampler.commands import CountProgress, CountSequences, Sample, ShareRunning, Start
 
 R = TypeVar("R")
 
 _ENGINE_USE_S = 0.5
-"""Longest wait for an engine's use: an answer that is not there at once is not worth waiting for."""
+"""Longest wait for an engine's counts: an answer that is not there at once is not worth waiting for."""
 _FIRST_TASK = SamplingTask(
     prompt=ModelInput(chunks=[EncodedTextChunk(tokens=np.zeros(1, np.int64))]),
     params=SamplingParams(max_tokens=1),
@@ -46,84 +37,89 @@ _FIRST_TASK = SamplingTask(
 """An engine that dies of this is no engine: no request is the culprit."""
 
 
-class SamplerClient:
-    """`protocol.Sampler`."""
+@dataclass(eq=False)
+class Request(Suspect):
+    """A request to the sampler."""
 
-    def __init__(self, spec: ModelSpec, start_workers: StartWorkers = launch_sampler) -> None:
+    num_tokens: int = 0
+    """Tokens that it is expected to take."""
+    deaths: int = 0
+    """Number of engines that died while they worked on it."""
+    has_begun: bool = False
+    """True once a part of its answer was emitted."""
+    engine: "EngineClient | None" = None
+    """The engine that it was given to last."""
+
+
+class EngineClient:
+    """One engine, its process and the requests that it has."""
+
+    def __init__(self, spec: ModelSpec, start_workers: StartWorkers, *, is_alone: bool) -> None:
+        """If it `is_alone` in its pool, it is started again when somebody asks for it, else by itself."""
         self._spec = spec
-        self._isolation = CrashIsolation(is_exclusive=True)
-        silence = Silence(spec.silence_s, lambda: self._isolation.is_busy, lambda child: child.call(CountProgress()))
-        launch = partial(start_workers, spec)
-        self._supervisor = Supervisor(f"{spec.name}: the sampler", launch, self._load, silence=silence)
+        self.name = "the sampler" if is_alone else f"engine {spec.engine} of the sampler"
+        self.isolation = CrashIsolation(is_exclusive=True)
+        self.requests: set[Request] = set()
+        """Requests that run here, or wait for this engine."""
+        self.waiting_tokens = 0
+        """Tokens that they are expected to take."""
+        silence = Silence(spec.silence_s, lambda: self.isolation.is_busy, lambda child: child.call(CountProgress()))
+        self.supervisor = Supervisor(
+            f"{spec.name}: {self.name}",
+            partial(start_workers, spec),
+            self._load,
+            restart=None if is_alone else self.running,
+            silence=silence,
+        )
 
-    async def start(self, on_loading: OnLoading = ignore_loading) -> None:
-        """Return once the engine can sample. `on_loading` is called during this start and later ones. Raises
-        BackendFailed."""
-        await self._supervisor.start(on_loading)
+    @property
+    def is_open(self) -> bool:
+        """Return whether it lives and takes requests that are no suspects."""
+        return self.supervisor.is_alive and not self.isolation.has_suspects
 
-    async def stop(self) -> None:
-        """End the child and its engine."""
-        await self._supervisor.stop()
+    async def opened(self) -> None:
+        """Wait until it is open; a dead engine is started again."""
+        while not self.is_open:
+            await self.supervisor.running()
+            await self.isolation.cleared()
 
-    async def sample(self, task: SamplingTask) -> SampleResponse:
-        """Implement the protocol."""
-        return await self._run(task.owner, Sample(task))
+    async def running(self) -> Child:
+        """Return its process. The first caller after a death starts another one."""
+        [child] = await self.supervisor.running()
+        return child
 
-    async def publish(self, weights: Path, owner: str) -> None:
-        """Implement the protocol."""
-        await self._run(owner, Publish(weights, owner))
+    @contextmanager
+    def having(self, request: Request) -> Iterator[None]:
+        """Count a request as the engine's while the block runs."""
+        self.requests.add(request)
+        self.waiting_tokens += request.num_tokens
+        try:
+            yield
+        finally:
+            self.requests.discard(request)
+            self.waiting_tokens -= request.num_tokens
 
-    def processes(self) -> list[ProcessState]:
-        """Return the state of the process that was started last."""
-        return self._supervisor.processes()
+    async def use(self) -> EngineUse | None:
+        """Return its load; None if it is being started, or does not answer at once."""
+        return await self._at_once(CountSequences())
 
-    async def engine_use(self) -> EngineUse | None:
-        """Implement `protocol.BaseModel.engine_use`."""
-        if not (children := self._supervisor.children):
+    async def share_running(self, elsewhere: dict[str, int]) -> dict[str, int] | None:
+        """Tell it how many sequences each owner has running in other engines, and return how many in this one; None as
+        `use`."""
+        return await self._at_once(ShareRunning(elsewhere))
+
+    async def _at_once(self, command: Command[R]) -> R | None:
+        if not (children := self.supervisor.children):
             return None
         try:
             async with asyncio.timeout(_ENGINE_USE_S):
-                return await children[0].call(CountSequences())
+                return await children[0].call(command)
         except (TimeoutError, BackendFailed):
             return None
 
-    async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
-        """Implement the protocol."""
-        return await self._run(task.owner, Chat(task), emit)
-
-    async def _run(self, owner: str, command: Command[R], emit: Callable[[str], None] | None = None) -> R:
-        has_begun = False
-
-        def on_part(part: str) -> None:
-            nonlocal has_begun
-            has_begun = True
-            assert emit is not None
-            emit(part)
-
-        request = Suspect(owner)
-        try:
-            while not request.is_culprit:
-                async with self._isolation.admitted(request, self._running) as child:
-                    try:
-                        return await child.call(command, on_part=None if emit is None else on_part)
-                    except ChildDied:
-                        self._isolation.crashed(child)
-                        if has_begun:  # another answer would not begin as this one did
-                            raise BackendFailed("the engine died while it answered; send the request again") from None
-        finally:
-            self._isolation.release(request)
-        raise BackendFailed(
-            "the engine died twice while it worked on this request, the second time on nothing else. It was started"
-            " again for the others; this request is not tried a third time"
-        )
-
-    async def _running(self) -> Child:
-        [child] = await self._supervisor.running()
-        return child
-
     async def _load(self, children: list[Child]) -> None:
         [child] = children
-        emit = partial(self._supervisor.on_loading, child.name)
+        emit = partial(self.supervisor.on_loading, child.name)
         await child.call(Start(self._spec), on_part=emit)
         emit(Loading("draws a first token"))
         await child.call(Sample(_FIRST_TASK))

@@ -49,6 +49,13 @@ class CountSequences(Command[EngineUse]):
     """Return the engine's load."""
 
 
+@dataclass(frozen=True)
+class ShareRunning(Command[dict[str, int]]):
+    """Note how many sequences each owner has running in the pool's other engines; return how many in this one."""
+
+    elsewhere: dict[str, int]
+
+
 GrammarKind = Literal["json", "regex", "grammar", "structural_tag"]
 
 

@@ -17,7 +17,7 @@ from backends.patches import for_device, require_as_written
 from backends.protocol import BackendFailed
 from backends.sampler.checks import MAX_TOPK
 from backends.sampler.fair_admission import RESERVE
-from backends.sampler.vllm_patches.targets import PATCHES
+from backends.sampler.vllm_patches.targets import EXECUTOR, PATCHES
 
 VLLM_VERSION = "0.32.0"
 """The version whose internals `vllm_patches/` changes; those that it names are hashed, others may differ silently."""
@@ -53,6 +53,8 @@ def check_kv_cache(renderer: Renderer, config: ModelSpec) -> None:
 
 def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
     """Return the arguments of vLLM's engine for this model on this device."""
+    # The size is each rank's: of the heads of keys, each has its part.
+    kv_cache_bytes = None if config.kv_cache_bytes is None else config.kv_cache_bytes // config.tensor_parallel
     return AsyncEngineArgs(
         model=config.directory,
         dtype=config.dtype,
@@ -62,7 +64,7 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
         max_num_seqs=max_sequences(config),
         # Among admitted sequences, prompts of owners with few running ones come first (`fair_admission.py`).
         scheduling_policy="priority",
-        kv_cache_memory_bytes=config.kv_cache_bytes,
+        kv_cache_memory_bytes=kv_cache_bytes,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         max_logprobs=3 * MAX_TOPK,  # likeliest, chosen and drawn tokens
@@ -72,9 +74,16 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
         use_tqdm_on_load=False,
         enable_log_requests=False,
         **_device_args(config),
+        **({} if config.tensor_parallel == 1 else _parallel_args(config, vision)),
         **({} if config.full else _adapter_args(config, vision)),
         **({} if vision is None else _vision_args(config, vision)),
     )
+
+
+def _parallel_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:
+    args = {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": EXECUTOR}
+    # Images are divided among ranks, not the tower: its heads may be too few.
+    return args if vision is None else args | {"mm_encoder_tp_mode": "data"}
 
 
 def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:

@@ -3,13 +3,17 @@
 The engine decodes a limited number of sequences at once, with a limited number of adapters (slots), and would serve
 them in order of arrival. Here a sequence enters only when the engine has room for it, so a flood waits outside. Knows
 no engine.
+
+Where a model has several engines, each shares itself out in this way, and knows how many sequences each owner has
+running in the others (`pool.py`): an owner's grants count wherever they are. Only an owner with none in this engine
+goes before that count: what waits here cannot run there, and would starve behind what the same owner has elsewhere.
 """
 
 import asyncio
 import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,12 +68,15 @@ class FairAdmission:
         """The oldest first."""
         self._running: Counter[str] = Counter()
         """Sequences in the engine, by owner."""
+        self.elsewhere: Mapping[str, int] = {}
+        """Sequences in the pool's other engines, by owner, as of their last report."""
         self._last_served: dict[str, int] = {}
         self._clock = itertools.count(1)
 
     @contextlib.asynccontextmanager
     async def admission(self, owner: str, adapter: Path | None) -> AsyncIterator[int]:
-        """Inside, one sequence of this owner and adapter may run. Yields how many the owner had running before."""
+        """Inside, one sequence of this owner and adapter may run. Yields how many the owner had running before,
+        in the whole pool."""
         queue = self._queues.setdefault((owner, adapter), _Queue(owner, adapter))
         sequence = _Sequence(next(self._clock), asyncio.get_running_loop().create_future())
         queue.waiting.append(sequence)
@@ -87,6 +94,11 @@ class FairAdmission:
             yield num_before
         finally:
             self._leave(owner, adapter)
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Return the number of sequences in the engine, by owner."""
+        return dict(self._running)
 
     @property
     def use(self) -> EngineUse:
@@ -116,13 +128,19 @@ class FairAdmission:
                 self._slots[queue.adapter].num_running += 1
                 self._slots[queue.adapter].num_admitted += 1
             if not sequence.admitted.done():  # else it was cancelled, and leaves at once
-                sequence.admitted.set_result(self._running[queue.owner])
+                sequence.admitted.set_result(self._in_pool(queue.owner))
             self._running[queue.owner] += 1
             self._drop_if_empty(queue)
 
-    def _order(self, queue: _Queue) -> tuple[int, int, int]:
-        """Order queues, the least first: fewest sequences of the owner, owner served longest ago, adapter likewise."""
-        return self._running[queue.owner], self._last_served.get(queue.owner, 0), queue.last_admitted
+    def _order(self, queue: _Queue) -> tuple[bool, int, int, int]:
+        """Order queues, the least first: owners with none here, fewest sequences of the owner in the pool, owner served
+        longest ago, adapter likewise."""
+        owner = queue.owner
+        last_served = self._last_served.get(owner, 0)
+        return self._running[owner] > 0, self._in_pool(owner), last_served, queue.last_admitted
+
+    def _in_pool(self, owner: str) -> int:
+        return self._running[owner] + self.elsewhere.get(owner, 0)
 
     def _has_room(self, queue: _Queue) -> bool:
         reserve = 0 if self._running[queue.owner] else RESERVE

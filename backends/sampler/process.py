@@ -29,7 +29,7 @@ from backends.sampler.adapters import AdapterLoader
 from backends.sampler.answers import answer
 from backends.sampler.chat.engine_client import Shared
 from backends.sampler.chat.handlers import Chats
-from backends.sampler.commands import Chat, CountProgress, CountSequences, Publish, Sample, Start
+from backends.sampler.commands import Chat, CountProgress, CountSequences, Publish, Sample, ShareRunning, Start
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.fair_admission import FairAdmission
 from backends.sampler.full_models import FullModelLoader
@@ -61,7 +61,8 @@ class SamplerProcess:
         self._admits_publishing = spec.full
         self._placeholders = sorted(renderer.family.placeholders)
         self._end_tokens = end_tokens(renderer, spec.directory)
-        self._routing = None if spec.routing_dir is None else RoutingFiles(spec.routing_dir)
+        writer = "" if spec.engine is None else str(spec.engine)
+        self._routing = None if spec.routing_dir is None else RoutingFiles(spec.routing_dir, writer=writer)
         self._admission = FairAdmission(spec.max_concurrent_samples, 1 if spec.full else spec.adapter_slots)
         grammars = Grammars(spec.name, engine.renderer.tokenizer, engine.model_config.get_vocab_size())
         admission, ends = self._admission, self._end_tokens
@@ -131,8 +132,13 @@ class SamplerProcess:
 
     async def count_progress(self) -> int:
         """Return the number of the engine's steps and of tasks done."""
-        (steps,) = await self._engine.collective_rpc("count_steps")
+        steps, *_ = await self._engine.collective_rpc("count_steps")
         return int(steps) + self._tasks_done
+
+    def share_running(self, elsewhere: dict[str, int]) -> dict[str, int]:
+        """Note each owner's running sequences in other engines; return those in this one."""
+        self._admission.elsewhere = elsewhere
+        return self._admission.running
 
     async def count_sequences(self) -> EngineUse:
         """Return the engine's load. While a long step runs, the engine's own batch is as of its last answer: it answers
@@ -199,8 +205,8 @@ async def main() -> None:
     started: list[SamplerProcess] = []
 
     async def handle(
-        command: Start | Sample | Chat | Publish | CountProgress | CountSequences, emit: OnPart
-    ) -> SampleResponse | ChatUsage | EngineUse | int | None:
+        command: Start | Sample | Chat | Publish | CountProgress | CountSequences | ShareRunning, emit: OnPart
+    ) -> SampleResponse | ChatUsage | EngineUse | dict[str, int] | int | None:
         if isinstance(command, Start):
             started.append(await SamplerProcess.start(command.spec, Progress(emit)))
             return None
@@ -217,6 +223,8 @@ async def main() -> None:
                     return await started[0].count_progress()
                 case CountSequences():
                     return await started[0].count_sequences()
+                case ShareRunning(elsewhere):
+                    return started[0].share_running(elsewhere)
 
     await serve_async(handle)
     for process in started:

@@ -4,6 +4,9 @@ A slot that is left out, mixed up, scaled twice or filled from another adapter g
 in bfloat16 too close to the right ones for any text to tell. The files are read again here, and not compared with what
 vLLM keeps of them.
 
+The ranks of an engine each have a part of B's outputs in most layers, and of A's inputs in those that add up all
+ranks' outputs. Which part is told by the sizes and the rank alone, not by vLLM's own slicing.
+
 S slots, E experts (1 in other layers), R the engine's largest rank, r the adapter's, I inputs, O outputs
 """
 
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
@@ -153,8 +157,8 @@ def _buffers(module: Any) -> list[tuple[Tensor, Tensor]]:
 def _differs(module: Any, slot: int, parts: Sequence[Part | None]) -> Tensor:
     """Return whether any bit of a module's slot differs from the files, as a tensor of one boolean."""
     buffers = [(a_SERI[slot], b_SEOR[slot]) for a_SERI, b_SEOR in _buffers(module)]
-    sizes = [b_EOR.shape[-2] for _, b_EOR in buffers]
-    wanted = _by_slice(parts, sizes)
+    whole = _by_slice(parts, _sizes(module, buffers))
+    wanted = [_of_rank(part, *pair) for part, pair in zip(whole, buffers, strict=True)]
     flags = [
         _other_bits(buffer, half)
         for pair, part in zip(buffers, wanted, strict=True)
@@ -163,6 +167,33 @@ def _differs(module: Any, slot: int, parts: Sequence[Part | None]) -> Tensor:
     if isinstance(module, FusedMoEWithLoRA):
         flags.append(module.adapter_enabled[slot] != any(part is not None for part in parts))
     return torch.stack(flags).any()
+
+
+def _sizes(module: Any, buffers: Sequence[Part]) -> list[int]:
+    """Return the outputs of each slice of a module, of all ranks together."""
+    here = [b_EOR.shape[-2] for _, b_EOR in buffers]
+    if get_tensor_model_parallel_world_size() == 1:
+        return here
+    whole = getattr(module.base_layer, "output_sizes", here)
+    return list(whole) if len(whole) == len(here) else here
+
+
+def _of_rank(part: Part | None, a_ERI: Tensor, b_EOR: Tensor) -> Part | None:
+    """Return this rank's part of matrices, for slots of the sizes of `a_ERI` and `b_EOR`."""
+    if part is None or get_tensor_model_parallel_world_size() == 1:
+        return part
+    a, b = part
+    return _piece(a, -1, a_ERI.shape[-1]), _piece(b, -2, b_EOR.shape[-2])
+
+
+def _piece(whole: Tensor, dim: int, size: int) -> Tensor:
+    """Return this rank's piece of `size` along a dimension. Ranks share a piece where there are fewer, as of key heads;
+    a dimension that is no larger is not divided."""
+    num_pieces = whole.shape[dim] // size
+    if num_pieces <= 1:
+        return whole
+    piece = get_tensor_model_parallel_rank() * num_pieces // get_tensor_model_parallel_world_size()
+    return whole.narrow(dim, piece * size, size)
 
 
 def _by_slice(parts: Sequence[Part | None], sizes: Sequence[int]) -> list[Part | None]:

@@ -178,8 +178,9 @@ def say_pauses(place: Place) -> None:
 
 
 @pytest.fixture
-def server(tiny_vl: Path, tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "data", {MODEL: tiny_vl})
+def server(tiny_vl: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    engines = str(request.config.getoption("--engines", 1))
+    server = Server(tmp_path / "data", {MODEL: tiny_vl}, "--engines", engines)
     yield server
     if server.process.poll() is None:
         server.stop()
@@ -201,6 +202,18 @@ def test_work_survives_kills(server: Server, tmp_path: Path, num_operations: int
     place = Place(server, num_operations, SEED)
     place.work_through(kills)
     assert_all_is_well(place, tmp_path / "data")
+
+
+@pytest.mark.slow
+def test_work_survives_kills_of_one_engine_of_two(tiny_vl: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path / "data", {MODEL: tiny_vl}, "--engines", "2")
+    try:
+        place = Place(server, 40, SEED)
+        place.work_through(["engine", "trainer", "sampler", "server", "engine"])
+        assert_all_is_well(place, tmp_path / "data")
+    finally:
+        if server.process.poll() is None:
+            server.stop()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from backends.model_spec import Dtype
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer import base_model
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
@@ -43,7 +43,7 @@ async def test_both_keep_what_layers_add_to_in_float32(tmp_path, monkeypatch):
     rounding = perturbed_rank(source, "bfloat16")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
     settings = replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16", kv_cache_bytes=1 << 28)
-    running = SamplerClient(settings)
+    running = SamplerPool(settings)
     await running.start()
     params = {"max_tokens": 48, "stop": [], "seed": 1}
     prompts = [prompt(words(16, seed)) for seed in range(24)]

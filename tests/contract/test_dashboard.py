@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from backends.protocol import EngineBatch, EngineUse
 from tests.dashboard import Owner, with_keys
 from tests.fake_server import Running
 from tests.photographs import photographs
@@ -258,6 +259,17 @@ def test_chats_are_among_the_samples_of_their_owner_alone_and_open_pages_are_not
 def test_the_machine_shows_the_engines_batch_and_how_full_its_cache_is(alice: Owner) -> None:
     text = alice.get("/machine/now").text
     assert "KV cache 38 % in use" in text and "In vLLM's scheduler 0 running, 2 waiting" in text
+
+
+def test_the_machine_shows_each_of_several_engines(alice: Owner) -> None:
+    batch = EngineBatch(3, 1, 0.25)
+    alice.server.backend.tiny.engines = {0: EngineUse(3, 1, 256, 2, 8, batch), 1: EngineUse(5, 0, 256, 1, 8)}
+    try:
+        text = " ".join(alice.get("/machine/now").text.split())
+    finally:
+        alice.server.backend.tiny.engines = {}
+    assert "Engine 0: 3 running, 1 waiting, 2 adapters, KV cache 25 %" in text
+    assert "Engine 1: 5 running, 1 adapters</p>" in text
 
 
 def test_of_what_waits_another_owner_sees_the_kind_alone(alice: Owner, bob: Owner) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
 from backends.protocol import ADAPTER_FILE
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.lora.linear import ALPHA
 from backends.trainer.rank import TrainerRank
@@ -200,7 +200,7 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
     rank.save_sampler_weights("a", weights["d"], for_elsewhere=True)
     trained_as = {None: "fresh", "d": "a"}
     rank.create_model("fresh", LORA)  # adds nothing
-    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype))
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype))
     await running.start()
     try:
         works = [(name, item) for item in data for name in weights]

@@ -20,7 +20,7 @@ from api_schemas.inputs import ModelInput
 from api_schemas.sampling import SampleResponse
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from tests.factories import MIXED, image, present, prompt, words
 from tests.full import FULL, full_trainer, mixed_data, train
 from tests.sampling import ATOL, request, sample, sampler_config, scoring
@@ -33,9 +33,9 @@ MODEL_FILE = "model.safetensors"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerClient]:
+async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
     config = sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch"))
-    running = SamplerClient(replace(config, full=True))
+    running = SamplerPool(replace(config, full=True))
     await running.start()
     yield running
     await running.stop()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from backends.protocol import EngineBatch, EngineUse
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.auth import keys
 
@@ -79,6 +80,18 @@ def test_requests_operations_tokens_queues_and_processes_are_measured(server: Ru
     assert found["tinker_engine_batch", "tiny", "waiting"] == 2
     assert found["tinker_engine_kv_cache_used", "tiny"] == 0.375
     assert found["tinker_disk_free_bytes",] > 0
+
+
+def test_each_of_several_engines_is_measured_beside_their_sum(server: Running) -> None:
+    batch = EngineBatch(3, 1, 0.25)
+    server.backend.tiny.engines = {0: EngineUse(3, 1, 256, 2, 8, batch), 1: EngineUse(5, 0, 256, 1, 8)}
+    found = samples(server)
+    assert found["tinker_pool_sequences", "tiny", "0", "running"] == 3
+    assert found["tinker_pool_sequences", "tiny", "0", "waiting"] == 1
+    assert found["tinker_pool_sequences", "tiny", "1", "running"] == 5
+    assert found["tinker_pool_kv_cache_used", "tiny", "0"] == 0.25
+    assert ("tinker_pool_kv_cache_used", "tiny", "1") not in found
+    assert found["tinker_engine_sequences", "tiny", "most"] == 256
 
 
 def test_what_waits_and_what_runs_is_counted_by_kind(server: Running) -> None:

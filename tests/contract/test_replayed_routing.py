@@ -14,7 +14,7 @@ from tinker import types
 
 from api_schemas.inputs import Datum, EncodedTextChunk, ModelInput
 from backends.formats.expert_routing import read_routing, routing_name
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, make_renderer, prompt, words
@@ -40,7 +40,7 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
     rank.create_model("m", LORA)
     perturb(rank, "m")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
-    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), routing_dir=routing_dir))
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), routing_dir=routing_dir))
     await running.start()
     drawn: list[tuple[ModelInput, np.ndarray, np.ndarray]] = []
 

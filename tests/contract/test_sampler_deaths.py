@@ -12,16 +12,14 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from api_schemas.sampling import SamplingParams
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child
 from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import BackendFailed, ChatTask, SamplingTask, ignore_loading
-from backends.sampler.client import SamplerClient
-from tests.factories import prompt, words
-from tests.sampling import sampler_config
+from backends.protocol import BackendFailed, ChatTask, ignore_loading
+from backends.sampler.pool import SamplerPool
+from tests.sampling import ask, sampler_config
 
 STARTS: list[float] = []
 
@@ -32,28 +30,16 @@ async def launch_light(spec: ModelSpec) -> list[Child]:
 
 
 @pytest_asyncio.fixture
-async def sampler(tmp_path: Path) -> AsyncIterator[SamplerClient]:
+async def sampler(tmp_path: Path) -> AsyncIterator[SamplerPool]:
     STARTS.clear()
-    running = SamplerClient(replace(sampler_config(tmp_path, tmp_path), silence_s=4), launch_light)
+    running = SamplerPool(replace(sampler_config(tmp_path, tmp_path), silence_s=4), launch_light)
     await running.start()
     yield running
     await running.stop()
 
 
-async def ask(sampler: SamplerClient, token: int, owner: str = "good") -> int:
-    one = words(1)
-    task = SamplingTask(
-        prompt=prompt(one.model_copy(update={"tokens": one.tokens * 0 + token})),
-        params=SamplingParams(max_tokens=1),
-        num_samples=1,
-        weights=None,
-        owner=owner,
-    )
-    return int((await sampler.sample(task)).sequences[0].tokens[0])
-
-
 @pytest.mark.parametrize("poison", [13, 14])
-async def test_a_request_that_kills_the_engine_fails_alone_and_by_name(sampler: SamplerClient, poison: int) -> None:
+async def test_a_request_that_kills_the_engine_fails_alone_and_by_name(sampler: SamplerPool, poison: int) -> None:
     """Beside twenty of another owner and five of its own."""
     beside = [asyncio.create_task(ask(sampler, 1)) for _ in range(20)]
     own = [asyncio.create_task(ask(sampler, 1, "bad")) for _ in range(5)]
@@ -65,7 +51,7 @@ async def test_a_request_that_kills_the_engine_fails_alone_and_by_name(sampler: 
     assert len(STARTS) <= 4  # at first, after the death of all, of the owner's, of the one alone
 
 
-async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler: SamplerClient) -> None:
+async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler: SamplerPool) -> None:
     """More deaths in a row than a fixed number of starts would allow."""
     bad = [asyncio.create_task(ask(sampler, 13, "bad")) for _ in range(4)]
     good = [asyncio.create_task(ask(sampler, token)) for token in (0, 1) * 5]
@@ -77,7 +63,7 @@ async def test_many_poisonous_requests_of_one_owner_never_fail_anothers(sampler:
 
 @pytest.mark.parametrize("is_emitted", [True, False])
 async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_emitted(
-    sampler: SamplerClient, is_emitted: bool
+    sampler: SamplerPool, is_emitted: bool
 ) -> None:
     """The engine dies under it, once."""
     parts: list[str] = []
@@ -94,7 +80,7 @@ async def test_a_chat_runs_again_unless_a_part_of_its_answer_was_emitted(
 
 
 async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(
-    sampler: SamplerClient, tmp_path: Path
+    sampler: SamplerPool, tmp_path: Path
 ) -> None:
     (tmp_path / "broken").touch()
     waiting = [asyncio.create_task(ask(sampler, token)) for token in (0, 1, 0)]
@@ -106,8 +92,8 @@ async def test_while_the_engine_does_not_start_samples_wait_with_growing_pauses(
     assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == [0, 1, 0]
 
 
-async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more(sampler: SamplerClient) -> None:
-    [child] = sampler._supervisor.children
+async def test_a_process_that_hangs_is_started_again_and_its_work_runs_once_more(sampler: SamplerPool) -> None:
+    [child] = sampler.engines[0].supervisor.children
     await ask(sampler, 0)
     psutil.Process(child.process.pid).suspend()
     assert await asyncio.wait_for(ask(sampler, 1), 30) == 1
@@ -144,14 +130,14 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) ->
         await running.stop()
 
 
-async def test_a_request_that_hangs_the_engine_fails_like_one_that_kills_it(sampler: SamplerClient) -> None:
+async def test_a_request_that_hangs_the_engine_fails_like_one_that_kills_it(sampler: SamplerPool) -> None:
     beside = [asyncio.create_task(ask(sampler, 1)) for _ in range(3)]
     with pytest.raises(BackendFailed, match="died twice"):
         await asyncio.wait_for(ask(sampler, 7, "bad"), 60)
     assert await asyncio.gather(*beside) == [1] * 3
 
 
-async def test_cancelled_requests_are_no_suspects(sampler: SamplerClient) -> None:
+async def test_cancelled_requests_are_no_suspects(sampler: SamplerPool) -> None:
     cancelled = [asyncio.create_task(ask(sampler, 1)) for _ in range(5)]
     dying = asyncio.create_task(ask(sampler, 14, "bad"))
     await asyncio.sleep(0.7)

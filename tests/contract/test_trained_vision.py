@@ -18,7 +18,7 @@ from api_schemas.inputs import Datum
 from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, words
@@ -245,7 +245,7 @@ async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, rend
     for one, other in itertools.combinations(expected.values(), 2):
         assert max(np.abs(a - b).max() for a, b in zip(one, other, strict=True)) > 0.1
     works = list(itertools.product(range(len(data)), weights))
-    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), trains_vision=True))
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), trains_vision=True))
     await running.start()
     try:
         scores = [sample(running, scoring(data[index].model_input), weights[one]) for index, one in works]

@@ -13,7 +13,7 @@ import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk
 from backends.protocol import BackendFailed
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
@@ -83,7 +83,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
         perturb(rank, name)
         weights[name] = tmp_path / name
         rank.save_sampler_weights(name, weights[name], for_elsewhere=False)
-    running = SamplerClient(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA))
+    running = SamplerPool(dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA))
     await running.start()
     try:
         asked = [(name, item) for item in data for name in weights]
@@ -118,7 +118,7 @@ async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_
         perturb(rank, "m")
     ranks["replayed"].save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
     settings = dataclasses.replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA, routing_dir=routing_dir)
-    running = SamplerClient(settings)
+    running = SamplerPool(settings)
     await running.start()
     prompts = [prompt(words(length, length)) for length in (5, 40, 300)]
     try:

@@ -47,14 +47,14 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
         # As the trainers may; this process stands in for them.
         share = sum(model.info.placement.trainer_fraction for model in loaded)
         filled = torch.empty(int(share * total), dtype=torch.uint8, device="cuda")
-        host = loaded[0].sampler._supervisor.children[0].process.pid
+        host = loaded[0].sampler.engines[0].supervisor.children[0].process.pid
         assert (
             psutil.Process(loaded[0].trainer._supervisor.children[0].process.pid).environ()["CUDA_VISIBLE_DEVICES"]
             == "0"
         )
         os.kill(host, signal.SIGKILL)
         after = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
-        assert loaded[0].sampler._supervisor.children[0].process.pid != host
+        assert loaded[0].sampler.engines[0].supervisor.children[0].process.pid != host
         assert after == before
         del filled
         for model in loaded:

@@ -14,7 +14,7 @@ import torch
 
 from api_schemas.inputs import Datum
 from api_schemas.training import AdamParams, Trainable
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present
@@ -91,7 +91,7 @@ async def test_the_sampler_scores_as_the_trainer(mode, tiny_vl, tmp_path):
     steps_on = [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())] if mode.lora.full else []
     rank = trained(source, mode, "cuda", "bfloat16", steps_on)
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
-    running = SamplerClient(replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA, **mode.settings))
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), **ON_CUDA, **mode.settings))
     await running.start()
     try:
         scores = [

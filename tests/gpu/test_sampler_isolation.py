@@ -18,7 +18,7 @@ from backends.formats.model_files import kv_bytes_per_token
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Placement
 from backends.protocol import InvalidInput
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from backends.trainer.checkpoint_files import write_adapter, write_directory
 from tests.factories import MIXED, prompt, words
 from tests.sampling import RANKS, Reference, request, sample, sampler_config, scoring
@@ -33,13 +33,13 @@ CLOSE = 0.05
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerClient]:
+async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     config = sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch"))
     placement = Placement(sampler_fraction=0.1)
     cuda = replace(config, device="cuda", dtype="bfloat16", placement=placement, kv_cache_bytes=KV_CACHE_BYTES)
-    running = SamplerClient(cuda)
+    running = SamplerPool(cuda)
     await running.start()
     yield running
     await running.stop()
@@ -85,11 +85,11 @@ async def test_a_diverged_adapter_leaves_nothing_in_the_cache_for_others(sampler
 
 async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, reference, tmp_path):
     diverged = spoilt(reference, tmp_path / "diverged")
-    process = sampler._supervisor.children
+    process = sampler.engines[0].supervisor.children
     for fields in ({"prompt_alt_tokens_k": 2}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3}):
         with pytest.raises(InvalidInput, match="not finite"):
             await sample(sampler, request(MIXED["one image"], {"seed": 1}, **fields), diverged)
-    assert sampler._supervisor.children is process
+    assert sampler.engines[0].supervisor.children is process
 
 
 async def test_image_placeholders_are_never_drawn_however_likely(sampler, renderer, tmp_path):

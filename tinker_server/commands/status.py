@@ -61,6 +61,8 @@ def queue_table(gauges: Gauges) -> Table:
         table.add_row(kind, state, f"{number:.0f}")
     for (base_model, state), number in sorted(gauges["tinker_engine_sequences"].items()):
         table.add_row(f"sequences of {base_model}", state, f"{number:.0f}")
+    for (base_model, engine, state), number in sorted(gauges["tinker_pool_sequences"].items()):
+        table.add_row(f"sequences of {base_model}, engine {engine}", state, f"{number:.0f}")
     return table
 
 

@@ -106,6 +106,18 @@ def _engines(uses: dict[str, EngineUse]) -> Iterator[Metric]:
     yield _gauge("tinker_engine_batch", "Sequences in vLLM's scheduler.", ("base_model", "state"), counts)
     used = {(name,): batch.cache_used for name, batch in batches.items()}
     yield _gauge("tinker_engine_kv_cache_used", "Fraction of the KV cache in use.", ("base_model",), used)
+    yield from _pool({(name, str(number)): one for name, use in uses.items() for number, one in use.engines.items()})
+
+
+def _pool(uses: dict[tuple[str, str], EngineUse]) -> Iterator[Metric]:
+    """Yield what each of several engines has; the metrics above are their sums."""
+    sequences: dict[tuple[str, ...], float] = {}
+    for engine, use in uses.items():
+        sequences |= {(*engine, "running"): use.sequences_running, (*engine, "waiting"): use.sequences_waiting}
+    labels = ("base_model", "engine")
+    yield _gauge("tinker_pool_sequences", "Sequences in each of several engines.", (*labels, "state"), sequences)
+    used = {engine: use.batch.cache_used for engine, use in uses.items() if use.batch is not None}
+    yield _gauge("tinker_pool_kv_cache_used", "Fraction of the KV cache of each of several engines.", labels, used)
 
 
 def _gpus(gpus: list[GpuState]) -> Iterator[Metric]:

@@ -2,6 +2,9 @@
 
 from backends.patches import Patch
 
+EXECUTOR = "backends.sampler.vllm_patches.executor.Executor"
+"""The executor of an engine with several ranks."""
+
 KV_CACHE_ZEROING = Patch(
     "kv-cache-zeroing",
     "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
@@ -235,5 +238,13 @@ V2_DISPATCH = Patch(
     "A captured graph would leak one prompt's image features into the next.",
     "image-features-in-graphs.md",
     device="cuda",
+)
+ANSWERS_OF_RANKS = Patch(
+    "answers-of-ranks",
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
+    "1b819a63eae189b562285d629a3500d4bf2978c48b06494edcd3d19bc4316b2a",
+    "Where the first of several ranks fails, the others' answers are taken for those to the next call.",
+    "answers-of-ranks.md",
+    how="overridden",
 )
 PATCHES = [one for one in vars().values() if isinstance(one, Patch)]

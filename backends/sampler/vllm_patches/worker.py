@@ -43,7 +43,7 @@ def _count_batch(core: Any) -> tuple[int, int, float]:
 def _patch_process() -> None:
     is_cpu = current_platform.is_cpu()
     require_as_written(for_device(targets.PATCHES, "cpu" if is_cpu else "cuda"))
-    # Read by scheduler and worker when they are made; both live in this process.
+    # Read by scheduler and worker when they are made, in this process or in one each (`executor.py`).
     targets.KV_CACHE_ZEROING.replace(property(lambda self: True))
     targets.PIN_FILES.replace(False)
     targets.PIN_MERGED.replace(False)
@@ -93,10 +93,18 @@ class Worker(VllmWorker):  # type: ignore[misc]
             return sample_tokens(grammar_output)
         return self.routing.sample(sample_tokens, grammar_output)
 
+    def attempt(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str | None, Any]:
+        """Return the error of a method, or None, and its answer (`executor.py`)."""
+        try:
+            return None, getattr(self, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - raised again by the executor
+            return str(error).strip() or type(error).__name__, None
+
     def patch_runner(self, placeholder_ids: Sequence[int], takes_adapters: bool) -> None:
         """Change the model runner. Once, before the first request. `placeholder_ids` are never sampled."""
         runner = self.model_runner
-        if runner.parallel_config.world_size != 1:
+        parallel = runner.parallel_config
+        if parallel.world_size != 1 and parallel.distributed_executor_backend != targets.EXECUTOR:
             raise RuntimeError("the scheduler is in another process, where blocks of the KV cache are not cleared")
         prompt_rows = self._head_kernels().prompt_rows if takes_adapters else lambda _: nullcontext()
         ids = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from backends.inputs.rendering import Renderer
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from tests.sampling import (
     RANKS,
     Reference,
@@ -16,8 +16,8 @@ from tests.sampling import (
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerClient]:
-    running = SamplerClient(sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch")))
+async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
+    running = SamplerPool(sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch")))
     await running.start()
     yield running
     await running.stop()

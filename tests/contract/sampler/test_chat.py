@@ -266,7 +266,7 @@ async def test_a_chat_that_is_cancelled_leaves_the_engine(sampler):
     await asyncio.wait_for(begun.wait(), 60)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    [child] = sampler._supervisor.children
+    [child] = sampler.engines[0].supervisor.children
     for _ in range(50):
         before = await child.call(CountProgress())
         await asyncio.sleep(0.2)

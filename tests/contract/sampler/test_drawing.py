@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from api_schemas.sampling import SampleRequest
-from backends.sampler.client import SamplerClient
+from backends.sampler.pool import SamplerPool
 from tests.factories import MIXED, prompt, words
 from tests.sampling import (
     drawn,
@@ -75,7 +75,7 @@ def ends(tiny_vl) -> set[int]:
     return set(json.loads((tiny_vl / "generation_config.json").read_text())["eos_token_id"])
 
 
-async def texts(sampler: SamplerClient, stop: object) -> list[list[int]]:
+async def texts(sampler: SamplerPool, stop: object) -> list[list[int]]:
     response = await sample(sampler, request(MIXED["text"], LONG | {"stop": stop}, num_samples=16), None)
     return [one.tokens.tolist() for one in response.sequences]
 

@@ -68,7 +68,7 @@ async def test_weights_that_are_not_finite_are_refused_by_name(sampler, referenc
 
 async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, reference, adapters, tmp_path):
     diverged = spoilt(reference, tmp_path / "diverged", 1e30)
-    process = sampler._supervisor.children
+    process = sampler.engines[0].supervisor.children
     beside = asyncio.create_task(
         sample(sampler, request(MIXED["text"], {"max_tokens": 300, "stop": []}), adapters["small"])
     )
@@ -76,7 +76,7 @@ async def test_draws_from_scores_that_are_not_finite_fail_alone(sampler, referen
         with pytest.raises(InvalidInput, match="not finite"):
             await sample(sampler, request(MIXED["one image"], {"seed": 1}, **fields), diverged)
     assert len((await beside).sequences[0].tokens) == 300
-    assert sampler._supervisor.children is process
+    assert sampler.engines[0].supervisor.children is process
 
 
 async def test_image_placeholders_are_never_drawn_however_likely(sampler, renderer, tmp_path):

@@ -97,6 +97,18 @@ def test_the_oldest_files_are_deleted_first_and_an_earlier_process_s_files_count
     np.testing.assert_array_equal(read_routing(tmp_path, "a"), experts_TLK + 1)
 
 
+def test_several_processes_write_to_one_directory_and_neither_spoils_what_another_has_begun(tmp_path: Path) -> None:
+    experts_TLK = np.ones((100, 2, 5), np.uint8)
+    RoutingFiles(tmp_path, writer="0").write("a", experts_TLK)
+    begun = RoutingFiles(tmp_path, writer="1")
+    (tmp_path / "aside1").write_bytes(b"half of a file")
+    later = RoutingFiles(tmp_path, max_bytes=0, writer="0")  # which counts and deletes all files that are whole
+    later.write("b", experts_TLK)
+    assert (tmp_path / "aside1").read_bytes() == b"half of a file"
+    begun.write("c", experts_TLK)
+    np.testing.assert_array_equal(read_routing(tmp_path, "c"), experts_TLK)
+
+
 def test_a_name_depends_on_user_model_tokens_and_images() -> None:
     renderer = make_renderer(TINY_VL)
     rendered = {name: renderer.render(one, name) for name, one in MIXED.items()}

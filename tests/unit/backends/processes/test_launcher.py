@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from backends.model_spec import Mesh, Placement
-from backends.processes.launcher import launch, launch_trainer
+from backends.processes.launcher import launch, launch_sampler, launch_trainer
 from backends.processes.rpc import ChildDied
 from backends.protocol import InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
@@ -161,3 +161,15 @@ async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypa
     assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in found] == [("0", "0", "2"), ("1", "1", "2")]
     assert len({one["MASTER_PORT"] for one in found}) == 1
     assert found[0]["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
+async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7,8")
+    placement = Placement((0,), engines=((0, 1), (2, 3)))
+    spec = replace(tiny_spec(Path()), device="cuda", tensor_parallel=2, placement=placement)
+    [engine] = await launch_sampler(spec.of_engine(1))
+    try:
+        found = await environment(engine.process.pid)
+    finally:
+        await engine.stop(grace_s=0.1)
+    assert (found["CUDA_VISIBLE_DEVICES"], engine.name) == ("7,8", "sampler tiny engine 1")

@@ -185,3 +185,42 @@ async def test_whatever_comes_ends_or_is_cancelled_everybody_is_served_within_th
     assert not engine.admission._queues and not engine.admission._running
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*engine.tasks.values())
+
+
+@pytest.mark.asyncio
+async def test_sequences_of_an_owner_in_other_engines_count_as_if_they_ran_here() -> None:
+    """Both have one running and many waiting here; `a` has two more elsewhere."""
+    engine = Engine(max_sequences=2, max_adapters=2)
+    for name in ("a", "b"):
+        engine.submit(f"{name} first", name)
+    await settle()
+    engine.admission.elsewhere = {"a": 2}
+    for i in range(4):
+        engine.submit(f"a{i}", "a")
+        engine.submit(f"b{i}", "b")
+    await settle()
+    engine.entered.clear()
+    await engine.finish("a first")
+    await engine.finish("b first")
+    assert engine.entered == ["a0", "b0"]  # who has none here is served, or would starve
+    await engine.finish("b0")
+    assert engine.entered[-1] == "b1"
+    engine.admission.elsewhere = {"b": 9}
+    await engine.finish("b1")
+    assert engine.entered[-1] == "b2"  # again the only one with none here
+    engine.admission.elsewhere = {}
+    await engine.stop()
+
+
+@pytest.mark.asyncio
+async def test_room_goes_to_the_owner_with_the_fewest_in_all_engines() -> None:
+    engine = Engine(max_sequences=6, max_adapters=2)
+    for i in range(10):
+        engine.submit(f"a{i}", "a")
+        engine.submit(f"b{i}", "b")
+    await settle()
+    assert Counter(name[0] for name in engine.running) == {"a": 3, "b": 3}
+    engine.admission.elsewhere = {"a": 4}
+    await engine.finish(*[name for name in engine.running if name[0] == "a"][:2])
+    assert Counter(name[0] for name in engine.running) == {"a": 1, "b": 5}
+    await engine.stop()

@@ -1,0 +1,287 @@
+"""Samples from one base model with one engine or several, each on GPUs and in processes of its own.
+
+A request goes to the engine that has the beginning of its prompt in its cache, unless that one is clearly busier than
+another (`prefix_routes.py`). It waits until there is an engine, however long that takes.
+
+**Fairness.** Each engine admits its sequences itself (`fair_admission.py`): a grant follows the end of a sequence at
+once, and only the engine's process knows the sequences of a chat, and which adapters have a slot. So that an owner's
+grants are of the whole pool, the pool tells each engine, ten times a second while several owners are there, how many
+sequences each owner has in the others. Admission before routing would need a round trip for each sequence.
+
+**Deaths.** A request whose engine died runs at once on another one, or the first that lives, beside what is there. If
+that one dies too, it waits for it to start again, and runs there apart from all others, as crash isolation says
+(`crash_isolation.py`), until the culprit is found; everybody else's work goes on elsewhere. So a request ends two
+engines that others use, at most, as does all that one owner had on an engine: it moves together. With one engine it is
+isolated after the first death.
+"""
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from contextvars import Context
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from api_schemas.sampling import SampleResponse
+from backends.model_spec import ModelSpec
+from backends.processes.launcher import StartWorkers, launch_sampler
+from backends.processes.rpc import Child, ChildDied, Command
+from backends.protocol import (
+    BackendFailed,
+    ChatTask,
+    ChatUsage,
+    EngineBatch,
+    EngineUse,
+    OnLoading,
+    ProcessState,
+    SamplingTask,
+    ignore_loading,
+)
+from backends.sampler.client import EngineClient, Request
+from backends.sampler.commands import Chat, Publish, Sample
+from backends.sampler.prefix_routes import Piece, PrefixRoutes, chat_pieces, chat_tokens, task_pieces, task_tokens
+
+R = TypeVar("R")
+
+PATIENCE_S = 60.0
+"""Time for which a suspect waits for its engine where that fails to start."""
+_SETTLING_S = 0.3
+"""Time before a request runs elsewhere. Where several engines die at once, the deaths of all are noticed by then: else
+the request would be sent to one that is dead already, and would seem to have ended two."""
+_SHARING_S = 0.1
+"""Time between two exchanges of what owners have running: many sequences end in it, and none by the exchange."""
+
+
+class SamplerPool:
+    """`protocol.Sampler`."""
+
+    def __init__(self, spec: ModelSpec, start_workers: StartWorkers = launch_sampler) -> None:
+        numbers = range(len(spec.placement.engines))
+        self._spec = spec
+        self.engines = [
+            EngineClient(spec.of_engine(number), start_workers, is_alone=len(numbers) == 1) for number in numbers
+        ]
+        self._routes = PrefixRoutes()
+        self._owners: Counter[str] = Counter()
+        """Requests in flight."""
+        self._sharing: asyncio.Task[None] | None = None
+
+    async def start(self, on_loading: OnLoading = ignore_loading) -> None:
+        """Return once every engine can sample. `on_loading` is called during this start and later ones. Raises
+        BackendFailed."""
+        if self._is_several:  # one engine alone empties it itself
+            await asyncio.to_thread(shutil.rmtree, self._spec.scratch_dir, ignore_errors=True)
+        starts = [asyncio.create_task(engine.supervisor.start(on_loading)) for engine in self.engines]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """End all children and their engines."""
+        if self._sharing is not None:
+            self._sharing.cancel()
+        await asyncio.gather(*(engine.supervisor.stop() for engine in self.engines))
+
+    async def sample(self, task: SamplingTask) -> SampleResponse:
+        """Implement the protocol."""
+        if not self._is_several:
+            return await self._run(Request(task.owner), Sample(task), ())
+        pieces = task_pieces(task)
+        return await self._run(Request(task.owner, num_tokens=task_tokens(task, pieces)), Sample(task), pieces)
+
+    async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
+        """Implement the protocol."""
+        if not self._is_several:
+            return await self._run(Request(task.owner), Chat(task), (), emit)
+        pieces = chat_pieces(task)
+        return await self._run(Request(task.owner, num_tokens=chat_tokens(pieces)), Chat(task), pieces, emit)
+
+    async def publish(self, weights: Path, owner: str) -> None:
+        """Implement the protocol. One engine loads them first: weights that end engines must not end all of them."""
+        request, command = Request(owner), Publish(weights, owner)
+        try:
+            await self._run(request, command, ())
+        except BackendFailed as error:
+            raise (_of_engine(request.engine, error) if self._is_several else error) from error
+        await asyncio.gather(*(_acknowledge(one, command) for one in self.engines if one is not request.engine))
+
+    def processes(self) -> list[ProcessState]:
+        """Return the state of each engine's process that was started last."""
+        return [state for engine in self.engines for state in engine.supervisor.processes()]
+
+    async def engine_use(self) -> EngineUse | None:
+        """Implement `protocol.BaseModel.engine_use`."""
+        if not self._is_several:
+            return await self.engines[0].use()
+        uses = await asyncio.gather(*(engine.use() for engine in self.engines))
+        return _sum({number: use for number, use in enumerate(uses) if use is not None})
+
+    @property
+    def _is_several(self) -> bool:
+        return len(self.engines) > 1
+
+    async def _run(
+        self, request: Request, command: Command[R], pieces: Sequence[Piece], emit: Callable[[str], None] | None = None
+    ) -> R:
+        """Return an engine's answer; `request.engine` is the engine."""
+
+        def on_part(part: str) -> None:
+            request.has_begun = True
+            assert emit is not None
+            emit(part)
+
+        self._enter(request.owner)
+        try:
+            while True:
+                engine = request.engine = await self._choose(request, pieces)
+                with engine.having(request), suppress(_Moves):
+                    return await self._run_on(engine, request, command, None if emit is None else on_part)
+                await asyncio.sleep(_SETTLING_S)
+        finally:
+            self._leave(request.owner)
+
+    async def _run_on(
+        self, engine: EngineClient, request: Request, command: Command[R], on_part: Callable[[str], None] | None
+    ) -> R:
+        """Return the engine's answer. Raises _Moves after a death if another engine takes the request."""
+        try:
+            while not request.is_culprit:
+                async with engine.isolation.admitted(request, partial(self._child, engine)) as child:
+                    try:
+                        return await child.call(command, on_part=on_part)
+                    except ChildDied:
+                        engine.isolation.crashed(child)
+                        if request.has_begun:  # another answer would not begin as this one did
+                            raise BackendFailed("the engine died while it answered; send the request again") from None
+                        request.deaths += 1
+                        if request.deaths == 1 and self._is_several:
+                            raise _Moves from None
+        finally:
+            engine.isolation.release(request)
+        raise BackendFailed(
+            "the engine died twice while it worked on this request, the second time on nothing else. It was started"
+            " again for the others; this request is not tried a third time"
+        )
+
+    async def _child(self, engine: EngineClient) -> Child:
+        """Return the engine's process, once there is one. Raises _Moves where it does not start and another lives."""
+        if engine.supervisor.is_alive or not self._is_several:
+            return await engine.running()
+        starting = asyncio.create_task(engine.running())
+        try:
+            while not (await asyncio.wait({starting}, timeout=PATIENCE_S))[0]:
+                if engine.supervisor.num_failed_starts and any(one.is_open for one in self.engines):
+                    raise _Moves
+            return starting.result()
+        finally:
+            starting.cancel()
+
+    async def _choose(self, request: Request, pieces: Sequence[Piece]) -> EngineClient:
+        """Return the engine for a request. What was on a dead engine goes where its owner's others from there are."""
+        if not self._is_several:
+            return self.engines[0]
+        found = await self._open()
+        if request.deaths:
+            owner = request.owner
+            found = [one for one in found if any(a.deaths and a.owner == owner for a in one.requests)] or found
+        waiting = {number: one.waiting_tokens for number, one in enumerate(self.engines) if one in found}
+        return self.engines[self._routes.choose(pieces, waiting)]
+
+    async def _open(self) -> list[EngineClient]:
+        """Return the engines that take requests, once there is one."""
+        while not (found := [engine for engine in self.engines if engine.is_open]):
+            opening = [asyncio.create_task(engine.opened()) for engine in self.engines]
+            try:
+                done, _ = await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    one.result()
+            finally:
+                for one in opening:
+                    one.cancel()
+                await asyncio.gather(*opening, return_exceptions=True)
+        return found
+
+    def _enter(self, owner: str) -> None:
+        self._owners[owner] += 1
+        if self._is_several and len(self._owners) > 1 and (self._sharing is None or self._sharing.done()):
+            name = f"shares of {self._spec.name}"
+            self._sharing = asyncio.create_task(self._share_running(), name=name, context=Context())
+
+    def _leave(self, owner: str) -> None:
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner]
+
+    async def _share_running(self) -> None:
+        """Tell each engine what owners have running in the others, while there are several owners."""
+        running: dict[EngineClient, Mapping[str, int]] = {engine: {} for engine in self.engines}
+
+        async def exchange(engine: EngineClient) -> None:
+            elsewhere = Counter[str]()
+            for other, counts in running.items():
+                if other is not engine:
+                    elsewhere.update(counts)
+            found = await engine.share_running(dict(elsewhere))
+            if found is not None or not engine.supervisor.is_alive:
+                running[engine] = found or {}
+
+        while len(self._owners) > 1:
+            await asyncio.gather(*map(exchange, self.engines))
+            await asyncio.sleep(_SHARING_S)
+
+
+class _Moves(Exception):
+    """The request runs on another engine."""
+
+
+async def _acknowledge(engine: EngineClient, command: Publish) -> None:
+    """Have a further engine load what another has loaded. One that is dead, or runs suspects, or dies of it, checks it
+    on its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
+    if not engine.is_open:
+        return
+    request = Request(command.owner)
+    try:
+        async with engine.isolation.admitted(request, engine.running) as child:
+            try:
+                await child.call(command)
+            except ChildDied:
+                engine.isolation.crashed(child)
+            except BackendFailed as error:
+                raise _of_engine(engine, error) from error
+    finally:
+        engine.isolation.release(request)
+
+
+def _of_engine(engine: EngineClient | None, error: BackendFailed) -> BackendFailed:
+    return error if engine is None else BackendFailed(f"{engine.name}: {error}")
+
+
+def _sum(engines: Mapping[int, EngineUse]) -> EngineUse | None:
+    """Return the load of all engines that answer; None if none does."""
+    if not engines:
+        return None
+    uses = engines.values()
+    batches = [use.batch for use in uses if use.batch is not None]
+    return EngineUse(
+        sequences_running=sum(use.sequences_running for use in uses),
+        sequences_waiting=sum(use.sequences_waiting for use in uses),
+        max_sequences=sum(use.max_sequences for use in uses),
+        adapters=sum(use.adapters for use in uses),
+        max_adapters=sum(use.max_adapters for use in uses),
+        batch=None if not batches else _sum_batches(batches),
+        engines=engines,
+    )
+
+
+def _sum_batches(batches: Sequence[EngineBatch]) -> EngineBatch:
+    return EngineBatch(
+        sum(one.running for one in batches),
+        sum(one.waiting for one in batches),
+        sum(one.cache_used for one in batches) / len(batches),
+    )

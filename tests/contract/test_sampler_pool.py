@@ -1,0 +1,241 @@
+"""A pool of engines: deaths, isolation, publishing, shares. Real processes, with light ones in the engines' place.
+
+pytest tests/contract/test_sampler_pool.py
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from backends.model_spec import ModelSpec, Placement
+from backends.processes.crash_isolation import Suspect
+from backends.processes.launcher import launch
+from backends.processes.rpc import Child
+from backends.protocol import BackendFailed, ChatTask
+from backends.sampler import pool as sampler_pool
+from backends.sampler.client import EngineClient
+from backends.sampler.pool import SamplerPool
+from tests.sampling import ask, sampler_config
+
+STARTS: list[int] = []
+"""Numbers of the engines that were started."""
+
+
+async def launch_light(spec: ModelSpec) -> list[Child]:
+    assert spec.engine is not None
+    STARTS.append(spec.engine)
+    return [await launch(f"{spec.name} {spec.engine}", "tests.fake_sampler_process", {})]
+
+
+@pytest_asyncio.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[SamplerPool]:
+    STARTS.clear()
+    spec = replace(sampler_config(tmp_path, tmp_path / "scratch"), placement=Placement(engines=((), (), ())))
+    running = SamplerPool(replace(spec, silence_s=4), launch_light)
+    await running.start()
+    yield running
+    await running.stop()
+
+
+def kill(engine: EngineClient) -> None:
+    psutil.Process(engine.supervisor.children[0].process.pid).kill()
+
+
+def on(pool: SamplerPool) -> list[int]:
+    return [len(engine.requests) for engine in pool.engines]
+
+
+async def ask_all(pool: SamplerPool, owners: list[str]) -> list[asyncio.Task[int]]:
+    """A request of each owner, of one second."""
+    asked = [asyncio.create_task(ask(pool, 1, owner)) for owner in owners]
+    await asyncio.sleep(0.3)
+    return asked
+
+
+async def test_a_killed_engines_requests_run_on_another_at_once_and_it_starts_again_by_itself(
+    pool: SamplerPool, tmp_path: Path
+) -> None:
+    asked = await ask_all(pool, [f"owner {number}" for number in range(9)])
+    assert on(pool) == [3, 3, 3]
+    (tmp_path / "scratch/engine-0/broken").touch()  # it cannot start again for now
+    kill(pool.engines[0])
+    async with asyncio.timeout(8):
+        assert await asyncio.gather(*asked) == [1] * 9
+        assert await ask(pool, 0) == 0
+    assert not pool.engines[0].supervisor.is_alive
+    (tmp_path / "scratch/engine-0/broken").unlink()
+    async with asyncio.timeout(90):
+        while not pool.engines[0].supervisor.is_alive:  # noqa: ASYNC110 - it starts though nobody asks
+            await asyncio.sleep(0.05)
+    assert STARTS.count(1) == STARTS.count(2) == 1
+
+
+async def test_a_request_that_kills_engines_kills_two_that_others_use_and_then_itself_alone(pool: SamplerPool) -> None:
+    """Others are served all the while, beside five requests of its own owner."""
+    waits: list[float] = []
+
+    async def serve(owner: str) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            assert await ask(pool, 0, owner) == 0
+            waits.append(loop.time() - began)
+            await asyncio.sleep(0.01)
+
+    serving = [asyncio.create_task(serve(f"other {number}")) for number in range(3)]
+    own = await ask_all(pool, ["bad"] * 5)
+    async with asyncio.timeout(120):
+        with pytest.raises(BackendFailed, match="the engine died twice while it worked on this request"):
+            await ask(pool, 14, "bad")
+        assert await asyncio.gather(*own) == [1] * 5
+    assert not any(one.done() for one in serving)
+    for one in serving:
+        one.cancel()
+    await asyncio.gather(*serving, return_exceptions=True)
+    assert max(waits) < 2  # less than an engine takes to start
+    async with asyncio.timeout(90):
+        await asyncio.gather(*(engine.opened() for engine in pool.engines))
+    assert len(STARTS) <= 3 + 4  # two shared; its owner's group; itself
+    assert 1 in [STARTS.count(number) for number in range(3)]  # one has never died
+
+
+async def test_many_killing_requests_of_one_owner_leave_an_engine_to_others(pool: SamplerPool) -> None:
+    """They move together, so that they end two engines and not all."""
+    good = await ask_all(pool, [f"owner {number}" for number in range(3)])
+    bad = [asyncio.create_task(ask(pool, 14, "bad")) for _ in range(4)]
+    async with asyncio.timeout(90):
+        failures = await asyncio.gather(*bad, return_exceptions=True)
+        assert all(isinstance(one, BackendFailed) for one in failures), failures
+        assert await asyncio.gather(*good) == [1] * 3
+        assert await ask(pool, 0) == 0
+
+
+async def test_what_an_owner_had_on_a_dead_engine_moves_together(pool: SamplerPool) -> None:
+    asked = [asyncio.create_task(ask(pool, 1, "one", seed)) for seed in range(12)]
+    await asyncio.sleep(0.3)
+    assert on(pool) == [4, 4, 4]
+    kill(pool.engines[0])
+    await asyncio.sleep(0.6)
+    moved = [sum(request.deaths == 1 for request in engine.requests) for engine in pool.engines]
+    assert sorted(moved) == [0, 0, 4]
+    assert await asyncio.gather(*asked) == [1] * 12
+
+
+async def test_an_engine_that_runs_suspects_is_passed_over(pool: SamplerPool) -> None:
+    suspect = Suspect()
+    pool.engines[1].isolation.isolate([suspect], 1)
+    asked = [asyncio.create_task(ask(pool, 1, "one", seed)) for seed in range(6)]
+    await asyncio.sleep(0.3)
+    assert on(pool) == [3, 0, 3]
+    pool.engines[1].isolation.release(suspect)
+    assert await asyncio.gather(*asked) == [1] * 6
+
+
+async def test_while_no_engine_lives_requests_wait_for_the_first_that_starts(pool: SamplerPool, tmp_path: Path) -> None:
+    for number in (0, 1):
+        (tmp_path / f"scratch/engine-{number}/broken").touch()
+    for engine in pool.engines:
+        kill(engine)
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(90):
+        assert await asyncio.gather(*(ask(pool, token, f"owner {token}") for token in (0, 1, 0))) == [0, 1, 0]
+    assert pool.engines[2].supervisor.is_alive
+
+
+async def test_what_was_under_way_when_all_engines_died_runs_on_the_first_that_starts(
+    pool: SamplerPool, tmp_path: Path
+) -> None:
+    asked = await ask_all(pool, [f"owner {number}" for number in range(6)])
+    for number in (0, 1):
+        (tmp_path / f"scratch/engine-{number}/broken").touch()
+    for engine in pool.engines:
+        kill(engine)
+    async with asyncio.timeout(90):
+        assert await asyncio.gather(*asked) == [1] * 6
+
+
+async def test_a_suspect_does_not_wait_for_ever_for_an_engine_that_does_not_start(
+    pool: SamplerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines die under it in turn, and the second is broken then."""
+    monkeypatch.setattr(sampler_pool, "PATIENCE_S", 0.5)
+    [asked] = await ask_all(pool, ["good"])
+    kill(pool.engines[0])
+    while not pool.engines[1].requests:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    (tmp_path / "scratch/engine-1/broken").touch()
+    kill(pool.engines[1])
+    async with asyncio.timeout(90):
+        assert await asked == 1
+    assert not pool.engines[1].supervisor.is_alive
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_chat_moves_unless_a_part_of_its_answer_was_told(pool: SamplerPool, told: bool) -> None:
+    parts: list[str] = []
+    chat = pool.chat(ChatTask("messages", {"first": "hello" if told else None}, None, "good"), parts.append)
+    async with asyncio.timeout(90):
+        if told:
+            with pytest.raises(BackendFailed, match="died while it answered; send the request again"):
+                await chat
+        else:
+            # The light process dies of the first chat of its directory: of two, then it is tried alone.
+            await chat
+    assert parts == (["hello"] if told else ["done"])
+    assert await ask(pool, 0) == 0
+
+
+def published(tmp_path: Path) -> list[str | None]:
+    files = [tmp_path / f"scratch/engine-{number}/published" for number in range(3)]
+    return [file.read_text() if file.exists() else None for file in files]
+
+
+async def test_weights_are_published_once_every_living_engine_has_them(pool: SamplerPool, tmp_path: Path) -> None:
+    await pool.publish(Path("first"), "good")
+    assert published(tmp_path) == ["first"] * 3
+    with pytest.raises(BackendFailed, match="engine 2 of the sampler: the scores differ"):
+        await pool.publish(Path("refused-2"), "good")
+    with pytest.raises(BackendFailed, match="engine 0 of the sampler: the scores differ"):
+        await pool.publish(Path("refused-0"), "good")
+
+
+@pytest.mark.parametrize("number", [0, 2])
+async def test_an_engine_that_dies_meanwhile_fails_no_save(pool: SamplerPool, tmp_path: Path, number: int) -> None:
+    async with asyncio.timeout(10):
+        await pool.publish(Path(f"deadly-{number}"), "good")
+    assert [name is None for name in published(tmp_path)] == [one == number for one in range(3)]
+
+
+async def test_weights_that_end_engines_end_two_and_are_then_tried_alone(pool: SamplerPool) -> None:
+    with pytest.raises(BackendFailed, match="engine 1 of the sampler: the engine died twice"):
+        await asyncio.wait_for(pool.publish(Path("deadly"), "bad"), 60)
+    assert STARTS.count(2) == 1
+    assert await ask(pool, 0) == 0
+
+
+async def test_a_dead_engine_acknowledges_nothing(pool: SamplerPool, tmp_path: Path) -> None:
+    kill(pool.engines[1])
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(1):
+        await pool.publish(Path("first"), "good")
+    assert published(tmp_path) == ["first", None, "first"]
+
+
+async def test_each_engine_knows_what_owners_have_running_in_the_others(pool: SamplerPool, tmp_path: Path) -> None:
+    asked = await ask_all(pool, ["a", "a", "b"])
+    assert on(pool) == [2, 1, 0] or sum(on(pool)) == 3
+    seen = [json.loads((tmp_path / f"scratch/engine-{number}/elsewhere").read_text()) for number in range(3)]
+    total = {owner: sum(one.get(owner, 0) for one in seen) for owner in ("a", "b")}
+    assert total == {"a": 4, "b": 2}  # each is seen by the two engines where it is not
+    await asyncio.gather(*asked)
+
+
+async def test_processes_and_scratch_directories_are_told_apart(pool: SamplerPool) -> None:
+    assert len({state.name for state in pool.processes()}) == 3
+    assert [engine._spec.scratch_dir.name for engine in pool.engines] == ["engine-0", "engine-1", "engine-2"]
