@@ -108,7 +108,9 @@ class SamplerPool:
         try:
             await self._run(request, command, ())
         except BackendFailed as error:
-            raise (_of_engine(request.engine, error) if self._is_several else error) from error
+            if not self._is_several:
+                raise
+            raise _of_engine(request.engine, error) from error
         await asyncio.gather(*(_acknowledge(one, command) for one in self.engines if one is not request.engine))
 
     def processes(self) -> list[ProcessState]:
