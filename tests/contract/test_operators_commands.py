@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from backends.config import BackendConfig
+from backends.protocol import BackendFailed
 from tests.databases import fresh_database
 from tests.fake_server import Running
 from tinker_server.commands import backup, databases
@@ -190,9 +192,37 @@ def test_doctor_says_what_a_model_needs_and_loads_nothing(tiny_vl: Path, tmp_pat
     assert refused.returncode == 2 and "too little memory" in refused.stderr and "qwen3_vl" in refused.stdout
 
 
+def test_doctor_plans_for_gpus_that_are_not_there(tiny_text: Path, tmp_path: Path) -> None:
+    environment = {"PATH": "/usr/bin", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    model = ["--data-dir", str(tmp_path), "--model", f"tiny={tiny_text}"]
+    found = command("doctor", *model, "--gpu", "H200:2", "--ranks", "2", env=environment)
+    assert found.returncode == 0, found.stderr
+    for said in (
+        "GPU 1: H200, 139.8 GiB",
+        "bfloat16",
+        "trainer on GPU 0, 1, 81.",
+        "2 engines on GPU 0, 55.9 GiB; GPU 1",
+    ):
+        assert said in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines", "said"),
+    [
+        ("H100:2", 3, "3 engines .* need 3 GPUs; torch sees 2"),
+        ("H1000", 1, "--gpu H1000: write NAME or NAME:COUNT, .* H200"),
+        ("H200:0", 1, "COUNT from 1 to 64"),
+    ],
+)
+def test_doctor_refuses_gpus_that_do_not_do(tiny_text: Path, gpus: str, engines: int, said: str) -> None:
+    config = BackendConfig(models={"tiny": str(tiny_text)}, engines=engines)
+    with pytest.raises(BackendFailed, match=said):
+        examine(config, gpus, lambda line: None)
+
+
 def test_doctor_without_a_model_names_what_is_installed() -> None:
     lines: list[str] = []
-    examine(Settings().backend, lines.append)
+    examine(Settings().backend, print_line=lines.append)
     assert "Python 3" in lines[0] and lines[-1].startswith("no --model was given")
 
 

@@ -11,15 +11,20 @@ from tinker_server.commands.tables import show
 GIB = 1 << 30
 
 
-def examine(config: BackendConfig, print_line: Callable[[str], None] = print) -> None:
-    """Print versions, memory, and each model's needs. Raises BackendFailed if a model cannot be served."""
+def examine(config: BackendConfig, gpus: str | None = None, print_line: Callable[[str], None] = print) -> None:
+    """Print versions, memory, each model's needs and its place. Raises BackendFailed if a model cannot be served.
+
+    `gpus`, as `H200:2`, stand in for those of this machine.
+    """
     from backends.configure.create import examine as examine_backend  # slow to import: brings torch
 
-    found = examine_backend(config)
+    found = examine_backend(config, gpus)
     for line in versions(found):
         print_line(line)
     if found.models:
         show(models(found))
+    for line in places(found):
+        print_line(line)
     show(patches(found))
     if found.problem is not None:
         raise BackendFailed(found.problem)
@@ -36,19 +41,37 @@ def versions(found: Examination) -> Iterator[str]:
 
 def models(found: Examination) -> Table:
     """Make a table with one row per model; names that share a source are loaded once."""
-    table = Table("model", "kind", "images", "precision", "weights", "KV cache", "context", "largest rank")
+    table = Table("model", "kind", "images", "precision", "one copy", "KV cache", "context", "largest rank")
     for model in found.models:
         table.add_row(
             model.name,
             model.arch,
             "yes" if model.takes_images else "no",
             model.dtype,
-            f"2 x {model.weight_bytes / GIB:.2f} GiB",
+            f"{model.weight_bytes / GIB:.2f} GiB",
             f"{model.kv_cache_bytes / GIB:.2f} GiB",
             str(model.context),
             str(model.max_lora_rank),
         )
     return table
+
+
+def places(found: Examination) -> Iterator[str]:
+    """Yield a line for each model on GPUs: which ones its trainer and each engine get, and how much of them."""
+    for model in found.models:
+        if model.placement is None or not model.placement.gpus:
+            continue
+        placement = model.placement
+        engines = [
+            f"GPU {gpu}, {placement.sampler_fraction * found.gpus[gpu][1] / GIB:.1f} GiB"
+            for engine in placement.engines
+            for gpu in engine
+        ]
+        ranks = ", ".join(map(str, placement.gpus))
+        yield (
+            f"{model.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB each;"
+            f" {len(placement.engines)} engine{'s' if len(placement.engines) > 1 else ''} on {'; '.join(engines)}"
+        )
 
 
 def patches(found: Examination) -> Table:
