@@ -48,20 +48,24 @@ async def launch(
     ended."""
     ours, theirs = socket.socketpair()
     guarding, guard_fd = os.pipe()
-    guard = os.fdopen(guard_fd, "w")
-    with theirs, os.fdopen(guarding):
-        process = await asyncio.create_subprocess_exec(
-            *("/bin/sh", "-c", _GUARDED, str(guarding)),
-            *(sys.executable, "-m", module, str(theirs.fileno())),
-            pass_fds=[theirs.fileno(), guarding, *fds],
-            env={**os.environ, **_WITHOUT_BARS, **env},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.stderr,  # the server's own output is for its user alone
-            stderr=sys.stderr,
-            start_new_session=True,
-        )
-
-    reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
+    with contextlib.ExitStack() as unless_started:  # a start that is cancelled ends what it has started
+        guard = unless_started.enter_context(os.fdopen(guard_fd, "w"))
+        unless_started.callback(ours.close)
+        if folder is not None:
+            unless_started.callback(shutil.rmtree, folder, ignore_errors=True)
+        with theirs, os.fdopen(guarding):
+            process = await asyncio.create_subprocess_exec(
+                *("/bin/sh", "-c", _GUARDED, str(guarding)),
+                *(sys.executable, "-m", module, str(theirs.fileno())),
+                pass_fds=[theirs.fileno(), guarding, *fds],
+                env={**os.environ, **_WITHOUT_BARS, **env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,  # the server's own output is for its user alone
+                stderr=sys.stderr,
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
+        unless_started.pop_all()
 
     async def watch() -> None:
         """Close the connection when the process has ended: the guard still holds its other end."""

@@ -77,6 +77,29 @@ async def test_a_stopped_child_leaves_nothing_behind(tmp_path: Path) -> None:
     assert _num_descriptors() <= descriptors + 1  # the event loop's watcher of children
 
 
+async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    await (await launch("busy", "tests.busy_child", {})).stop()  # the event loop opens what it keeps
+    descriptors = _num_descriptors()
+    ends = set()
+    for num_steps in range(1, 13):
+        own.mkdir()
+        starting = asyncio.create_task(launch("busy", "tests.busy_child", {}, folder=str(own)))
+        for _ in range(num_steps):
+            await asyncio.sleep(0.001)
+        starting.cancel()
+        await asyncio.wait([starting])
+        ends.add(starting.cancelled())
+        if not starting.cancelled():
+            await starting.result().stop()
+        assert not own.exists()
+    assert ends == {True, False}
+    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    await asyncio.sleep(1)
+    assert survivors(children) == []
+    assert _num_descriptors() <= descriptors
+
+
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 async def test_a_child_that_works_when_the_server_stops_is_not_waited_for_long() -> None:
     child = await launch("busy", "tests.busy_child", {})
