@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import tinker
@@ -48,7 +49,8 @@ def client(fake: Running) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture(scope="module")
 def rest(fake: Running) -> tinker.RestClient:
-    return tinker.RestClient(base_url=fake.url, api_key="tml-test")
+    # The SDK keeps closed clients by address and key for a while, and a port may be another server's again.
+    return tinker.RestClient(base_url=fake.url, api_key=f"tml-{uuid4()}")
 
 
 @pytest.fixture
