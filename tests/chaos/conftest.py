@@ -4,6 +4,6 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rounds", type=int, default=10, help="processes that are killed")
+    parser.addoption("--rounds", type=int, default=4, help="processes that are killed")
     parser.addoption("--engines", type=int, default=1, help="engines of the sampler")
     parser.addoption("--seed", type=int, default=20, help="of what is done and who is killed")
