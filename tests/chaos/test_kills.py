@@ -219,7 +219,7 @@ def test_work_survives_kills_of_one_engine_of_two(tiny_vl: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_rounds(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """`make chaos ROUNDS=200`"""
-    rounds, seed = request.config.getoption("--rounds", 10), request.config.getoption("--seed", SEED)
+    rounds, seed = request.config.getoption("--rounds", 4), request.config.getoption("--seed", SEED)
     kills = random.Random(seed).choices(VICTIMS, k=rounds)
     place = Place(server, 15 * rounds, seed)
     place.work_through(kills)
