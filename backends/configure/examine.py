@@ -31,10 +31,8 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
     machine = this_machine()
     if gpus is not None:
         names, sizes = zip(*cards(gpus), strict=True)
-        machine, config = (
-            replace(machine, gpu_bytes=sizes, gpu_names=names),
-            config.model_copy(update={"device": "cuda"}),
-        )
+        machine = replace(machine, gpu_bytes=sizes, gpu_names=names)
+        config = config.model_copy(update={"device": "cuda"})
     device = chosen_device(config, machine)
     found: list[FoundModel] = []
     placements: Mapping[str, Placement] = {}

@@ -18,7 +18,7 @@ CARDS_GIB = {
     "H200": 139.8,
     "B200": 178.3,
 }
-"""Memory that torch reports of a card. Only those of the H100 and the H200 were read here; the others are published."""
+"""Published memory of a card, as torch reports it, to about 0.5 GiB: for plans, not measured here."""
 
 
 def cards(text: str) -> list[tuple[str, int]]:
