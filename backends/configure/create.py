@@ -96,7 +96,7 @@ class LocalBackend:
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
-        return read_gpus({gpu for model in self._loaded() for gpu in _gpus(model)})
+        return read_gpus({gpu for one in self._loaded() for gpu in (*one.info.placement.gpus, *_engine_gpus(one))})
 
     def _loaded(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""
@@ -110,10 +110,6 @@ def create_backend(config: BackendConfig, on_loading: OnLoading = ignore_loading
 
 def _engine_gpus(model: LocalModel) -> list[int]:
     return sorted({gpu for engine in model.info.placement.engines for gpu in engine})
-
-
-def _gpus(model: LocalModel) -> set[int]:
-    return {*model.info.placement.gpus, *_engine_gpus(model)}
 
 
 def _plan(model: LocalModel) -> str:

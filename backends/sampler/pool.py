@@ -90,16 +90,12 @@ class SamplerPool:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Implement the protocol."""
-        if not self._is_several:
-            return await self._run(Request(task.owner), Sample(task), ())
-        pieces = task_pieces(task)
+        pieces = task_pieces(task) if self._is_several else []
         return await self._run(Request(task.owner, num_tokens=task_tokens(task, pieces)), Sample(task), pieces)
 
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
         """Implement the protocol."""
-        if not self._is_several:
-            return await self._run(Request(task.owner), Chat(task), (), emit)
-        pieces = chat_pieces(task)
+        pieces = chat_pieces(task) if self._is_several else []
         return await self._run(Request(task.owner, num_tokens=chat_tokens(pieces)), Chat(task), pieces, emit)
 
     async def publish(self, weights: Path, owner: str) -> None:
