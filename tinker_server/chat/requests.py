@@ -15,6 +15,8 @@ MAX_CHOICES = 128
 """Answers to one prompt."""
 MAX_TEXT_BYTES = 16 << 20
 """Bytes of a body beside its images; a context of a million tokens has some five million."""
+MAX_IMAGE_CHARS = 64 << 20
+"""Characters of one image, encoded: parsing one string is one long call too."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Bounds as for samples; the engine would silently raise a lower temperature to the lowest."""
 _DATA_FIELD = re.compile(rb'"data"\s*:\s*"$')
@@ -52,7 +54,8 @@ class ChatRequest:
 
 
 async def receive(pieces: AsyncIterable[bytes]) -> bytearray:
-    """Join a body's pieces as they come. Raises BadField as soon as they have too much text beside images.
+    """Join a body's pieces as they come. Raises BadField as soon as they have too much text beside images, or too
+    large an image.
 
     One long call, to join or to parse it, would stop all threads meanwhile.
     """
@@ -61,8 +64,11 @@ async def receive(pieces: AsyncIterable[bytes]) -> bytearray:
         at = len(content)
         content += piece
         first, last = content.find(b'"', at), content.rfind(b'"', at)
+        string_end = len(content) if first < 0 else first
         if not _is_image(content, string_at):
-            num_text += (len(content) if first < 0 else first) - at
+            num_text += string_end - at
+        elif string_end - string_at > MAX_IMAGE_CHARS:
+            raise BadField(f"the request has an image of more than {MAX_IMAGE_CHARS} characters")
         if first >= 0:
             num_text += len(content) - first
             string_at = last + 1

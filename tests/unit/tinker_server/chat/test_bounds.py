@@ -82,6 +82,9 @@ async def test_text_is_bounded_before_it_is_parsed_and_images_do_not_count(monke
         await received(refused, piece_bytes)
     with pytest.raises(BadField, match="more than 1000 bytes beside its images"):
         await received(body(messages=[{"role": "user", "content": "x" * 1000}]), piece_bytes)
+    monkeypatch.setattr(requests, "MAX_IMAGE_CHARS", 4000)
+    with pytest.raises(BadField, match="an image of more than 4000 characters"):
+        await received(allowed, piece_bytes)
 
 
 @pytest.mark.parametrize("field", ["structures", "triggers"])
