@@ -2,7 +2,7 @@ r"""Questions about a picture, with a tool that scores an answer: text feedback,
 
     user: [picture] How many squares does the rectangle have? ...
     assistant: <tool_call>{"name": "calc_score", "arguments": {"answer": "10"}}</tool_call>
-    tool: score 0.0: the answer 10 is wrong; try again
+    tool: score 0.0: the answer 10 is too small; try again
     assistant: \boxed{12}
 
 The reward is 1 where the answer in the box is right, else 0.
@@ -11,10 +11,12 @@ The reward is 1 where the answer in the box is right, else 0.
 import json
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import math_verify
 from PIL import Image, ImageDraw
 from records import Record, read_records
 from tinker_cookbook.renderers import Message, get_text_content
@@ -29,7 +31,10 @@ SIDE, CELL = 160, 48
 LARGEST = 3
 """Columns and rows of a figure."""
 INSTRUCTIONS = f"Ask {TOOL} how good an answer is, or give your answer as \\boxed{{...}}. You have {MAX_TURNS} turns."
-_BOX = re.compile(r"\\boxed\{([^{}]*)\}")
+_BOX = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+"""A box whose content may have braces within braces, as fractions of roots have."""
+MAX_ANSWER = 100
+"""Characters of an answer that is compared as mathematics."""
 
 
 @dataclass
@@ -75,15 +80,28 @@ class GeometryEnv(MessageEnv):
             return f'{TOOL} takes {{"answer": "..."}}'
         if same(answer, self.record.ground_truth):
             return "score 1.0: give this answer in the box"
-        return f"score 0.0: the answer {answer} is wrong; try again"
+        return f"score 0.0: the answer {answer} is {_fault(answer, self.record.ground_truth)}; try again"
+
+
+def _fault(answer: str, truth: str) -> str:
+    """Describe a wrong answer: by its order if both are numbers."""
+    try:
+        return "too small" if float(answer) < float(truth) else "too large"
+    except ValueError:
+        return "wrong"
 
 
 def same(answer: str, truth: str) -> bool:
-    """Equal as numbers, or else as texts."""
+    """Return whether two answers are equal as numbers, as texts, or as mathematics in LaTeX."""
     try:
         return abs(float(answer) - float(truth)) < 1e-6
     except ValueError:
-        return answer.strip().lower() == truth.strip().lower()
+        pass
+    if answer.strip().lower() == truth.strip().lower():
+        return True
+    if len(answer) > MAX_ANSWER:
+        return False
+    return math_verify.verify(math_verify.parse(f"${truth}$"), math_verify.parse(f"${answer}$"))
 
 
 def figure(seed: int) -> tuple[Image.Image, str, str]:
@@ -102,8 +120,21 @@ def figure(seed: int) -> tuple[Image.Image, str, str]:
 
 def geometry_task(path: Path) -> partial[GeometryEnv]:
     """The task of a file of records. Raises BadRecord."""
-    records = read_records(path)
-    return partial(_of_seed, records)
+    return partial(_of_seed, [instructed(record) for record in read_records(path)])
+
+
+def instructed(record: Record) -> Record:
+    """Add the instructions to a question that says nothing of the box, as published ones do."""
+    last = record.messages[-1]
+    if "\\boxed" in get_text_content(last):
+        return record
+    asked = {"role": "user", "content": [*_parts(last), {"type": "text", "text": INSTRUCTIONS}]}
+    return replace(record, messages=[*record.messages[:-1], asked])
+
+
+def _parts(message: Message) -> list[Any]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def _of_seed(records: list[Record], seed: int) -> GeometryEnv:

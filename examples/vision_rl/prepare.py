@@ -8,6 +8,7 @@ Validation rows are always the same; training rows are drawn from the seed. Your
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,18 @@ def write(path: Path, records: list[dict[str, Any]]) -> None:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--train", type=int, default=512)
     parser.add_argument("--validation", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", choices=["parquet", "jsonl"], default="parquet")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     write(args.out_dir / f"train.{args.format}", rows(args.train, args.seed))
     write(args.out_dir / f"validation.{args.format}", rows(args.validation, VALIDATION_SEED))
+
+
+if __name__ == "__main__":
+    main()

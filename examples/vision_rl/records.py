@@ -1,12 +1,18 @@
-"""Records of questions with pictures, in the shape of Geometry-3K, and nothing but that shape.
+"""Records of questions with pictures, in two shapes and no other.
+
+Geometry-3K as it is published (`hiyouga/geometry3k`; its other columns are ignored):
+
+    {"images": [{"bytes": ..., "path": ...}], "problem": "<image>Find x.", "answer": "12"}
+
+and as environments keep it, which this module writes too:
 
     {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,..."}},
                                              {"type": "text", "text": "..."}]}],
      "env_class": "geometry3k",
      "reward_spec": {"method": "rule", "ground_truth": "12"}}
 
-Read from .jsonl or .parquet. Any number of pictures, anywhere in any message. An environment that draws its own
-pictures gets a stub prompt: the record's text without one.
+Read from .jsonl (the second shape) or .parquet. Any number of pictures, anywhere in any message. An environment that
+draws its own pictures gets a stub prompt: the record's text without one.
 """
 
 import base64
@@ -22,6 +28,12 @@ from tinker_cookbook.renderers import Message
 
 DATA_URI = "data:image/jpeg;base64,"
 JPEG_QUALITY = 90
+PUBLISHED = {"images", "problem", "answer"}
+"""Columns of a published record."""
+PLACE = "<image>"
+"""Where a published problem has a picture."""
+PUBLISHED_ENV = "geometry3k"
+"""Environment of published records, which do not name one."""
 ROLES = ("system", "user", "assistant")
 
 
@@ -79,6 +91,8 @@ def _rows(path: Path) -> Iterator[Any]:
 def parse(row: Any, where: str) -> Record:
     """Raises BadRecord for a row of another shape."""
     _require(isinstance(row, dict), where, "a record is an object")
+    if set(row) >= PUBLISHED:
+        return _published(row, where)
     _require(set(row) == {"prompt", "env_class", "reward_spec"}, where, "it has prompt, env_class and reward_spec")
     reward = row["reward_spec"]
     _require(
@@ -91,6 +105,24 @@ def parse(row: Any, where: str) -> Record:
     _require(isinstance(row["prompt"], list) and row["prompt"], where, "prompt is a list of messages")
     messages = [_message(message, f"{where} prompt[{i}]") for i, message in enumerate(row["prompt"])]
     return Record(messages, row["env_class"], reward["method"], reward["ground_truth"])
+
+
+def _published(row: dict[str, Any], where: str) -> Record:
+    problem, answer, images = row["problem"], row["answer"], row["images"]
+    _require(isinstance(problem, str) and isinstance(answer, str), where, "problem and answer are texts")
+    _require(isinstance(images, list), where, "images is a list")
+    texts = problem.split(PLACE)
+    _require(len(texts) == len(images) + 1, where, f"the problem has {PLACE} once for each of its {len(images)} images")
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(texts):
+        if number:
+            image = images[number - 1]
+            data = image.get("bytes") if isinstance(image, dict) else None
+            _require(isinstance(data, bytes), where, f"images[{number - 1}] has the bytes of its file")
+            parts.append({"type": "image", "image": _decoded(data, where)})
+        if text.strip():
+            parts.append({"type": "text", "text": text.strip()})
+    return Record([{"role": "user", "content": parts}], PUBLISHED_ENV, "rule", answer)
 
 
 def _message(message: Any, where: str) -> Message:
@@ -113,11 +145,19 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     assert isinstance(url, str)
     _require(url.startswith("data:image/") and ";base64," in url, where, "image_url.url is a data URI in base64")
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(url.partition(";base64,")[2], validate=True)))
+        data = base64.b64decode(url.partition(";base64,")[2], validate=True)
+    except ValueError as error:
+        raise BadRecord(f"{where}: the picture does not decode: {error}") from None
+    return {"type": "image", "image": _decoded(data, where)}
+
+
+def _decoded(data: bytes, where: str) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(data))
         image.load()
     except (ValueError, OSError) as error:
         raise BadRecord(f"{where}: the picture does not decode: {error}") from None
-    return {"type": "image", "image": image}
+    return image
 
 
 def _require(holds: object, where: str, expected: str) -> None:

@@ -129,31 +129,27 @@ class Data(RLDatasetBuilder):
     served: Any
 
     async def __call__(self) -> tuple[Episodes, Episodes]:
-        """Both."""
+        """Return both."""
         task, options = TASKS[self.task_name], self.options
-        training_env = held_out_env = task.env
-        if options.records is not None:
-            path = Path(options.records)
-            training_env = geometry.geometry_task(path)
-            held_out_env = geometry.geometry_task(path.with_name(f"validation{path.suffix}"))
-        common = {"served": self.served, "max_tokens": task.max_tokens}
         training = Episodes(
-            task=training_env,
-            seed=options.seed,
-            batch_size=chosen(options, task, "batch_size"),
-            group_size=chosen(options, task, "group_size"),
+            self.served,
+            task.env if options.records is None else geometry.geometry_task(Path(options.records)),
+            options.seed,
+            chosen(options, task, "batch_size"),
+            chosen(options, task, "group_size"),
+            task.max_tokens,
             num_batches=chosen(options, task, "rl_steps"),
-            **common,
         )
-        held_out = Episodes(
-            task=held_out_env,
-            seed=VALIDATION_SEED,
-            batch_size=options.validation_groups,
-            group_size=1,
-            num_batches=1,
-            **common,
-        )
-        return training, held_out
+        return training, held_out(task, self.served, options.records, options.validation_groups)
+
+
+def held_out(task: Task, served: Served, records: str | None, num_episodes: int) -> Episodes:
+    """Return the validation episodes, the same in every run: each of a seed of its own, from the file beside `records`
+    if there is one."""
+    env = task.env
+    if records is not None:
+        env = geometry.geometry_task(Path(records).with_name(f"validation{Path(records).suffix}"))
+    return Episodes(served, env, VALIDATION_SEED, num_episodes, 1, task.max_tokens, num_batches=1)
 
 
 def one_turn(messages: list[Message], renderer: Renderer, draw: random.Random) -> tinker.Datum:

@@ -1,16 +1,18 @@
 """Records in the shape of Geometry-3K, and the environment that asks them."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
 from base import Served, renderer_of
-from geometry import GeometryEnv, figure, geometry_task, same, warm_start
+from geometry import INSTRUCTIONS, TOOL, GeometryEnv, figure, geometry_task, instructed, same, warm_start
 from PIL import Image
-from prepare import rows, write
-from records import BadRecord, make_row, parse, read_records
+from prepare import main, rows, write
+from records import BadRecord, Record, make_row, parse, read_records
 from teach import TINY_VL
 from tinker_cookbook.renderers.base import ToolCall
 from tinker_cookbook.rl.message_env import MessageStepResult
@@ -78,8 +80,66 @@ def test_another_shape_is_refused_where_it_differs(tmp_path: Path, row: Any, tex
         read_records(path)
 
 
-def test_validation_rows_are_the_same_for_every_seed_of_training() -> None:
-    assert rows(3, 1) == rows(3, 1) and rows(3, 1) != rows(3, 2)
+def test_validation_rows_are_the_same_for_every_seed_of_training(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        main([str(tmp_path / str(seed)), "--train", "8", "--validation", "5", "--seed", str(seed), "--format", "jsonl"])
+    validation, other_validation = ((tmp_path / seed / "validation.jsonl").read_text() for seed in "01")
+    training, other_training = (set((tmp_path / seed / "train.jsonl").read_text().splitlines()) for seed in "01")
+    assert validation == other_validation and len(validation.splitlines()) == 5
+    assert len(training) == 8 and training.isdisjoint(other_training)
+    assert training.isdisjoint(validation.splitlines())
+
+
+def png(colour: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def published(problem: str, *images: bytes, answer: str = "2 \\sqrt { 221 }") -> dict[str, Any]:
+    """Return a row with all the columns of the published file."""
+    pictures = [{"bytes": image, "path": None} for image in images]
+    choices = ["15", "27", answer, "32"]
+    return {"images": pictures, "problem": problem, "answer": answer, "id": 7, "choices": choices, "ground_truth": "C"}
+
+
+def test_the_published_file_is_read_with_pictures_where_its_text_has_them(tmp_path: Path) -> None:
+    given = [
+        published("<image>Find x.", png("red")),
+        published("Compare <image> and <image>.", png("red"), png("blue"), answer="12"),
+    ]
+    write(tmp_path / "train.parquet", given)
+    first, second = read_records(tmp_path / "train.parquet")
+    (message,) = first.messages
+    image, text = message["content"]
+    assert image["image"].size == (40, 30) and image["image"].getpixel((1, 1)) == (255, 0, 0)
+    assert text == {"type": "text", "text": "Find x."}
+    assert (first.env_class, first.ground_truth) == ("geometry3k", "2 \\sqrt { 221 }")
+    parts = second.messages[0]["content"]
+    shown = [part["text"] if part["type"] == "text" else part["image"].getpixel((1, 1)) for part in parts]
+    assert shown == ["Compare", (255, 0, 0), "and", (0, 0, 255), "."]
+    asked = asyncio.run(geometry_task(tmp_path / "train.parquet")(1).initial_observation())
+    assert asked[-1]["content"][-1]["text"] == INSTRUCTIONS
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (published("Find x.", b"x"), "the problem has <image> once for each of its 1 images"),
+        (published("<image>Find x.", b"no picture"), "the picture does not decode"),
+        ({**published("<image>"), "images": [{"path": "a.png"}]}, r"images\[0\] has the bytes"),
+        ({**published("x"), "answer": 3}, "problem and answer are texts"),
+        ({**published("x"), "images": None}, "images is a list"),
+    ],
+)
+def test_a_published_row_that_is_damaged_is_refused(row: Any, text: str) -> None:
+    with pytest.raises(BadRecord, match=text):
+        parse(row, "row")
+
+
+def test_a_question_that_names_the_box_is_asked_as_it_is() -> None:
+    record = parse(SOME[0], "row")
+    assert instructed(record) is record
 
 
 def call(answer: str) -> ToolCall:
@@ -107,6 +167,52 @@ def test_the_tool_answers_with_text_and_a_right_box_is_rewarded() -> None:
     assert (boxed.reward, boxed.episode_done) == (1.0, True)
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [("1", "too small"), ("5", "too large"), ("many", "wrong"), ("2", "score 1.0: give this answer in the box")],
+)
+def test_the_tools_words_help_with_the_next_answer(answer: str, said: str) -> None:
+    (asked,) = played({"role": "assistant", "content": "", "tool_calls": [call(answer)]})
+    assert said in asked.next_messages[-1]["content"] and asked.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "said"),
+    [
+        ("calc_scores", "{}", "there is no tool calc_scores; use calc_score"),
+        ("calc_score", "12", 'calc_score takes {"answer": "..."}'),
+        ("calc_score", '{"answer":', 'calc_score takes {"answer": "..."}'),
+        ("calc_score", "{}", 'calc_score takes {"answer": "..."}'),
+    ],
+)
+def test_a_wrong_call_is_answered_and_the_episode_goes_on(function: str, arguments: str, said: str) -> None:
+    wrong = ToolCall(function=ToolCall.FunctionBody(name=function, arguments=arguments))
+    asked, boxed = played({"role": "assistant", "content": "", "tool_calls": [wrong]}, BOX)
+    assert asked.next_messages[-1]["content"] == said
+    assert boxed.reward == 1.0 and boxed.metrics["turns"] == 2.0
+
+
+def test_what_the_tool_says_stands_in_the_next_prompt_behind_the_picture(tmp_path: Path) -> None:
+    """The two turns as tokens: the renderer writes the call and the answer, and both are before the second sample."""
+    write(tmp_path / "train.parquet", rows(1, 0))
+    env = geometry_task(tmp_path / "train.parquet")(0)
+    renderer = renderer_of(Served("tinker-server/tiny-vl", TINY_VL))
+    first = renderer.build_generation_prompt(asyncio.run(env.initial_observation()))
+    sampled = renderer.tokenizer.encode(
+        f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{"answer": "0"}}}}\n</tool_call>'
+    )
+    message, _ = renderer.parse_response([*sampled, renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    step = asyncio.run(env.step(message))
+    assert not step.episode_done
+    second = renderer.build_generation_prompt(step.next_messages)
+    text = "".join(
+        renderer.tokenizer.decode(chunk.tokens) if isinstance(chunk, tinker.EncodedTextChunk) else "[picture]"
+        for chunk in second.chunks
+    )
+    assert text.index("[picture]") < text.index("tool_call") < text.index("the answer 0 is too small")
+    assert second.length > first.length + len(sampled)
+
+
 def test_there_are_three_turns_and_no_more() -> None:
     assert [step.episode_done for step in played(ASK, ASK, ASK)] == [False, False, True]
     assert played(ASK, ASK, BOX)[-1].reward == 1.0
@@ -120,6 +226,24 @@ def test_a_wrong_box_or_none_ends_the_episode_without_a_reward() -> None:
 
 def test_answers_are_compared_as_numbers() -> None:
     assert same("12.0", "12") and same(" Yes", "yes") and not same("1", "12")
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        ("2\\sqrt{221}", "2 \\sqrt { 221 }", True),
+        ("\\sqrt{884}", "2 \\sqrt { 221 }", True),
+        ("\\frac{1}{2}", "0.5", True),
+        ("2\\sqrt{220}", "2 \\sqrt { 221 }", False),
+        ("\\frac{1}{3}", "0.5", False),
+        ("1" * 200 + "+1", "12", False),
+    ],
+)
+def test_answers_are_compared_as_mathematics(answer: str, truth: str, equal: bool) -> None:
+    assert same(answer, truth) is equal
+    env = GeometryEnv(Record([], "geometry3k", "rule", truth))
+    step = asyncio.run(env.step({"role": "assistant", "content": f"So \\boxed{{{answer}}}"}))
+    assert step.reward == float(equal)
 
 
 def test_a_file_of_records_is_a_task_and_its_conversations_are_rendered(tmp_path: Path) -> None:
