@@ -159,7 +159,7 @@ class Family(Protocol):
 
     @property
     def has_linear_attention(self) -> bool:
-        """True if layers carry a state from one packed sample to the next: each sample is then computed alone."""
+        """True if layers carry a state from token to token (`trainer/model/linear_attention.py`)."""
 
     @property
     def frozen(self) -> Sequence[str]:

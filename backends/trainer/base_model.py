@@ -30,6 +30,7 @@ from backends.trainer.model import targets
 from backends.trainer.model.compiling import compile_layers, run_text, text_microbatch, warm_up
 from backends.trainer.model.cuda_graphs import Graphs
 from backends.trainer.model.float32_residual import keep_in_float32
+from backends.trainer.model.linear_attention import pack_linear_attention
 from backends.trainer.model.loading import load, reporting_progress
 from backends.trainer.model.packing import Microbatch, pack
 from backends.trainer.model.recompute import Memory
@@ -78,6 +79,7 @@ class BaseModel:
         self.snapshots = SnapshotWriter()
         own = own_logprobs(root, self.renderer, world.device)
         keep_in_float32(model)
+        pack_linear_attention(model.get_decoder())
         if full is not None:
             self.weights, self.files = full, FullFiles(config.directory, full, world, self.snapshots)
         else:
@@ -92,8 +94,7 @@ class BaseModel:
                 self.vision.warm_up(RenderedImage("blank", blank), world.device)
         self.router_replay = None if config.routing_dir is None else RouterReplay(model, config.routing_dir)
         self.scorer = Scorer(root, self.vision, self.weights, self.router_replay).eval()
-        is_exact = packing_is_exact(self.scorer, self.renderer, own, world.device)
-        self.packs = is_exact and not family.has_linear_attention
+        self.packs = packing_is_exact(self.scorer, self.renderer, own, world.device)
         """True if several samples may share a packed microbatch."""
         if not self.packs:
             log.warning("%s: this architecture mixes packed samples; each will run alone", config.name)
@@ -109,7 +110,9 @@ class BaseModel:
                 warm_up(self.scorer, self.renderer, world)
             if config.placement.trainer_bytes:
                 self.memory = self._measured(model, world, config.placement.trainer_bytes)
-            if self.packs and not self.is_sharded and self.weights.base_is_frozen:  # a graph would hold collectives
+            # A graph would hold collectives, and the chunks of linear attention, which follow from the samples' lengths.
+            can_be_captured = not self.is_sharded and not family.has_linear_attention
+            if self.packs and can_be_captured and self.weights.base_is_frozen:
                 self._graphs = self._tested_graphs(config, world)
 
     def score(self, batch: Microbatch, scales_TR: Tensor, gradient: TokenGradient | None = None) -> Tensor:
