@@ -110,7 +110,7 @@ class BaseModel:
                 warm_up(self.scorer, self.renderer, world)
             if config.placement.trainer_bytes:
                 self.memory = self._measured(model, world, config.placement.trainer_bytes)
-            # A graph would hold collectives, and the chunks of linear attention, which follow from the samples' lengths.
+            # A graph would hold collectives, and the chunks of linear attention, which depend on samples' lengths.
             can_be_captured = not self.is_sharded and not family.has_linear_attention
             if self.packs and can_be_captured and self.weights.base_is_frozen:
                 self._graphs = self._tested_graphs(config, world)

@@ -64,7 +64,7 @@ def pack_linear_attention(decoder: nn.Module) -> None:
 
 
 def _convolution(own: Callable[..., Tensor]) -> Any:
-    def convolution(  # noqa: PLR0913
+    def convolution(
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,

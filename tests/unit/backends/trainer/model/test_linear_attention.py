@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -76,7 +77,7 @@ def test_each_sample_has_a_state_of_its_own(functions, lengths: list[int]) -> No
     host, num_tokens = lengths_of(lengths), sum(lengths)
     given = inputs(num_tokens)
     alone = torch.cat(
-        [recurrence(*(one[:, begin:end] for one in given)) for begin, end in zip(host[:-1], host[1:], strict=True)],
+        [recurrence(*(one[:, begin:end] for one in given)) for begin, end in pairwise(host)],
         dim=1,
     )
     packed, state = rule(
@@ -101,7 +102,7 @@ def test_a_convolution_reads_its_own_sample_alone(functions, lengths: list[int],
     alone = torch.cat(
         [
             F.conv1d(F.pad(hidden[..., begin:end], (WIDTH - 1, 0)), weight[:, None], groups=CHANNELS)
-            for begin, end in zip(host[:-1], host[1:], strict=True)
+            for begin, end in pairwise(host)
         ],
         dim=-1,
     )
@@ -154,6 +155,17 @@ def test_every_layer_of_a_forward_has_the_same_chunks(functions, monkeypatch) ->
     for _ in range(3):
         rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, packed_cu_seqlens_host=host)
     assert made == [1]
+
+
+def test_two_microbatches_in_turn_have_their_own_chunks(functions) -> None:
+    _, rule = functions
+    given, both = inputs(11), (lengths_of([5, 6]), lengths_of([3, 8]))
+    for host in (*both, *both):
+        packed, _ = rule(
+            *given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, packed_cu_seqlens_host=host
+        )
+        alone = [recurrence(*(one[:, begin:end] for one in given)) for begin, end in pairwise(host)]
+        torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(
