@@ -73,8 +73,8 @@ packed = alone, saved weights merged into transformers = trainer, sampler = trai
 nats in float32 (the sampler of Qwen3.5 and Qwen3-Next: bfloat16, 0.03 in the mean and 0.2 at most). Figures
 of larger models are in docs/performance.md.
 
-| kind | architecture | images | experts | microbatches | `train_attn` | `train_mlp` | `train_unembed` | frozen |
-|---|---|---|---|---|---|---|---|---|
+| kind | architecture | images | experts | `train_attn` | `train_mlp` | `train_unembed` | frozen |
+|---|---|---|---|---|---|---|---|
 """
 NOTES = """
 - Video and audio are refused for every kind.
@@ -82,7 +82,8 @@ NOTES = """
   the embedding of patches stays frozen. Trainer and engine agree on it for the kinds that have it.
 - An expert's three matrices have adapters of their own, each of the full rank: a model of rank r has r x experts x
   layers x 3 pairs. Routers and the gates of shared experts are frozen.
-- Microbatches of one sample: layers with linear attention carry a state along a microbatch.
+- Samples of all kinds share packed microbatches. Layers of linear attention begin anew at each sample; they are neither
+  compiled nor part of CUDA graphs yet, and run by transformers' equations in torch.
 - Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
   names of the model's own files, expert by expert. The cookbook's tools build and merge them, except Mixtral's, whose
   files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; for
@@ -136,8 +137,7 @@ def _line(name: str, source: Path) -> str:
     names = {re.sub(r"\.\d+\.", ".*.", one) for one, _ in model.named_modules()}
     frozen = ", ".join(f"`{one.rpartition('*.')[2]}`" for one in family.frozen if one in names) or "-"
     has_experts = any(one.endswith(".experts") for one in groups["train_mlp"])
-    microbatches = "one sample" if family.has_linear_attention else "packed"
-    cells = [name, f"`{config.architectures[0]}`", _yes(family.vision is not None), _yes(has_experts), microbatches]
+    cells = [name, f"`{config.architectures[0]}`", _yes(family.vision is not None), _yes(has_experts)]
     return f"| {' | '.join([*cells, *flags, frozen])} |\n"
 
 

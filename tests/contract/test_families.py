@@ -157,6 +157,7 @@ def test_packed_samples_are_as_one_by_one(source, data) -> None:
     results = []
     for max_tokens in (1024, 1):
         rank = trainer(source, max_tokens)
+        assert rank.base.packs
         rank.create_model("m", LORA)
         perturb(rank, "m")
         output = forward_backward(rank, "m", cross_entropy(data), True)

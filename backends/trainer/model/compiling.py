@@ -23,8 +23,8 @@ microbatches: the kernels chosen are the fastest for it."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile each layer at its first call, except linear attention: transformers computes that in a loop over tokens,
-    and the compiled code would be for one length."""
+    """Compile each layer at its first call, except linear attention: that is a loop over chunks, and the compiled code
+    would be for one number of them."""
     layers = list(layers)
     # Norms and silu(gate) * up are then recomputed in backward, not saved: a quarter less memory, 1 % more time.
     targets.KEEP_MATERIALIZED.replace(False)
