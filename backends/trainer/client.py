@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
+from backends import tasks
 from backends.model_spec import ModelSpec
 from backends.processes.fair_queue import FairQueue
 from backends.processes.launcher import StartWorkers, launch_trainer
@@ -325,20 +326,14 @@ class TrainerClient:
     ) -> R:
         """Return rank 0's answer, once every rank has answered. Raises the error that the ranks agree on, and ChildDied
         or ChildBroke as soon as one of them will not answer, or has failed by itself."""
-        calls = [
-            asyncio.ensure_future(rank.call(command, patience_s, partial(on_loading, rank.name))) for rank in ranks
-        ]
-        try:
+        asked = (rank.call(command, patience_s, partial(on_loading, rank.name)) for rank in ranks)
+        async with tasks.running(asked) as calls:
             waiting = set(calls)
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for call in done:
                     if isinstance(error := call.exception(), (ChildDied, ChildBroke)):
                         raise error
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
         errors = [call.exception() for call in calls]
         if len({type(error) for error in errors}) > 1:
             raise ChildBroke(f"the ranks do not agree: {errors}")

@@ -18,6 +18,7 @@ SEEN_OF_BACKENDS = (
     "backends.configure.create",
     "backends.files",
     "backends.lru",
+    "backends.tasks",
     "backends.processes.spans",
     "backends.processes.crash_isolation",
     "backends.processes.fair_queue",
