@@ -33,6 +33,8 @@ from tinker_server.auth.keys import LOCAL
 from tinker_server.settings import Settings
 from tinker_server.store.futures.records import Result
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 STEPS = 3
 
 

@@ -15,6 +15,8 @@ from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import config
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LORA = Trainable(rank=8, seed=1)
 ADAM = AdamParams(learning_rate=0.01)
 

@@ -172,7 +172,7 @@ def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, m
 
 
 @pytest.fixture
-async def two_ranks(tiny_vl) -> AsyncIterator[TrainerClient]:
+async def two_ranks(tiny_vl, forked_ranks) -> AsyncIterator[TrainerClient]:
     ranked = TrainerClient(config(tiny_vl, max_tokens=60, num_ranks=2))
     await ranked.start()
     yield ranked
