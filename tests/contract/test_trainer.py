@@ -455,7 +455,7 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
             for batch in batches:
                 outputs.append(await ranked.forward_backward("m", cross_entropy(batch), backward=True))
                 await ranked.optim_step("m", SMOOTH)
-            await ranked.save_state("m", tmp_path / str(num_ranks))
+            await ranked.save("m", tmp_path / str(num_ranks), "state")
         finally:
             await ranked.stop()
         weights.append((outputs, load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors")))
