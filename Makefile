@@ -41,7 +41,9 @@ demo: $(STAMP)
 
 # Two workers, and what each starts, on two cores: more threads only wait for one another.
 test test-slow: export OMP_NUM_THREADS := 1
-TWO_WORKERS := -n 2 --dist loadscope --ignore tests/gpu --ignore tests/acceptance tests
+# Files in their own order, unit tests last: by the number of their tests, the few that take minutes would come last,
+# and one worker would wait for the other.
+TWO_WORKERS := -n 2 --dist loadscope --no-loadscope-reorder --ignore tests/gpu --ignore tests/acceptance tests
 
 test: check
 	$(BIN)/pytest -m "not gpu and not slow" $(TWO_WORKERS)

@@ -163,13 +163,19 @@ class ModelState:
     """Seconds that the trainer has worked for it since it was loaded; the rest it has waited."""
 
 
+SavedForm = Literal["state", "sampler", "export"]
+"""`state`: adapter and optimizer, to go on from. `export`: the adapter in PEFT's form and in float32. `sampler`: the
+adapter for the sampler alone, in its precision, which is the base's, with a layer's experts stacked. The last two are
+not durable yet. If the model trains all weights, each is a complete Hugging Face model in the base's precision."""
+
+
 class Trainer(Protocol):
     """LoRA models on a frozen base, or one model that trains all of it. Every method raises InvalidInput, ModelLost or
     BackendFailed."""
 
-    async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
-        """Make a fresh adapter (`lora.seed` is set) with an empty optimizer. Raises InvalidInput for a bad rank, and if
-        another model is training all weights of the base."""
+    async def create_model(self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None) -> None:
+        """Make a fresh adapter (`lora.seed` is set) with an empty optimizer, or a model as it was at its snapshot.
+        Raises InvalidInput for a bad rank, and if another model is training all weights of the base."""
 
     async def delete_model(self, model_id: str) -> None:
         """Delete adapter, gradient and optimizer, if the model is held."""
@@ -188,20 +194,17 @@ class Trainer(Protocol):
         """Apply the gradient, then clear it. Raises InvalidInput if there is none, part of it is missing, or a weight
         would not be finite; weights and optimizer are then as they were."""
 
-    async def save_state(self, model_id: str, directory: Path) -> None:
-        """Write adapter and optimizer into `directory`, which appears whole or not at all. Raises InvalidInput for an
-        adapter that is not finite."""
+    async def save(self, model_id: str, directory: Path, form: SavedForm) -> None:
+        """Write the model into `directory`, which appears whole or not at all. Raises InvalidInput if weights are not
+        finite, or their log probabilities, which a `state` is not asked for."""
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        """Read what save_state wrote into a model of the same LoRA shape; the gradient is cleared. If it fails, the
+        """Read what was saved as `state` into a model of the same LoRA shape; the gradient is cleared. If it fails, the
         model is as it was."""
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """Copy the whole model with its accumulated gradient, and write the copy into `directory` while later
         operations run. The result is done once the directory is there: whole, or not at all."""
-
-    async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
-        """Make a model from its snapshot, as it was."""
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
         """Grant the trainer only to models that are being restored while the block runs: this one, and others in such a
@@ -213,12 +216,6 @@ class Trainer(Protocol):
     async def restarted(self, seen: int) -> int:
         """Wait until the trainer has been restarted more than `seen` times, and return how many times. All models that
         it held before are lost."""
-
-    async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
-        """Write the adapter into `directory`, which appears whole or not at all, but is not durable yet: in PEFT's form
-        and in float32 if it is `for_elsewhere`; else for the sampler alone, in its precision, which is the base's, with
-        a layer's experts stacked. If the model trains all weights, write a complete Hugging Face model, always in the
-        base's precision. Raises InvalidInput if weights or their log probabilities are not finite."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +242,7 @@ class SamplingTask:
     params: SamplingParams
     num_samples: int
     weights: Path | None
-    """Directory that save_sampler_weights wrote, never changed after; None: the base model."""
+    """Directory that was saved as `sampler` or `export`, never changed after; None: the base model."""
     owner: str
     """Owner of the work. Owners share the sampler evenly."""
     topk: int = 0
@@ -323,9 +320,9 @@ class Sampler(Protocol):
         """
 
     async def publish(self, weights: Path, owner: str) -> None:
-        """Load what save_sampler_weights wrote into every living engine, before its first sample. Raises BackendFailed
-        if an engine does not score a test text as the trainer did, and otherwise as `sample`. An engine that is not
-        living loads and checks it before its own first sample of it."""
+        """Load what was saved as `sampler` or `export` into every living engine, before its first sample. Raises
+        BackendFailed if an engine does not score a test text as the trainer did, and otherwise as `sample`. An engine
+        that is not living loads and checks it before its own first sample of it."""
 
 
 class PromptSize(NamedTuple):

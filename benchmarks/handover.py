@@ -78,7 +78,7 @@ async def by_parts(config: BackendConfig, rank: int, rounds: int) -> None:
                 owner="bench",
             )
             times.begin()
-            await base.trainer.save_sampler_weights("m", directory, for_elsewhere=False)
+            await base.trainer.save("m", directory, "sampler")
             times.end("the trainer scores the canary and writes")
             await base.sampler.publish(directory, "bench")
             times.end("the engine loads and scores the canary")

@@ -11,6 +11,7 @@ import pytest
 from tinker.lib.internal_client_holder import InternalClientHolder
 
 from backends.inputs.rendering import Renderer
+from backends.processes import launcher
 from tests.databases import KINDS, fresh_database
 from tests.factories import make_renderer
 from tests.models import make_tiny_text, make_tiny_vl
@@ -77,6 +78,14 @@ def module_database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest
     """An empty database for the tests of a file, which so run once on each kind."""
     with fresh_database(request.param, tmp_path_factory.mktemp("database")) as url:
         yield url
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's processes start in a second, where the start is not what is tested."""
+    from tests.ranks import fork  # it imports the whole trainer
+
+    monkeypatch.setattr(launcher, "launch", fork)
 
 
 @pytest.fixture(scope="session")

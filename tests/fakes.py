@@ -38,6 +38,7 @@ from backends.protocol import (
     ProcessState,
     PromptSize,
     SamplingTask,
+    SavedForm,
 )
 from backends.sampler.checks import check_support
 from backends.trainer.step.validation import decode_batch
@@ -69,7 +70,7 @@ class FakeTrainer:
         self.num_restarts = 0
         self.restart = asyncio.Condition()
 
-    async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
+    async def create_model(self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None) -> None:
         async with self.queue.grant(owner, model_id):
             if lora.rank > 64:
                 raise InvalidInput(f"lora_config.rank {lora.rank}: at most 64")
@@ -77,6 +78,9 @@ class FakeTrainer:
             self.gradients[model_id] = []
             self.owners[model_id] = owner
             self.calls.append(("create_model", model_id))
+        if snapshot is not None:
+            await self.load_state(model_id, snapshot, with_optimizer=True)
+            self.gradients[model_id] = json.loads((snapshot / "gradient").read_text())
 
     async def delete_model(self, model_id: str) -> None:
         self.steps.pop(model_id, None)
@@ -125,10 +129,13 @@ class FakeTrainer:
         self.steps[model_id] += 1
         return OptimStepResponse(metrics={"grad_norm": 1.0, "step": self.steps[model_id]})
 
-    async def save_state(self, model_id: str, directory: Path) -> None:
+    async def save(self, model_id: str, directory: Path, form: SavedForm) -> None:
         self._held(model_id)
         with written_aside(directory) as aside:
             _write_steps(aside, self.steps[model_id])
+        if form != "state":
+            save_file(ADAPTER, directory / "adapter_model.safetensors")
+            (directory / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         self._held(model_id)
@@ -161,18 +168,8 @@ class FakeTrainer:
             self.num_restarts += 1
             self.restart.notify_all()
 
-    async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
-        await self.create_model(model_id, lora, owner)
-        await self.load_state(model_id, directory, with_optimizer=True)
-        self.gradients[model_id] = json.loads((directory / "gradient").read_text())
-
     def restoring(self, model_id: str, owner: str) -> contextlib.AbstractContextManager[None]:
         return self.queue.prioritize(owner, model_id)
-
-    async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
-        await self.save_state(model_id, directory)
-        save_file(ADAPTER, directory / "adapter_model.safetensors")
-        (directory / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
 
     def _held(self, model_id: str) -> None:
         if model_id not in self.steps:

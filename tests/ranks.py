@@ -1,8 +1,11 @@
-"""Ranks of one trainer in processes of the test's own, each of which can get its own input."""
+"""Ranks of one trainer in processes of the test's own, each of which can get its own input; and faster starts."""
 
+import asyncio
+import contextlib
 import os
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Concatenate, ParamSpec, TypeVar
@@ -11,13 +14,47 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from backends.processes.messages import STREAM_LIMIT
+from backends.processes.rpc import Child, Process, serve
 from backends.protocol import EncodedBatch
+from backends.trainer import process
 from backends.trainer.distributed import World, join_world
 from backends.trainer.rank import TrainerRank
 from tests.trainers import SMOOTH, assert_same, forward_backward, lora_model
 
 P = ParamSpec("P")
 T = TypeVar("T")
+PROCESSES = get_context("forkserver")
+"""One process imports torch and all below it, 8 s of a core; ranks are its forks. It computes nothing, so has no
+threads that a fork would miss."""
+PROCESSES.set_forkserver_preload(["tests.trainers", "tests.models", "backends.trainer.process"])
+
+
+async def fork(name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = ()) -> Child:
+    """Start a trainer's rank as `launcher.launch` does, but with all imports done, and without a guard."""
+    assert module == process.__name__
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.ExitStack() as copies:
+        listening = [copies.enter_context(socket.socket(fileno=os.dup(fd))) for fd in fds]
+        child = PROCESSES.Process(target=_serve, args=(theirs, dict(env), listening), name=name)
+        await asyncio.to_thread(child.start)
+    reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
+    assert child.pid is not None
+
+    async def end(grace_s: float) -> None:
+        await asyncio.to_thread(child.join, grace_s)
+        child.kill()
+        await asyncio.to_thread(child.join)
+
+    return Child(name, Process(child.pid, end), reader, writer)
+
+
+def _serve(connection: socket.socket, env: dict[str, str], listening: list[socket.socket]) -> None:
+    os.environ |= env
+    if listening:
+        os.environ["MASTER_LISTEN_FD"] = str(listening[0].detach())
+    sys.argv[1:] = [str(connection.detach())]
+    serve(lambda keep_waiting: process.Process(keep_waiting).handle)
 
 
 def on_ranks(
@@ -26,7 +63,7 @@ def on_ranks(
     """Run a module's function on all ranks of a world, side by side; return their values."""
     with (
         socket.create_server(("127.0.0.1", 0)) as meeting,
-        ProcessPoolExecutor(num_ranks, mp_context=get_context("spawn")) as processes,
+        ProcessPoolExecutor(num_ranks, mp_context=PROCESSES) as processes,
     ):
         calls = [
             processes.submit(_as_rank, (rank, num_ranks), meeting, function, args, kwargs) for rank in range(num_ranks)

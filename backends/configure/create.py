@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from api_schemas.sampling import SampleRequest
+from backends import tasks
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, describe_models
 from backends.configure.examine import examine as examine
@@ -137,25 +138,19 @@ async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
     as its own all memory that is filled while it measures.
     """
     locks = {gpu: asyncio.Lock() for model in models for gpu in _engine_gpus(model)}
-    trainers = {id(model): asyncio.create_task(model.trainer.start(on_loading)) for model in models}
+    async with tasks.running(model.trainer.start(on_loading) for model in models) as trainers:
 
-    async def start(model: LocalModel) -> None:
-        began = time.monotonic()
-        log.info("%s: loading trainer and sampler, %s", model.info.name, _plan(model))
-        if gpus := _engine_gpus(model):
-            await asyncio.gather(*trainers.values())
-            async with contextlib.AsyncExitStack() as held:
-                for gpu in gpus:  # in the same order for every model
-                    await held.enter_async_context(locks[gpu])
-                await model.sampler.start(on_loading)
-        else:
-            await asyncio.gather(trainers[id(model)], model.sampler.start(on_loading))
-        log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
+        async def start(model: LocalModel, trainer: asyncio.Task[None]) -> None:
+            began = time.monotonic()
+            log.info("%s: loading trainer and sampler, %s", model.info.name, _plan(model))
+            if gpus := _engine_gpus(model):
+                await asyncio.gather(*trainers)
+                async with contextlib.AsyncExitStack() as held:
+                    for gpu in gpus:  # in the same order for every model
+                        await held.enter_async_context(locks[gpu])
+                    await model.sampler.start(on_loading)
+            else:
+                await asyncio.gather(trainer, model.sampler.start(on_loading))
+            log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 
-    loading = [*trainers.values(), *(asyncio.create_task(start(model)) for model in models)]
-    try:
-        await asyncio.gather(*loading)
-    finally:
-        for task in loading:
-            task.cancel()
-        await asyncio.gather(*loading, return_exceptions=True)
+        await tasks.gather(map(start, models, trainers))

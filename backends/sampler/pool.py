@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from api_schemas.sampling import SampleResponse
+from backends import tasks
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import StartWorkers, launch_sampler
 from backends.processes.rpc import Child, ChildDied, Command
@@ -74,13 +75,7 @@ class SamplerPool:
         BackendFailed."""
         if self._is_several:  # one engine alone empties it itself
             await asyncio.to_thread(shutil.rmtree, self._spec.scratch_dir, ignore_errors=True)
-        starts = [asyncio.create_task(engine.supervisor.start(on_loading)) for engine in self.engines]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+        await tasks.gather(engine.supervisor.start(on_loading) for engine in self.engines)
 
     async def stop(self) -> None:
         """End all children and their engines."""
@@ -194,15 +189,10 @@ class SamplerPool:
     async def _open(self) -> list[EngineClient]:
         """Return the engines that take requests, once there is one."""
         while not (found := [engine for engine in self.engines if engine.is_open]):
-            opening = [asyncio.create_task(engine.opened()) for engine in self.engines]
-            try:
+            async with tasks.running(engine.opened() for engine in self.engines) as opening:
                 done, _ = await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
                 for one in done:
                     one.result()
-            finally:
-                for one in opening:
-                    one.cancel()
-                await asyncio.gather(*opening, return_exceptions=True)
         return found
 
     def _enter(self, owner: str) -> None:

@@ -5,18 +5,18 @@ dies, so that the server notices.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from api_schemas.sampling import SampleResponse
+from backends import tasks
 from backends.formats.expert_routing import RoutingFiles
 from backends.formats.load_check import LoadCheck, load_check_tokens
 from backends.inputs.rendering import Renderer
@@ -38,8 +38,6 @@ from backends.sampler.requests import Prompt, sampling_params
 from backends.sampler.sequences import Sequences, end_process, ending_with, score
 from backends.sampler.versions import VersionCache
 from backends.sampler.vllm_patches.routed_experts import allow_on_cpu, keep_routing
-
-T = TypeVar("T")
 
 _WATCH_S = 0.2
 _GIVE_BACK_S = 60.0
@@ -107,7 +105,7 @@ class SamplerProcess:
                     params = sampling_params(task, index, self._end_tokens, self._placeholders)
                     return await self._sequences.final(inputs, params, lora, num_before)
 
-            outputs = await _all(sequence(index) for index in range(task.num_samples))
+            outputs = await tasks.gather(sequence(index) for index in range(task.num_samples))
             rendered, _ = await prompt.render()
             if self._routing is not None and (model_id := self._weights.model_id(held)):
                 keep = partial(keep_routing, self._routing, task.owner, model_id)
@@ -187,17 +185,6 @@ async def _weights(spec: ModelSpec, engine: AsyncLLM, renderer: Renderer) -> Ver
     token_ids = load_check_tokens(renderer.vocab_size, renderer.family.placeholders).tolist()
     base = LoadCheck(token_ids, (await score(engine, token_ids, None)).tolist())
     return VersionCache(spec.scratch_dir, FullModelLoader(engine, renderer, spec, base))
-
-
-async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return their results in order; the first failure, or a cancellation, stops them all."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def main() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
+from backends import tasks
 from backends.model_spec import ModelSpec
 from backends.processes.fair_queue import FairQueue
 from backends.processes.launcher import StartWorkers, launch_trainer
@@ -31,6 +32,7 @@ from backends.protocol import (
     ModelState,
     OnLoading,
     ProcessState,
+    SavedForm,
     ignore_loading,
 )
 from backends.trainer import commands
@@ -117,13 +119,14 @@ class TrainerClient:
         """Return the states of the ranks that were started last."""
         return self._supervisor.processes()
 
-    async def create_model(self, model_id: str, lora: Trainable, owner: str) -> None:
+    async def create_model(self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None) -> None:
         """Implement the protocol; starts the ranks if they have died."""
-        await self._add(commands.CreateModel(model_id, lora), owner)
-
-    async def resume(self, model_id: str, lora: Trainable, owner: str, directory: Path) -> None:
-        """Implement the protocol; starts the ranks if they have died."""
-        await self._add(commands.Resume(model_id, lora, directory), owner)
+        async with self._queue.grant(owner, model_id):
+            await self._revive()
+            if self._spec.full:
+                self._require_free(model_id, owner)
+            await self._command(commands.CreateModel(model_id, lora, snapshot))
+            self._models[model_id] = _Model(owner, next(self._numbers))
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
         """Implement the protocol."""
@@ -218,25 +221,13 @@ class TrainerClient:
         """Implement the protocol."""
         return await self._run(model_id, commands.OptimStep(model_id, adam))
 
-    async def save_state(self, model_id: str, directory: Path) -> None:
+    async def save(self, model_id: str, directory: Path, form: SavedForm) -> None:
         """Implement the protocol."""
-        await self._run(model_id, commands.SaveState(model_id, directory))
+        await self._run(model_id, commands.Save(model_id, directory, form))
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         """Implement the protocol."""
         await self._run(model_id, commands.LoadState(model_id, directory, with_optimizer))
-
-    async def save_sampler_weights(self, model_id: str, directory: Path, *, for_elsewhere: bool) -> None:
-        """Implement the protocol."""
-        await self._run(model_id, commands.SaveSamplerWeights(model_id, directory, for_elsewhere))
-
-    async def _add(self, command: commands.CreateModel | commands.Resume, owner: str) -> None:
-        async with self._queue.grant(owner, command.model_id):
-            await self._revive()
-            if self._spec.full:
-                self._require_free(command.model_id, owner)
-            await self._command(command)
-            self._models[command.model_id] = _Model(owner, next(self._numbers))
 
     def _require_free(self, model_id: str, owner: str) -> None:
         """Raises InvalidInput if another model trains the weights of the base. Other users' ids are kept secret."""
@@ -325,20 +316,14 @@ class TrainerClient:
     ) -> R:
         """Return rank 0's answer, once every rank has answered. Raises the error that the ranks agree on, and ChildDied
         or ChildBroke as soon as one of them will not answer, or has failed by itself."""
-        calls = [
-            asyncio.ensure_future(rank.call(command, patience_s, partial(on_loading, rank.name))) for rank in ranks
-        ]
-        try:
+        asked = (rank.call(command, patience_s, partial(on_loading, rank.name)) for rank in ranks)
+        async with tasks.running(asked) as calls:
             waiting = set(calls)
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for call in done:
                     if isinstance(error := call.exception(), (ChildDied, ChildBroke)):
                         raise error
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
         errors = [call.exception() for call in calls]
         if len({type(error) for error in errors}) > 1:
             raise ChildBroke(f"the ranks do not agree: {errors}")

@@ -11,7 +11,7 @@ from api_schemas.training import (
 )
 from backends.model_spec import ModelSpec
 from backends.processes.rpc import Command
-from backends.protocol import EncodedBatch
+from backends.protocol import EncodedBatch, SavedForm
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class CreateModel(Command[None]):
 
     model_id: str
     lora: Trainable
+    snapshot: Path | None
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,12 @@ class OptimStep(Command[OptimStepResponse]):
 
 
 @dataclass(frozen=True)
-class SaveState(Command[None]):
-    """`protocol.Trainer.save_state`."""
+class Save(Command[None]):
+    """`protocol.Trainer.save`."""
 
     model_id: str
     directory: Path
+    form: SavedForm
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,6 @@ class LoadState(Command[None]):
     model_id: str
     directory: Path
     with_optimizer: bool
-
-
-@dataclass(frozen=True)
-class SaveSamplerWeights(Command[None]):
-    """`protocol.Trainer.save_sampler_weights`."""
-
-    model_id: str
-    directory: Path
-    for_elsewhere: bool
 
 
 @dataclass(frozen=True)
@@ -134,15 +127,6 @@ class AwaitSnapshot(Command[None]):
     directory: Path
 
 
-@dataclass(frozen=True)
-class Resume(Command[None]):
-    """`protocol.Trainer.resume`."""
-
-    model_id: str
-    lora: Trainable
-    directory: Path
-
-
 ModelCommand = (
     CreateModel
     | DeleteModel
@@ -150,10 +134,8 @@ ModelCommand = (
     | CancelRequests
     | MarkIncomplete
     | OptimStep
-    | SaveState
+    | Save
     | LoadState
-    | SaveSamplerWeights
     | Snapshot
     | AwaitSnapshot
-    | Resume
 )

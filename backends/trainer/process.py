@@ -30,11 +30,11 @@ class Process:
         return run(self._rank, command)
 
 
-def run(rank: TrainerRank, command: commands.ModelCommand) -> object:  # noqa: C901 - one case for each command
+def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
     """Run a command on a rank."""
     match command:
-        case commands.CreateModel(model_id, lora):
-            rank.create_model(model_id, lora)
+        case commands.CreateModel(model_id, lora, snapshot):
+            rank.create_model(model_id, lora, snapshot)
         case commands.DeleteModel(model_id):
             rank.delete_model(model_id)
         case commands.ComputeMicrobatch(new, order):
@@ -45,18 +45,16 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:  # noqa: C
             rank.mark_incomplete(model_id)
         case commands.OptimStep(model_id, adam):
             return rank.optim_step(model_id, adam)
-        case commands.SaveState(model_id, directory):
+        case commands.Save(model_id, directory, "state"):
             rank.save_state(model_id, directory)
+        case commands.Save(model_id, directory, form):
+            rank.save_sampler_weights(model_id, directory, for_elsewhere=form == "export")
         case commands.LoadState(model_id, directory, with_optimizer):
             rank.load_state(model_id, directory, with_optimizer)
-        case commands.SaveSamplerWeights(model_id, directory, for_elsewhere):
-            rank.save_sampler_weights(model_id, directory, for_elsewhere)
         case commands.Snapshot(model_id, directory):
             rank.snapshot(model_id, directory)
         case commands.AwaitSnapshot(directory):
             return rank.snapshot_written(directory)
-        case commands.Resume(model_id, lora, directory):
-            rank.resume(model_id, lora, directory)
         case _:
             assert_never(command)
     return None

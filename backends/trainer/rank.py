@@ -54,10 +54,16 @@ class TrainerRank:
 
     # ---- models
 
-    def create_model(self, model_id: str, lora: Trainable) -> None:
-        """Create a model. If it raises, nothing of the model is left on any rank."""
+    def create_model(self, model_id: str, lora: Trainable, snapshot: Path | None = None) -> None:
+        """Create a model, afresh or from its snapshot. If it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
         self.models[model_id] = agreed(lambda: self._new_model(lora), self._world)
+        if snapshot is not None:
+            try:
+                self.base.files.load_snapshot(self._about_to_move(model_id), snapshot)
+            except BaseException:
+                self.delete_model(model_id)
+                raise
 
     def _new_model(self, lora: Trainable) -> TrainedModel:
         model: TrainedModel = self.base.weights.create(lora)
@@ -206,15 +212,6 @@ class TrainerRank:
     def snapshot_written(self, directory: Path) -> Future[None]:
         """Return a future that is done when a snapshot that this rank has begun is on disk."""
         return self.base.snapshots.written(directory)
-
-    def resume(self, model_id: str, lora: Trainable, directory: Path) -> None:
-        """Create a model from a snapshot. If it raises, nothing of the model is left."""
-        self.create_model(model_id, lora)
-        try:
-            self.base.files.load_snapshot(self._about_to_move(model_id), directory)
-        except BaseException:
-            self.delete_model(model_id)
-            raise
 
     def _about_to_move(self, model_id: str) -> TrainedModel:
         """A model whose files are about to be read or written."""

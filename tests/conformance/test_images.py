@@ -194,7 +194,7 @@ class TextBackend(FakeBackend):
 
 
 @pytest.fixture
-def text_only(tiny_text: Path, tmp_path: Path) -> Iterator[Running]:
+def text_only(tiny_text: Path, tmp_path: Path, forked_ranks: None) -> Iterator[Running]:
     running = Running(tmp_path, backend=TextBackend(tiny_text))
     yield running
     running.stop()

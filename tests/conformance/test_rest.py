@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import tinker
+from click.testing import CliRunner
 from tinker import types
+from tinker.cli.__main__ import main_cli
 from tinker.types.session_search_request import SessionSearchRequest
 from tinker.types.session_status_query import ActiveSessionStatusQuery, ClientFinishedSessionStatusQuery
 
@@ -30,17 +32,14 @@ def fake_database_url(module_database_url: str) -> str:
     return module_database_url
 
 
+def environment(fake: Running, home: Path) -> dict[str, str]:
+    return {"TINKER_BASE_URL": fake.url, "TINKER_API_KEY": "tml-test", "HOME": str(home)}
+
+
 def tinker_cli(fake: Running, home: Path, *arguments: str) -> str:
-    environment = {"TINKER_BASE_URL": fake.url, "TINKER_API_KEY": "tml-test", "HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tinker.cli", *arguments],
-        env={**os.environ, **environment},
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    """A command in this process, which has imported the SDK already."""
+    done = CliRunner().invoke(main_cli, arguments, env=environment(fake, home))
+    assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout
 
 
@@ -212,7 +211,9 @@ def test_108_the_command_line_works(
     rest: tinker.RestClient, training: tinker.TrainingClient, fake: Running, tmp_path: Path
 ) -> None:
     path, external = training.save_state("a").result().path, training.save_weights_external("e").result().path
-    assert path in tinker_cli(fake, tmp_path, "-f", "json", "checkpoint", "list", "--run-id", training.model_id)
+    first = [sys.executable, "-m", "tinker.cli", "-f", "json", "checkpoint", "list", "--run-id", training.model_id]
+    whole = os.environ | environment(fake, tmp_path)
+    assert path in subprocess.run(first, env=whole, cwd=tmp_path, check=True, stdout=subprocess.PIPE, text=True).stdout
     assert training.model_id in tinker_cli(fake, tmp_path, "-f", "json", "run", "list", "--limit", "0")
     assert '"tiny"' in tinker_cli(fake, tmp_path, "-f", "json", "run", "info", training.model_id)
     assert "weights/a" in tinker_cli(fake, tmp_path, "-f", "json", "checkpoint", "info", path)

@@ -32,7 +32,7 @@ def test_065_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_
     uninterrupted = logprobs_of(client, batch(renderer))
     model_id, long = client.model_id, types.SamplingParams(max_tokens=300, stop=[])
     running = [
-        client.forward_backward([sdk_datum(item) for item in batch(renderer, 3)] * 100, "cross_entropy")
+        client.forward_backward([sdk_datum(item) for item in batch(renderer, 3)] * 50, "cross_entropy")
         for _ in range(8)
     ]
     sample = service.create_sampling_client(model_path=weights).result().sample(model_input, 1, long)
@@ -43,7 +43,7 @@ def test_065_a_run_resumed_after_a_restart_goes_on_as_if_never_interrupted(tiny_
     try:
         assert len(sample.result(timeout=120).sequences[0].tokens) == 300
         for future in running:
-            assert len(future.result(timeout=240).loss_fn_outputs) == 100 * len(batch(renderer, 3))
+            assert len(future.result(timeout=240).loss_fn_outputs) == 50 * len(batch(renderer, 3))
         info = httpx.post(f"{server.base_url}/api/v1/get_info", json={"model_id": model_id}, headers={"X-API-Key": KEY})
         assert info.status_code == 200
         for one, other in zip(logprobs_of(client, batch(renderer)), uninterrupted, strict=True):

@@ -151,7 +151,7 @@ def test_a_snapshot_holds_the_gradient_too(text_rank, text_renderer, tmp_path):
     train(text_rank, more, 1)
     wanted = masters(text_rank)
     text_rank.delete_model("m")
-    text_rank.resume("m", FULL, tmp_path / "snapshot")
+    text_rank.create_model("m", FULL, tmp_path / "snapshot")
     train(text_rank, more, 1)
     assert_equal(masters(text_rank), wanted)
 
@@ -240,7 +240,7 @@ def one_rank_of_two(world: World, source: Path, directory: Path) -> tuple[list[n
         rank.snapshot_written(directory / "snapshot").result(60)
     torch.distributed.barrier()
     rank.delete_model("m")
-    rank.resume("m", FULL, directory / "snapshot")
+    rank.create_model("m", FULL, directory / "snapshot")
     rank.optim_step("m", ADAM)
     stepped = logprobs_or_none(rank, data)
     rank.load_state("m", directory / "state", True)

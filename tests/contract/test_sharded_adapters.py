@@ -130,7 +130,7 @@ def snapshot(rank: TrainerRank, name: str, directory: Path) -> None:
 
 def go_on_from(rank: TrainerRank, renderer: Renderer, written: Path, own: Path) -> None:
     """Write what one rank wrote again, then a step from its state and one from its snapshot."""
-    rank.resume("copied", LORAS["m"], written / "snapshot")
+    rank.create_model("copied", LORAS["m"], written / "snapshot")
     write_all(rank, "copied", own / "again")
     rank.optim_step("copied", ADAM)
     rank.save_state("copied", own / "stepped from the snapshot")
@@ -253,7 +253,7 @@ def test_training_goes_on_from_files_as_if_never_interrupted(written: Path, seve
 
 def test_one_rank_reads_what_several_wrote(several: Several, source: Path, tmp_path: Path) -> None:
     rank = rank_of(ALONE, source, "shard")
-    rank.resume("m", LORAS["m"], several.own / "again" / "snapshot")
+    rank.create_model("m", LORAS["m"], several.own / "again" / "snapshot")
     write_all(rank, "m", tmp_path)
     for kind in ("state", "snapshot"):
         assert files_of(tmp_path / kind) == files_of(several.own / "again" / kind)

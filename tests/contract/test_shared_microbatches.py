@@ -299,6 +299,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_microbatch(
     tiny_text: Path, renderer: Renderer
 ) -> None:

@@ -15,6 +15,8 @@ from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, cross_entropy, datum
 from tests.trainers import config
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LORA = Trainable(rank=8, seed=1)
 ADAM = AdamParams(learning_rate=0.01)
 
@@ -44,13 +46,13 @@ async def test_a_model_goes_on_from_its_snapshot_bit_for_bit_whatever_ran_while_
     async def go_on(name: str) -> object:
         outputs = await trainer.forward_backward("m", batches[2], backward=True)
         norm = (await trainer.optim_step("m", ADAM)).metrics["grad_norm"]
-        await trainer.save_state("m", tmp_path / name)
+        await trainer.save("m", tmp_path / name, "state")
         return [one["logprobs"].tobytes() for one in outputs.loss_fn_outputs], norm
 
     stayed = await go_on("stayed")
     await written
     await trainer.delete_model("m")
-    await trainer.resume("m", LORA, "owner", tmp_path / "snapshot")
+    await trainer.create_model("m", LORA, "owner", tmp_path / "snapshot")
     assert await go_on("resumed") == stayed
     wanted, got = state(tmp_path / "stayed"), state(tmp_path / "resumed")
     assert wanted.keys() == got.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)

@@ -13,6 +13,8 @@ from backends.trainer.client import TrainerClient
 from tests.factories import MIXED, batch, cross_entropy, datum
 from tests.trainers import config
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LORA = Trainable(rank=8, seed=1)
 ADAM = AdamParams(learning_rate=0.01)
 
@@ -33,10 +35,10 @@ async def test_a_suspended_model_resumes_with_its_gradient_and_optimizer(tiny_vl
                 await ranked.delete_model(name)
                 with pytest.raises(ModelLost):
                     await ranked.optim_step(name, ADAM)
-                await ranked.resume(name, LORA, "owner", tmp_path / "snapshot")
+                await ranked.create_model(name, LORA, "owner", tmp_path / "snapshot")
             await ranked.forward_backward(name, cross_entropy(batches[2]), backward=True)
             await ranked.optim_step(name, ADAM)
-            await ranked.save_state(name, tmp_path / name)
+            await ranked.save(name, tmp_path / name, "state")
     finally:
         await ranked.stop()
     for file in ("adapter_model.safetensors", "optimizer.safetensors"):
@@ -56,7 +58,7 @@ async def test_an_incomplete_gradient_is_still_incomplete_after_resuming(tiny_vl
             await ranked.forward_backward("m", batch([good], "unknown"), backward=True)
         await (await ranked.snapshot("m", tmp_path / "snapshot"))
         await ranked.delete_model("m")
-        await ranked.resume("m", LORA, "owner", tmp_path / "snapshot")
+        await ranked.create_model("m", LORA, "owner", tmp_path / "snapshot")
         await ranked.forward_backward("m", cross_entropy([good]), backward=True)
         with pytest.raises(InvalidInput, match="incomplete"):
             await ranked.optim_step("m", ADAM)

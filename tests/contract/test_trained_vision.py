@@ -177,7 +177,7 @@ def test_what_is_saved_goes_on_as_it_was(rank, source, data, tmp_path) -> None:
     other.create_model("loaded", Trainable(rank=8, seed=9, train_vision=True))
     other.load_state("loaded", tmp_path / "state", with_optimizer=True)
     forward_backward(other, "loaded", cross_entropy(data), True)
-    other.resume("resumed", TRAINED, tmp_path / "snapshot")
+    other.create_model("resumed", TRAINED, tmp_path / "snapshot")
     rank.optim_step("m", SMOOTH)
     for name in ("loaded", "resumed"):
         other.optim_step(name, SMOOTH)

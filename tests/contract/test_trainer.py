@@ -437,6 +437,7 @@ def test_a_model_whose_attention_caps_its_scores_is_refused(tmp_path):
         trainer(source)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
     """Also where one rank has no image, or nothing at all to do."""
     batches = [
@@ -454,7 +455,7 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
             for batch in batches:
                 outputs.append(await ranked.forward_backward("m", cross_entropy(batch), backward=True))
                 await ranked.optim_step("m", SMOOTH)
-            await ranked.save_state("m", tmp_path / str(num_ranks))
+            await ranked.save("m", tmp_path / str(num_ranks), "state")
         finally:
             await ranked.stop()
         weights.append((outputs, load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors")))
@@ -466,6 +467,7 @@ async def test_two_ranks_are_as_one(tiny_vl, renderer, tmp_path):
     assert_same(two_weights, one_weights, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group(tiny_vl, renderer):
     whole = image(64, 64, 3)
     cut = type(whole)(data=whole.data[: len(whole.data) // 2], format="png")
@@ -487,6 +489,7 @@ async def test_an_image_that_breaks_on_one_rank_fails_the_work_and_not_the_group
         await ranked.stop()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 async def test_bad_datums_are_refused_by_name_and_number(tiny_vl, renderer):
     ranked = TrainerClient(config(tiny_vl, max_context_length=64))
     good = datum(MIXED["text"], renderer)

@@ -172,7 +172,7 @@ def test_a_forward_that_does_not_look_at_its_images_is_an_error(keeping, data, m
 
 
 @pytest.fixture
-async def two_ranks(tiny_vl) -> AsyncIterator[TrainerClient]:
+async def two_ranks(tiny_vl, forked_ranks) -> AsyncIterator[TrainerClient]:
     ranked = TrainerClient(config(tiny_vl, max_tokens=60, num_ranks=2))
     await ranked.start()
     yield ranked
@@ -189,7 +189,7 @@ async def test_images_kept_on_one_rank_only_keep_the_ranks_together(two_ranks, t
             for batch in (data[1:2], data, data[::-1], data[3:5], data[5:]):
                 await ranked.forward_backward("m", cross_entropy(batch), backward=True)
                 await ranked.optim_step("m", SMOOTH)
-            await ranked.save_state("m", tmp_path / name)
+            await ranked.save("m", tmp_path / name, "state")
     finally:
         await one.stop()
     weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]

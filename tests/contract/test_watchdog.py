@@ -17,6 +17,8 @@ from backends.trainer.client import TrainerClient
 from tests.factories import cross_entropy, datum, make_renderer, prompt, words
 from tests.trainers import LORA, SMOOTH, config
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -99,7 +99,7 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, c
                     *(ranked.forward_backward(name, cross_entropy(data), backward=True) for name in ("m", "other"))
                 )
                 await ranked.optim_step("m", SMOOTH)
-            await ranked.save_state("m", tmp_path / str(num_ranks))
+            await ranked.save("m", tmp_path / str(num_ranks), "state")
         finally:
             await ranked.stop()
         weights.append(load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors"))

@@ -1,10 +1,15 @@
 """Imports run one way, api_schemas <- backends <- tinker_server, and some libraries stay in one room."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -18,6 +23,7 @@ SEEN_OF_BACKENDS = (
     "backends.configure.create",
     "backends.files",
     "backends.lru",
+    "backends.tasks",
     "backends.processes.spans",
     "backends.processes.crash_isolation",
     "backends.processes.fair_queue",
@@ -158,3 +164,14 @@ def test_no_test_file_imports_another() -> None:
     tests = [module for path, module in modules.items() if path.name.startswith(("test_", "conftest"))]
     for path in files:
         assert not [name for name in imported_names(path) if within(name, *tests)], path
+
+
+@pytest.mark.parametrize("name", ["api_schemas", "backends", "migrations"])
+def test_the_server_refuses_a_package_of_another_project_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command, both = [sys.executable, "-m", "tinker_server", "--help"], os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=both, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and not done.stdout
+    assert f"the package {name} is taken from {tmp_path / name}, and the server needs {ROOT / name}" in done.stderr

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from backends import tasks
 from backends.protocol import BackendFailed, ChatTask, InvalidInput
 from tinker_server.chat.images import files, with_data
 from tinker_server.chat.requests import ChatRequest
@@ -61,19 +62,17 @@ class Chats:
 
     async def _parts(self, task: ChatTask, found: FoundWeights) -> AsyncGenerator[str, None]:
         parts: asyncio.Queue[str | None] = asyncio.Queue()
-        work = asyncio.create_task(self._stores.bases.base(found.base_model).sampler.chat(task, parts.put_nowait))
-        work.add_done_callback(lambda _: parts.put_nowait(None))
+        sampler = self._stores.bases.base(found.base_model).sampler
         try:
-            while (part := await parts.get()) is not None:
-                yield part
-            usage = await work
+            async with tasks.running([sampler.chat(task, parts.put_nowait)]) as [work]:
+                work.add_done_callback(lambda _: parts.put_nowait(None))
+                while (part := await parts.get()) is not None:
+                    yield part
+                usage = await work
         except InvalidInput:
             raise
         except BackendFailed as error:
             raise ChatFailed(failure(error).error) from None
-        finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
         used = (task.owner, NO_SESSION, found.base_model)
         self._stores.usage.count("prefill", *used, usage.prompt - usage.cached)
         self._stores.usage.count("cached_prefill", *used, usage.cached)

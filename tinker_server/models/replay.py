@@ -66,12 +66,10 @@ class LogReplay:
         log.info("model %s is restored; %d operations were run again", run.model_id, count)
 
     async def _load(self, run: TrainingRun, trainer: Trainer) -> None:
-        if run.snapshot is None:
-            await trainer.create_model(run.model_id, run.trainable, run.owner)
-        elif self._storage.holds(run.snapshot):
-            await trainer.resume(run.model_id, run.trainable, run.owner, self._storage.path(run.snapshot))
-        else:
+        if run.snapshot is not None and not self._storage.holds(run.snapshot):
             raise LostModel(f"model {run.model_id}: its snapshot was deleted; create it again from a checkpoint")
+        snapshot = None if run.snapshot is None else self._storage.path(run.snapshot)
+        await trainer.create_model(run.model_id, run.trainable, run.owner, snapshot)
 
     async def _run_again(self, entry: Entry, model_id: str, trainer: Trainer) -> int:
         """Return the request's size in bytes."""

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from api_schemas.wire import JSON
+from backends import tasks
 from backends.protocol import ChatEndpoint, InvalidInput
 from tinker_server.chat.requests import read, receive
 from tinker_server.errors import BadRequest, TinkerServerError
@@ -96,14 +97,9 @@ async def _events(
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`, or cancel it and return None if the client disconnects first."""
-    working, gone = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(http))
-    try:
+    async with tasks.running([work]) as [working], tasks.running([_wait_for_disconnect(http)]) as [gone]:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _wait_for_disconnect(http: Request) -> None:

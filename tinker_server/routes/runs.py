@@ -21,7 +21,7 @@ async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRu
     """List training runs, newest first."""
     records, total = await catalog.runs(page, time.time())
     return TrainingRunsResponse(
-        training_runs=[_info(record) for record in records],
+        training_runs=[_training_run_info(record) for record in records],
         cursor=Cursor(offset=page.offset, limit=page.limit, total_count=total),
     )
 
@@ -29,10 +29,10 @@ async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRu
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True, responses=refused(UnknownModel))
 async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
     """Return one training run."""
-    return _info(await catalog.run(run_id, scope, time.time()))
+    return _training_run_info(await catalog.run(run_id, scope, time.time()))
 
 
-def _info(record: RunRecord) -> TrainingRunInfo:
+def _training_run_info(record: RunRecord) -> TrainingRunInfo:
     last, last_sampler = record.last_checkpoint, record.last_sampler_checkpoint
     return TrainingRunInfo(
         training_run_id=record.run.model_id,

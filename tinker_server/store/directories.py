@@ -34,6 +34,8 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 UNREFERENCED_KEPT_S = 600.0
 """A sample that has begun may still read weights that were given up."""
 ARCHIVE_SUFFIX = ".tar.gz"
+_CLOCK_NS = 2_000_000_000
+"""Two changes of a folder may have the same time if they are no further apart: file systems count seconds or ticks."""
 MAX_NAMES = 500
 """Directories in one statement: databases limit its parameters."""
 
@@ -58,6 +60,8 @@ class Storage:
 
     def __init__(self, data_dir: Path, db: Database) -> None:
         self._root = data_dir.resolve()
+        self._archives: tuple[int, dict[str, int]] = (0, {})
+        """The time at which the folder of archives changed last, when it was read, and what was in it."""
         self._db = db
         self._writing: set[str] = set()
 
@@ -166,10 +170,20 @@ class Storage:
         return self._root / "archives" / f"{directory.replace('/', '.')}{ARCHIVE_SUFFIX}"
 
     def archive_bytes(self) -> dict[str, int]:
-        """Return the sizes of all archives by their file's name, those being written apart. Reads the disk."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._root / "archives") as files:
-            return {file.name: file.stat().st_size for file in files if not file.name.startswith(".")}
-        return {}
+        """Return the sizes of all archives by their file's name, those being written apart. Reads the folder only if a
+        file has come or gone since: an archive itself never changes."""
+        folder, now_ns = self._root / "archives", time.time_ns()
+        try:
+            changed_ns = folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return {}
+        known_ns, sizes = self._archives
+        if changed_ns != known_ns:
+            with os.scandir(folder) as files:
+                sizes = {file.name: file.stat().st_size for file in files if not file.name.startswith(".")}
+            if now_ns - changed_ns > _CLOCK_NS:
+                self._archives = changed_ns, sizes
+        return sizes
 
     def _below(self, top: str, path: str) -> Path:
         resolved = (self._root / path).resolve()

@@ -1,5 +1,6 @@
 """Encryption of exported weights to age recipients (age-encryption.org): X25519 (`age1...`) or SSH public keys."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,8 +29,8 @@ def parse_recipients(texts: list[str]) -> list[Recipient]:
     return recipients
 
 
-def encrypt_files(directory: Path, recipients: list[Recipient]) -> None:
+def encrypt_files(directory: Path, recipients: Sequence[Recipient]) -> None:
     """Replace every file by its encrypted form, `<name>.age`."""
     for path in [path for path in directory.rglob("*") if path.is_file()]:
-        encrypt_file(str(path), str(path.with_name(path.name + SUFFIX)), recipients)
+        encrypt_file(str(path), str(path.with_name(path.name + SUFFIX)), list(recipients))
         path.unlink()

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from api_schemas import ids
@@ -18,7 +18,7 @@ from api_schemas.weights import (
     TinkerPath,
     check_name,
 )
-from backends.protocol import Trainer
+from backends.protocol import SavedForm, Trainer
 from tinker_server.errors import BadRequest, UnknownSampler, Unsupported
 from tinker_server.models.model import Model
 from tinker_server.store.audit import AuditStore
@@ -47,7 +47,7 @@ class Saving:
 
     async def save_weights(self, model: Model, request: SaveWeightsRequest) -> SaveWeightsResponse:
         """Save a training checkpoint."""
-        saved = await self._save("weights", model, request, _for_training)
+        saved = await self._save("weights", model, request)
         return SaveWeightsResponse(path=saved.tinker_path)
 
     async def save_weights_for_sampler(
@@ -59,7 +59,7 @@ class Saving:
         if (request.path is None) == (request.sampling_session_seq_id is None):
             raise Unsupported("give either path (a name) or sampling_session_seq_id (a new sampling session)")
         if request.path is not None:
-            saved = await self._save("sampler_weights", model, request, _for_download)
+            saved = await self._save("sampler_weights", model, request)
             return SaveWeightsForSamplerResponse(path=saved.tinker_path)
         if request.ttl_seconds is not None or request.user_metadata is not None:
             raise Unsupported("ttl_seconds and user_metadata are supported only for weights with a name")
@@ -68,7 +68,7 @@ class Saving:
         async with self._stores.storage.writing(request.model_id, request.kind, f"{request.seq_id}") as directory:
             run, trainer = await model.loaded()
             await self._stores.holdings.require_room(run.owner)
-            await _for_the_sampler(trainer, run, self._stores.storage.path(directory))
+            await trainer.save(run.model_id, self._stores.storage.path(directory), "sampler")
             async with self._stores.holdings.weights(run.owner, directory) as size_bytes:
                 await self._publish(run, directory)
                 session_id = ids.sampling_session_id(run.session_id, request.sampling_session_seq_id or 0)
@@ -119,11 +119,7 @@ class Saving:
         """Save the adapter, or the whole model, as files for other programs."""
         texts = request.age_encryption_recipients
         recipients = [] if texts is None else parse_recipients(texts)
-
-        async def save(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
-            await _export(trainer, run, directory, recipients)
-
-        saved = await self._save("external_weights", model, request, save)
+        saved = await self._save("external_weights", model, request, recipients)
         return SaveWeightsExternalResponse(path=saved.tinker_path, size_bytes=saved.size_bytes)
 
     async def _save(
@@ -131,7 +127,7 @@ class Saving:
         kind: Kind,
         model: Model,
         request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
-        save: Callable[[Trainer, TrainingRun, Path], Awaitable[None]],
+        recipients: Sequence[Recipient] = (),
     ) -> Checkpoint:
         """Save and record weights under a name. The trainer is held only while it writes."""
         try:
@@ -149,7 +145,11 @@ class Saving:
         async with self._stores.storage.writing(path.run_id, path.kind, path.name) as directory:
             run, trainer = await model.loaded()
             await self._stores.holdings.require_room(run.owner, replaced=replaced)
-            await save(trainer, run, self._stores.storage.path(directory))
+            if kind == "external_weights":
+                await _export(trainer, run, self._stores.storage.path(directory), recipients)
+            else:
+                form: SavedForm = "state" if kind == "weights" else "export"
+                await trainer.save(run.model_id, self._stores.storage.path(directory), form)
             async with self._stores.holdings.weights(run.owner, directory, replaced) as size_bytes:
                 await self._stores.storage.flush(directory)
                 if kind == "sampler_weights":
@@ -178,26 +178,12 @@ class Saving:
         return checkpoint
 
 
-async def _for_training(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
-    await trainer.save_state(run.model_id, directory)
-
-
-async def _for_download(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
-    await trainer.save_sampler_weights(run.model_id, directory, for_elsewhere=True)
-
-
-async def _for_the_sampler(trainer: Trainer, run: TrainingRun, directory: Path) -> None:
-    await trainer.save_sampler_weights(run.model_id, directory, for_elsewhere=False)
-
-
-async def _export(trainer: Trainer, run: TrainingRun, directory: Path, recipients: list[Recipient]) -> None:
+async def _export(trainer: Trainer, run: TrainingRun, directory: Path, recipients: Sequence[Recipient]) -> None:
     """Write a whole model as it is, or an adapter in the tinker tools' form with PEFT's form in a subdirectory.
 
     The files are encrypted if there are recipients.
     """
-    await trainer.save_sampler_weights(
-        run.model_id, directory if run.trainable.full else directory / PEFT, for_elsewhere=True
-    )
+    await trainer.save(run.model_id, directory if run.trainable.full else directory / PEFT, "export")
     if not run.trainable.full:
         await asyncio.to_thread(export.write_tinker_form, directory / PEFT, directory)
     if recipients:

@@ -32,8 +32,8 @@ class StepsWithImages:
         self._requests: set[str] = set()
         self.is_next = False
 
-    def note(self, step: SchedulerOutput) -> None:
-        """Note a step before it is computed."""
+    def record_step(self, step: SchedulerOutput) -> None:
+        """Record a step before it is computed."""
         self._requests -= step.finished_req_ids
         self._requests |= {request.req_id for request in step.scheduled_new_reqs if request.mm_features}
         self.is_next = not self._requests.isdisjoint(step.num_scheduled_tokens)

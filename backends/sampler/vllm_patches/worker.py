@@ -78,7 +78,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     @torch.inference_mode()  # type: ignore[untyped-decorator, unused-ignore]
     def execute_model(self, scheduler_output: Any) -> Any:
         """Compute a step, and count it."""
-        IMAGES.note(scheduler_output)
+        IMAGES.record_step(scheduler_output)
         if self.routing is not None:
             self.routing.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)

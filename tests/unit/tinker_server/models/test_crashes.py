@@ -126,7 +126,7 @@ async def test_a_forward_backward_that_found_no_trainer_is_missing_from_the_grad
     async with server_with_gradient(tmp_path / "data") as before:
         await suspend(before)
         with monkeypatch.context() as patch:
-            patch.setattr(before.trainer, "resume", ended)
+            patch.setattr(before.trainer, "create_model", ended)
             await before.error(await before.forward_backward(2))
         left = crash(tmp_path / "data")
         error = await before.error(await before.optim_step(3))

@@ -1,5 +1,7 @@
 """An owner's holdings are counted whole, are bounded, and do not affect another owner."""
 
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,3 +152,23 @@ async def test_what_is_written_counts_until_it_is_recorded(
                 pass
         assert await most(held, "alice") == 50, "half of 1150 and 1250, less 1150"
     assert await most(held, "alice") == 125
+
+
+def test_the_folder_of_archives_is_read_again_only_when_a_file_has_come_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, folder = Storage(tmp_path, Database("sqlite+aiosqlite:///")), tmp_path / "archives"
+    assert storage.archive_bytes() == {}
+    folder.mkdir()
+    now_ns = time.time_ns()
+    for number in range(5):
+        (folder / f"{number}.tar.gz").write_bytes(bytes(number))
+        os.utime(folder, ns=(now_ns, now_ns))  # a file system that counts seconds
+        assert len(storage.archive_bytes()) == number + 1
+    os.utime(folder, (1e9, 1e9))
+    before = storage.archive_bytes()
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "scandir")
+        assert storage.archive_bytes() == before == {f"{number}.tar.gz": number for number in range(5)}
+    (folder / "0.tar.gz").unlink()
+    assert storage.archive_bytes().keys() == before.keys() - {"0.tar.gz"}

@@ -13,6 +13,7 @@ import pytest
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
 from api_schemas.training import Trainable
 from api_schemas.weights import SaveWeightsForSamplerRequest, SaveWeightsRequest
+from backends.protocol import SavedForm
 from tests.fakes import FakeBackend
 from tinker_server.errors import DatabaseUnavailable, SessionFinished
 from tinker_server.models.base_models import BaseModels
@@ -172,13 +173,13 @@ async def test_a_short_lock_does_not_fail_a_save(house: House) -> None:
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_long_lock_fails_a_save_and_leaves_no_files(house: House, named: bool) -> None:
     trainer, lock = house.backend.tiny.trainer, contextlib.ExitStack()
-    save = trainer.save_state
+    save = trainer.save
 
-    async def locking(model_id: str, directory: Path) -> None:
-        await save(model_id, directory)
+    async def locking(model_id: str, directory: Path, form: SavedForm) -> None:
+        await save(model_id, directory, form)
         lock.enter_context(house.locked())
 
-    trainer.save_state = locking  # type: ignore[method-assign]
+    trainer.save = locking  # type: ignore[method-assign]
     with lock, pytest.raises(DatabaseUnavailable) as caught:
         if named:
             await house.saving.save_weights(

@@ -70,15 +70,15 @@ def scheduled(tokens: dict[str, int], *, new: dict[str, bool], finished: tuple[s
 
 def test_a_step_with_a_prompt_has_no_graph_while_a_request_with_images_is_in_it(manager):
     made = manager(CUDAGraphMode.FULL)
-    prefill_graphs.IMAGES.note(scheduled({"seen": 40, "text": 9}, new={"seen": True, "text": False}))
+    prefill_graphs.IMAGES.record_step(scheduled({"seen": 40, "text": 9}, new={"seen": True, "text": False}))
     found = step(made, [40, 9])
     assert (found.cg_mode, found.num_tokens, found.num_reqs, found.num_active_loras) == (CUDAGraphMode.NONE, 49, 2, 3)
-    prefill_graphs.IMAGES.note(scheduled({"seen": 1, "later": 9}, new={"later": False}))
+    prefill_graphs.IMAGES.record_step(scheduled({"seen": 1, "later": 9}, new={"later": False}))
     assert step(made, [1, 9]).cg_mode == CUDAGraphMode.NONE
     assert step(made, [1, 1]).cg_mode == CUDAGraphMode.FULL  # the image was read in an earlier step
-    prefill_graphs.IMAGES.note(scheduled({"text": 1, "last": 9}, new={"last": False}))
+    prefill_graphs.IMAGES.record_step(scheduled({"text": 1, "last": 9}, new={"last": False}))
     assert step(made, [1, 9]).cg_mode == CUDAGraphMode.FULL
-    prefill_graphs.IMAGES.note(scheduled({"seen": 9}, new={"seen": False}, finished=("seen",)))
+    prefill_graphs.IMAGES.record_step(scheduled({"seen": 9}, new={"seen": False}, finished=("seen",)))
     assert step(made, [9]).cg_mode == CUDAGraphMode.FULL
 
 
