@@ -1,4 +1,4 @@
-"""What a rank's process does with its commands."""
+"""A rank's process runs each command on its rank."""
 
 from pathlib import Path
 from typing import get_args
