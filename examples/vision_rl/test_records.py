@@ -256,3 +256,16 @@ def test_a_file_of_records_is_a_task_and_its_conversations_are_rendered(tmp_path
     for seed in range(6):
         messages = warm_start(seed)
         assert messages[-1]["role"] == "assistant" and renderer.build_generation_prompt(messages[:-1]).length > 60
+
+
+def test_the_warm_start_teaches_the_form_and_not_the_answer() -> None:
+    """Whoever answers at once is right by chance; whoever asks first, more often."""
+    right: dict[int, list[bool]] = {0: [], 1: [], 2: []}
+    for seed in range(600):
+        _, *turns, box = warm_start(seed)
+        calls, answers = turns[::2], turns[1::2]
+        assert [one["role"] for one in answers] == ["tool"] * len(calls)
+        right[len(calls)].append(box["content"] == f"\\boxed{{{figure(seed)[2]}}}")
+    at_once, asked, asked_twice = (sum(one) / len(one) for one in right.values())
+    assert min(map(len, right.values())) > 150
+    assert at_once < 0.27 and at_once + 0.15 < asked and asked + 0.15 < asked_twice
