@@ -53,6 +53,10 @@ class GeometryEnv(MessageEnv):
     async def step(self, message: Message) -> MessageStepResult:
         """Judge a boxed answer, or answer a call of the tool."""
         self.turns += 1
+        if not get_text_content(message).strip():
+            # A renderer writes a line break before a call by itself: with the sampled one the next prompt would have
+            # two, and would not go on from this turn's tokens.
+            message = {**message, "content": ""}
         self.messages = [*self.messages, message]
         boxed = _BOX.findall(get_text_content(message))
         right = bool(boxed) and same(boxed[-1], self.record.ground_truth)
