@@ -199,7 +199,7 @@ def test_what_the_tool_says_stands_in_the_next_prompt_behind_the_picture(tmp_pat
     renderer = renderer_of(Served("tinker-server/tiny-vl", TINY_VL))
     first = renderer.build_generation_prompt(asyncio.run(env.initial_observation()))
     sampled = renderer.tokenizer.encode(
-        f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{"answer": "0"}}}}\n</tool_call>'
+        f'\n<tool_call>\n{{"name": "{TOOL}", "arguments": {{"answer": "0"}}}}\n</tool_call>'
     )
     sampled.append(renderer.tokenizer.convert_tokens_to_ids("<|im_end|>"))
     message, _ = renderer.parse_response(sampled)
