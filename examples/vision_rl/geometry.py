@@ -53,6 +53,10 @@ class GeometryEnv(MessageEnv):
     async def step(self, message: Message) -> MessageStepResult:
         """Judge a boxed answer, or answer a call of the tool."""
         self.turns += 1
+        if not get_text_content(message).strip():
+            # A renderer writes a line break before a call by itself: with the sampled one the next prompt would have
+            # two, and would not go on from this turn's tokens.
+            message = {**message, "content": ""}
         self.messages = [*self.messages, message]
         boxed = _BOX.findall(get_text_content(message))
         right = bool(boxed) and same(boxed[-1], self.record.ground_truth)
@@ -142,18 +146,25 @@ def _of_seed(records: list[Record], seed: int) -> GeometryEnv:
 
 
 def warm_start(seed: int) -> list[Message]:
-    """A conversation of the right form: a call with a wrong answer or none, then the box."""
+    """A conversation of the right form that knows no answer: up to two calls of the tool, each with a guess that agrees
+    with all that the tool has said, then such a guess in the box. RL has to find out what the picture shows, and that
+    asking first is worth a turn."""
     image, text, truth = figure(seed)
     draw = random.Random(f"warm-{seed}")
-    guess = str(draw.randint(1, LARGEST) * draw.randint(1, LARGEST))
+    env = GeometryEnv(Record([], ENV_CLASS, "rule", truth))
+    possible = sorted({columns * rows for columns in range(1, LARGEST + 1) for rows in range(1, LARGEST + 1)})
     messages: list[Message] = [
         {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
     ]
-    if draw.random() < 0.5:
-        arguments = json.dumps({"answer": guess})
-        call = ToolCall(function=ToolCall.FunctionBody(name=TOOL, arguments=arguments), id="1")
-        env = GeometryEnv(Record([], ENV_CLASS, "rule", truth))
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append(env._feedback(call))
-    messages.append({"role": "assistant", "content": f"\\boxed{{{truth}}}"})
+    for number in range(draw.randrange(MAX_TURNS)):
+        guess = draw.choice(possible)
+        arguments = json.dumps({"answer": str(guess)})
+        call = ToolCall(function=ToolCall.FunctionBody(name=TOOL, arguments=arguments), id=str(number))
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, env._feedback(call)]
+        possible = [one for one in possible if _order(one, guess) == _order(int(truth), guess)]
+    messages.append({"role": "assistant", "content": f"\\boxed{{{draw.choice(possible)}}}"})
     return messages
+
+
+def _order(one: int, other: int) -> int:
+    return (one > other) - (one < other)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tinker
 from base import Served, renderer_of
 from geometry import INSTRUCTIONS, TOOL, GeometryEnv, figure, geometry_task, instructed, same, warm_start
 from PIL import Image
 from prepare import main, rows, write
 from records import BadRecord, Record, make_row, parse, read_records
 from teach import TINY_VL
+from test_tokens import flat
 from tinker_cookbook.renderers.base import ToolCall
 from tinker_cookbook.rl.message_env import MessageStepResult
 
@@ -193,24 +193,23 @@ def test_a_wrong_call_is_answered_and_the_episode_goes_on(function: str, argumen
 
 
 def test_what_the_tool_says_stands_in_the_next_prompt_behind_the_picture(tmp_path: Path) -> None:
-    """The two turns as tokens: the renderer writes the call and the answer, and both are before the second sample."""
+    """As tokens: the second prompt goes on from the first with what was sampled, then with the tool's words."""
     write(tmp_path / "train.parquet", rows(1, 0))
     env = geometry_task(tmp_path / "train.parquet")(0)
     renderer = renderer_of(Served("tinker-server/tiny-vl", TINY_VL))
     first = renderer.build_generation_prompt(asyncio.run(env.initial_observation()))
     sampled = renderer.tokenizer.encode(
-        f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{"answer": "0"}}}}\n</tool_call>'
+        f'\n<tool_call>\n{{"name": "{TOOL}", "arguments": {{"answer": "0"}}}}\n</tool_call>'
     )
-    message, _ = renderer.parse_response([*sampled, renderer.tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    sampled.append(renderer.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    message, _ = renderer.parse_response(sampled)
     step = asyncio.run(env.step(message))
     assert not step.episode_done
-    second = renderer.build_generation_prompt(step.next_messages)
-    text = "".join(
-        renderer.tokenizer.decode(chunk.tokens) if isinstance(chunk, tinker.EncodedTextChunk) else "[picture]"
-        for chunk in second.chunks
-    )
-    assert text.index("[picture]") < text.index("tool_call") < text.index("the answer 0 is too small")
-    assert second.length > first.length + len(sampled)
+    second = flat(renderer.build_generation_prompt(step.next_messages))
+    before = [*flat(first), *sampled]
+    assert second[: len(before)] == before
+    said = renderer.tokenizer.decode(second[len(before) :])
+    assert "the answer 0 is too small" in said and said.endswith("<|im_start|>assistant\n")
 
 
 def test_there_are_three_turns_and_no_more() -> None:
@@ -256,3 +255,16 @@ def test_a_file_of_records_is_a_task_and_its_conversations_are_rendered(tmp_path
     for seed in range(6):
         messages = warm_start(seed)
         assert messages[-1]["role"] == "assistant" and renderer.build_generation_prompt(messages[:-1]).length > 60
+
+
+def test_the_warm_start_teaches_the_form_and_not_the_answer() -> None:
+    """Whoever answers at once is right by chance; whoever asks first, more often."""
+    right: dict[int, list[bool]] = {0: [], 1: [], 2: []}
+    for seed in range(600):
+        _, *turns, box = warm_start(seed)
+        calls, answers = turns[::2], turns[1::2]
+        assert [one["role"] for one in answers] == ["tool"] * len(calls)
+        right[len(calls)].append(box["content"] == f"\\boxed{{{figure(seed)[2]}}}")
+    at_once, asked, asked_twice = (sum(one) / len(one) for one in right.values())
+    assert min(map(len, right.values())) > 150
+    assert at_once < 0.27 and at_once + 0.15 < asked and asked + 0.15 < asked_twice
