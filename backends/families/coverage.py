@@ -70,7 +70,10 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     for name in modules:
         for count, outputs, inputs in _matrices(dict(model.get_submodule(name).named_parameters())):
             counts[name.rpartition(".")[2], outputs, inputs, name in groups.get("train_vision", ())] += count
-    matrices = tuple(LoraMatrices(name, count, *shape) for (name, *shape), count in counts.items())
+    matrices = tuple(
+        LoraMatrices(name, count, outputs, inputs, of_tower)
+        for (name, outputs, inputs, of_tower), count in counts.items()
+    )
     layers = [_count(layer) for layer in model.get_decoder().layers]
     trained = trained_parameters(model)
     stacks = tuple(dict.fromkeys(_without_numbers(name for name, one in trained.items() if one.dim() > 2)))
