@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from backends.config import BackendConfig
-from backends.configure.memory_plan import Machine, MemoryPlan, ModelSize
+from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSize
 from backends.configure.nearest_fit import plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
 from backends.families.coverage import Numbers, check_coverage
@@ -42,6 +42,8 @@ class FoundModel:
     spec: ModelSpec
     renderer: Renderer
     size: ModelSize
+    demand: Demand | None = None
+    """What memory is planned for; None before the plan."""
 
 
 def describe_models(config: BackendConfig, machine: Machine | None = None) -> dict[str, FoundModel]:
@@ -86,7 +88,7 @@ def planned(
     """Return the plan of all models, and the models with what it has chosen for them. Raises BackendFailed, with the
     nearest settings that fit, if they do not all fit."""
     plan = plan_or_suggest([one.size for one in found], config, machine, chosen_device(config, machine))
-    return plan, [replace(one, spec=_placed(one, plan, config)) for one in found]
+    return plan, [replace(one, spec=_placed(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
 
 
 def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelSpec:

@@ -225,7 +225,7 @@ class _Search:
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
         parallel = [config.tensor_parallel] if config.tensor_parallel else parallel
-        yield from sorted(((r, t) for r in ranks for t in parallel), key=lambda pair: (max(pair), sum(pair), pair[1]))
+        yield from sorted(((r, t) for r in ranks for t in parallel), key=lambda pair: (max(pair), -pair[0], pair[1]))
 
     def _layouts(self, ranks: int, tensor_parallel: int, *, replicates: bool) -> dict[str, Layout]:
         """Lay out each model's trainer, and as many engines as it may have at most."""
@@ -234,7 +234,7 @@ class _Search:
             # On the CPU ranks share the base: memory is one.
             return {size.name: Layout((0,) * ranks, engines, replicates=ranks == 1) for size in self._sizes}
         trainers = _spread(self._sizes, self._trainer_gpus, ranks)
-        weights = [
+        load = [
             sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])
             for gpu in range(len(self._totals))
         ]
@@ -242,11 +242,12 @@ class _Search:
         for size in self._sizes:
             own = trainers[size.name]
             allowed = self._sampler_gpus or range(len(self._totals))
-            order = sorted(allowed, key=lambda gpu, own=own: (gpu not in own, 0 if gpu in own else weights[gpu]))
+            order = [gpu for _, _, gpu in sorted((gpu not in own, load[gpu], gpu) for gpu in allowed)]
             groups = range(0, len(order) - tensor_parallel + 1, tensor_parallel)
-            layouts[size.name] = Layout(
-                own, tuple(tuple(order[at : at + tensor_parallel]) for at in groups), replicates
-            )
+            engines = tuple(tuple(sorted(order[at : at + tensor_parallel])) for at in groups)
+            for gpu in engines[0]:
+                load[gpu] += size.base_bytes // tensor_parallel
+            layouts[size.name] = Layout(own, engines, replicates)
         return layouts
 
     def _with_engines(self, demands: Mapping[str, Demand], most: Mapping[str, Layout]) -> MemoryPlan:

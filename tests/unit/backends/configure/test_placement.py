@@ -83,10 +83,10 @@ def test_models_on_one_gpu_share_it_and_no_byte_is_given_twice() -> None:
 
 
 def test_models_that_fit_one_by_one_but_not_together_are_refused() -> None:
-    twins = [model("first", 17), model("second", 17)]
+    twins = [model("first", 20), model("second", 20)]
     for one in twins:
         plan([one], gpus(80))
-    with pytest.raises(BackendFailed, match=r"GPU 0: 80\.0 GiB are there, 8\d\.\d .*: first 4\d\.\d .* second 4\d\.\d"):
+    with pytest.raises(BackendFailed, match=r"GPU 0: 80\.0 GiB are there, 9\d\.\d .*: first 4\d\.\d .* second 4\d\.\d"):
         plan(twins, gpus(80))
 
 
@@ -140,9 +140,7 @@ def test_trainers_and_engines_stay_on_the_gpus_that_they_may_use() -> None:
     assert (found.trainer, found.engines) == ((2, 3), ((0,), (1,)))
     found = plan([LARGE], gpus(80, 4), trainer_gpus=(1,), sampler_gpus=(1, 3)).layouts["large"]
     assert (found.trainer, found.engines) == ((1,), ((1,), (3,)))
-    with pytest.raises(
-        BackendFailed, match=r"1,4 \(setting backend.trainer_gpus\): give different numbers from 0 to 3"
-    ):
+    with pytest.raises(BackendFailed, match=r"1,4 \(setting backend.trainer_gpus\): .* numbers from 0 to 3"):
         plan([LARGE], gpus(80, 4), trainer_gpus=(1, 4))
     with pytest.raises(BackendFailed, match=r"2,2 \(setting backend.sampler_gpus\): give different numbers"):
         plan([LARGE], gpus(80, 4), sampler_gpus=(2, 2))
@@ -184,7 +182,7 @@ def test_every_gpu_of_a_model_has_an_engine_where_it_has_room() -> None:
     found = plan([LARGE], gpus(80, 8), ranks=8)
     assert found.layouts["large"].engines == tuple((gpu,) for gpu in range(8))
     assert plan([LARGE], gpus(80, 8)).layouts["large"].engines == ((0,),)
-    small = Machine(0, [80 * GIB, 40 * GIB, 80 * GIB])  # the second has room for one copy, not for two
+    small = Machine(0, [80 * GIB, 36 * GIB, 80 * GIB])  # the second has room for one copy, not for two
     assert plan([LARGE], small, ranks=3).layouts["large"].engines == ((0,), (2,))
 
 
@@ -199,16 +197,16 @@ def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_wher
     assert (found.trainer, found.engines) == ((0,), ((0,), (1,), (2,)))
     with pytest.raises(BackendFailed, match=r"5 engines \(setting backend.engines\) .* need 5 GPUs; torch sees 4"):
         plan([LARGE], gpus(80, 4), engines=5)
-    with pytest.raises(BackendFailed, match=r"GPU 1: 16\.0 GiB are there, 2\d\.\d GiB are needed: large"):
+    with pytest.raises(BackendFailed, match=r"GPU 1: 16\.0 GiB are there, 18\.8 GiB are needed: large"):
         plan([LARGE], Machine(0, [80 * GIB, 16 * GIB]), engines=2)
 
 
 def test_an_engine_is_divided_over_gpus_that_could_not_hold_it_alone() -> None:
-    with pytest.raises(BackendFailed, match=r"on GPU \d: 34\.0 GiB are there, 3\d\.\d GiB are needed"):
-        plan([LARGE], gpus(34, 4), ranks=2, tensor_parallel=1)
-    found = plan([LARGE], gpus(34, 4), ranks=2).layouts["large"]
+    with pytest.raises(BackendFailed, match=r"on GPU \d: 30\.0 GiB are there, 3\d\.\d GiB are needed"):
+        plan([LARGE], gpus(30, 4), ranks=2, tensor_parallel=1)
+    found = plan([LARGE], gpus(30, 4), ranks=2).layouts["large"]
     assert (found.trainer, found.engines) == ((0, 1), ((0, 1),))
-    found = plan([LARGE], gpus(34, 4), ranks=4, tensor_parallel=2).layouts["large"]
+    found = plan([LARGE], gpus(30, 4), ranks=4, tensor_parallel=2).layouts["large"]
     assert found.engines == ((0, 1), (2, 3))
     with pytest.raises(BackendFailed, match=r"1 engines .* of 8 ranks \(setting backend.tensor_parallel\) need 8 GPUs"):
         plan([LARGE], gpus(40, 4), tensor_parallel=8)
