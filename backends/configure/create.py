@@ -116,6 +116,7 @@ def _outline(model: LocalModel) -> str:
     """Describe what a model can do, and where, for the log."""
     spec = model.info
     parts = [
+        f"{spec.weight_bytes / 2**30:.2f} GiB of weights each",
         f"contexts of {spec.max_context_length} tokens",
         "training all weights" if spec.full else f"ranks up to {spec.max_lora_rank}, {spec.adapter_slots} slots",
     ]

@@ -34,7 +34,7 @@ LORA_RANKS = (128, 64, 32, 16, 8)
 RECIPES_RANK = 32
 """The rank that must fit before a context is made shorter."""
 SEVERAL_MODELS, MOST_MODELS = 4, 8
-"""Models for which a larger rank is chosen by default, and the most of them."""
+"""By default a rank beyond the recipes' is the largest only if so many models of it fit; and the most of them."""
 
 
 @dataclass(frozen=True)
@@ -151,23 +151,21 @@ class _Search:
 
     def enlarged(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
         """Return the plan with the largest rank and the most models that fit on the same GPUs."""
-        ranks = [rank for rank in (self._config.max_lora_rank, *LORA_RANKS) if rank and rank >= wish.lora_rank]
-        ranks = ranks[:1] if self._config.max_lora_rank else ranks
-        models = self._config.models_at_once
-        for several in (models,) if models else (SEVERAL_MODELS, 1):
-            for rank in ranks:
-                larger = self._recounted(plan, replace(wish, lora_rank=rank, models_at_once=several))
-                if larger.missing_bytes <= 0:
-                    break
-            else:
-                continue
-            break
-        for count in () if models else range(several + 1, MOST_MODELS + 1):
-            more = self._recounted(plan, replace(wish, lora_rank=rank, models_at_once=count))
+        config = self._config
+        ranks = () if config.max_lora_rank else tuple(rank for rank in LORA_RANKS if rank > wish.lora_rank)
+        for rank in ranks:
+            several = config.models_at_once or SEVERAL_MODELS
+            larger = self._recounted(plan, replace(wish, lora_rank=rank, models_at_once=several))
+            if larger.missing_bytes <= 0:
+                plan, wish = larger, replace(wish, lora_rank=rank, models_at_once=several)
+                break
+        counts = () if config.models_at_once else range(wish.models_at_once + 1, MOST_MODELS + 1)
+        for count in counts:
+            more = self._recounted(plan, replace(wish, models_at_once=count))
             if more.missing_bytes > 0:
                 break
-            larger = more
-        return larger
+            plan = more
+        return plan
 
     def given_out(self, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan with what is left over on each GPU as memory for microbatches and KV cache."""

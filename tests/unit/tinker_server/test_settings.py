@@ -16,7 +16,7 @@ from tinker_server.command_line import parse, read_settings
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 
-MAX_SETTINGS = 44
+MAX_SETTINGS = 46
 
 
 @pytest.fixture(autouse=True)
