@@ -1,5 +1,6 @@
 """Planned bytes are those of real tensors, to 5 %, and what a refusal suggests is accepted."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from backends.trainer.distributed import World
 from backends.trainer.lora.adapters import Adapters
 from tests.models import make_tiny_internvl, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
 from tests.shapes import shape
+from tinker_server.command_line import parse, read_settings
 
 RANK = 16
 FAMILIES: dict[str, Callable[[Path], Path]] = {
@@ -200,8 +202,11 @@ def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
     assert found
     for one in found:
         assert one.flag in str(refused.value)
-        changed = config.model_copy(update=one.settings)
-        make_plan([shape(name)], changed, machine(one.gpus or gpus), "cuda", base_copies)
+        other_gpus = re.search(r"--gpu ([^)]+)", one.flag)
+        arguments = [] if other_gpus else one.flag.split()
+        given = read_settings(parse(["doctor", "--model", "a=org/name", *arguments])).backend
+        changed = config.model_copy(update=given.model_dump(exclude_unset=True, exclude={"models"}))
+        make_plan([shape(name)], changed, machine(other_gpus[1] if other_gpus else gpus), "cuda", base_copies)
         if "max_context_length" in one.settings and one.settings["max_context_length"] + 1024 < 32768:
             longer = {"max_context_length": one.settings["max_context_length"] + 1024}
             with pytest.raises(BackendFailed):
