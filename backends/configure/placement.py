@@ -3,9 +3,9 @@
 A model is in memory once in its trainer and once in each engine of its sampler; several trainer ranks share its weights
 unless each has room for all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
 settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
-the default context, then the largest rank, then the most models at once. On each GPU what is left over is divided
-evenly among its models: a trainer takes at most half of it, for microbatches that recompute nothing, and the KV cache
-the rest.
+the default context, trainer and engine on the same ones rather than apart; then the largest rank; then the most models
+at once. On each GPU what is left over is divided evenly among its models: a trainer takes at most half of it, for
+microbatches that recompute nothing, and the KV cache the rest.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,10 +141,11 @@ class _Search:
         and those that fit beside it. Several ranks replicate the base where microbatches then need not recompute, else
         shard it, else replicate it where only that fits. Not all of them fit."""
         demands = {size.name: self._demand(size, wish) for size in self._sizes}
-        for ranks, tensor_parallel in self._numbers_of_ranks():
+        for ranks, tensor_parallel, is_apart in self._numbers_of_ranks():
             kinds = [False] if self._config.full else [True] if ranks == 1 else [True, False, True]
             for at, replicates in enumerate(kinds):
-                plan = self._with_engines(demands, self._layouts(ranks, tensor_parallel, replicates=replicates))
+                most = self._layouts(ranks, tensor_parallel, replicates=replicates, is_apart=is_apart)
+                plan = self._with_engines(demands, most)
                 if at == 0 and len(kinds) > 1 and not self._is_comfortable(plan):
                     continue
                 yield plan
@@ -211,11 +212,12 @@ class _Search:
                 wanted[gpu] += self._wanted_bytes(size, plan.demands[size.name])
         return all(plan.of(gpu) + more <= plan.totals[gpu] for gpu, more in wanted.items())
 
-    def _numbers_of_ranks(self) -> Iterator[tuple[int, int]]:
-        """Yield ranks of the trainer and of an engine, few first."""
+    def _numbers_of_ranks(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield ranks of the trainer and of an engine, and whether the first engine is on other GPUs than the trainer,
+        few GPUs first."""
         config = self._config
         if self._device == "cpu":
-            yield config.ranks or 1, config.tensor_parallel or 1
+            yield config.ranks or 1, config.tensor_parallel or 1, False
             return
         fixed = config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else None)
         ranks = (fixed,) if fixed else range(1, len(self._trainer_gpus) + 1)
@@ -223,9 +225,12 @@ class _Search:
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
         parallel = [config.tensor_parallel] if config.tensor_parallel else parallel
-        yield from sorted(((r, t) for r in ranks for t in parallel), key=lambda pair: (max(pair), -pair[0], pair[1]))
+        apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
+        tries = [(r, t, one) for r in ranks for t in parallel for one in apart]
+        fitting = [one for one in tries if _num_used(*one) <= len(self._totals)]
+        yield from sorted(fitting, key=lambda one: (_num_used(*one), one[2], -one[0], one[1]))
 
-    def _layouts(self, ranks: int, tensor_parallel: int, *, replicates: bool) -> dict[str, Layout]:
+    def _layouts(self, ranks: int, tensor_parallel: int, *, replicates: bool, is_apart: bool) -> dict[str, Layout]:
         """Lay out each model's trainer, and as many engines as it may have at most."""
         if self._device == "cpu":
             engines = ((0,) * tensor_parallel,) * (self._config.engines or 1)
@@ -240,7 +245,7 @@ class _Search:
         for size in self._sizes:
             own = trainers[size.name]
             allowed = self._sampler_gpus or range(len(self._totals))
-            order = [gpu for _, _, gpu in sorted((gpu not in own, load[gpu], gpu) for gpu in allowed)]
+            order = [gpu for _, _, gpu in sorted(((gpu in own) == is_apart, load[gpu], gpu) for gpu in allowed)]
             groups = range(0, len(order) - tensor_parallel + 1, tensor_parallel)
             engines = tuple(tuple(sorted(order[at : at + tensor_parallel])) for at in groups)
             for gpu in engines[0]:
@@ -271,6 +276,11 @@ class _Search:
     def _counted(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
         parts = plan_parts(self._sizes, demands, layouts, self._device, self._base_copies)
         return MemoryPlan(self._device, self._totals, demands, dict(layouts), parts)
+
+
+def _num_used(ranks: int, tensor_parallel: int, is_apart: bool) -> int:
+    """Return the GPUs of a trainer and one engine."""
+    return ranks + tensor_parallel if is_apart else max(ranks, tensor_parallel)
 
 
 def _require_gpus(config: BackendConfig, num_gpus: int) -> None:

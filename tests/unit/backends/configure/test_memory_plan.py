@@ -142,6 +142,12 @@ def test_seventy_billion_fit_four_cards_in_shards() -> None:
     assert all(found.of(gpu) <= found.totals[gpu] for gpu in range(4))
 
 
+def test_trainer_and_engine_are_apart_where_they_do_not_fit_together() -> None:
+    found = plan("30b-a3b", "H200:2", max_lora_rank=32)
+    assert found.layouts["30b-a3b"] == Layout((0,), ((1,),), replicates=True)
+    assert found.of(0, process="engine") == found.of(1, process="trainer") == 0
+
+
 def test_a_base_is_shared_only_where_trainer_and_engine_have_it_whole() -> None:
     size = shape("8b-text")
     demand = Demand(4096, 8, 1, 1, 4096, 16, None)

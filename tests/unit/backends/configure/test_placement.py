@@ -203,8 +203,8 @@ def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_wher
 
 def test_an_engine_is_divided_over_gpus_that_could_not_hold_it_alone() -> None:
     with pytest.raises(BackendFailed, match=r"on GPU \d: 30\.0 GiB are there, 3\d\.\d GiB are needed"):
-        plan([LARGE], gpus(30, 4), ranks=2, tensor_parallel=1)
-    found = plan([LARGE], gpus(30, 4), ranks=2).layouts["large"]
+        plan([LARGE], gpus(30, 2), ranks=2, tensor_parallel=1)
+    found = plan([LARGE], gpus(30, 2), ranks=2).layouts["large"]
     assert (found.trainer, found.engines) == ((0, 1), ((0, 1),))
     found = plan([LARGE], gpus(30, 4), ranks=4, tensor_parallel=2).layouts["large"]
     assert found.engines == ((0, 1), (2, 3))
