@@ -20,8 +20,9 @@ TRAINER_CONTEXT_BYTES = 3 << 28
 """A CUDA context with torch's libraries, 0.7 GiB with a tiny model on an H200; torch does not count it."""
 NCCL_BYTES = 3 << 28
 """Buffers of a rank among several, which torch does not count either."""
-ENGINE_CONTEXT_BYTES = 3 << 28
-"""vLLM's own context, which it does not count in its part of a GPU: 0.5 to 0.7 GiB on an H200."""
+ENGINE_CONTEXT_BYTES = 5 << 28
+"""vLLM's own context, which it does not count in its part of a GPU, 0.5 to 0.7 GiB on an H200, and as much for the
+driver: an engine does not start if less than its part is free."""
 HOLDER_CONTEXT_BYTES = int(0.6 * GIB)
 """The context of a process that holds the one copy of a base."""
 PROCESS_BYTES = 3 << 29

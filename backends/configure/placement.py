@@ -27,7 +27,7 @@ from backends.configure.memory_plan import (
 from backends.model_spec import Device, Placement
 from backends.protocol import BackendFailed
 
-CONTEXTS = {"cpu": (8192,), "cuda": (32768, 24576, 16384, 12288, 8192)}
+CONTEXTS = {"cpu": (8192,), "cuda": (32768, 28672, 24576, 20480, 16384, 12288, 8192)}
 """Contexts that are tried where none is set."""
 MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 LORA_RANKS = (128, 64, 32, 16, 8)

@@ -14,7 +14,7 @@ from api_schemas.training import Trainable
 from backends.config import BackendConfig
 from backends.configure.create import LocalBackend
 from backends.configure.describe import describe_models
-from backends.configure.placement import Machine
+from backends.configure.memory_plan import Machine
 from backends.protocol import BackendFailed
 
 KV_CACHE = 64 << 20

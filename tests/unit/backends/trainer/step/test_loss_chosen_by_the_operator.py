@@ -12,7 +12,7 @@ from api_schemas.sampling import SampleRequest
 from backends.config import BackendConfig
 from backends.configure.create import make_models
 from backends.configure.describe import describe_models
-from backends.configure.placement import Machine
+from backends.configure.memory_plan import Machine
 from backends.inputs.rendering import Renderer
 from backends.protocol import InvalidInput
 from backends.trainer.distributed import World
