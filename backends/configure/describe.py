@@ -12,7 +12,7 @@ from backends.config import BackendConfig
 from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSize
 from backends.configure.nearest_fit import plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
-from backends.families.coverage import Numbers, check_coverage
+from backends.families.coverage import Numbers, check_coverage, image_token_numbers
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
 from backends.formats.model_files import (
@@ -190,14 +190,14 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
         layer_token_bytes=_layer_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         kv_token_bytes=kv_bytes_per_token(text_config, dtype),
         state_bytes=state_bytes_per_sequence(text_config, dtype),
-        image_token_bytes=_image_token_bytes(config, BYTES_PER_NUMBER[dtype]),
+        image_token_bytes=image_token_numbers(config) * BYTES_PER_NUMBER[dtype],
         longest_context=text_config.max_position_embeddings,
     )
 
 
 def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> float:
     """Estimate the bytes that a layer saves of a token: its input in float32, the norms' outputs, queries, keys, values
-    and attention's output, gate and up. 73.0 KiB for a Qwen3-VL of 4 billion, where 73.7 were measured on an H200."""
+    and attention's output, gate and up. 73.0 KiB for a dense model of 4 billion, where 73.7 were measured on an H200."""
     hidden = text_config.hidden_size
     head_dim = getattr(text_config, "head_dim", None) or hidden // text_config.num_attention_heads
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
@@ -210,18 +210,6 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
     else:
         numbers += 2 * text_config.intermediate_size
     return float(number_bytes * numbers + 4 * hidden)
-
-
-def _image_token_bytes(config: PretrainedConfig, number_bytes: int) -> float:
-    """Estimate the bytes that a frozen vision tower takes for a token of an image: a layer's of its patches, and the
-    token's features."""
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
-        return 0
-    merged = int(getattr(vision, "spatial_merge_size", 0) or getattr(config, "scale_factor", 2)) ** 2
-    patch = 6 * vision.hidden_size + 2 * vision.intermediate_size
-    taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    return float(number_bytes * (merged * patch + (1 + taps) * config.get_text_config().hidden_size))
 
 
 def _check_full(numbers: Numbers, source: str) -> None:

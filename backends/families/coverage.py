@@ -82,6 +82,18 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     return Numbers(_count(model), _count(model) - num_trained, matrices, all_gathered, num_trained, stacks)
 
 
+def image_token_numbers(config: PretrainedConfig) -> int:
+    """Estimate the numbers that a frozen vision tower takes for a token of an image: a layer's of its patches, and the
+    token's features. 0 without a tower."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return 0
+    merged = int(getattr(vision, "spatial_merge_size", 0) or getattr(config, "scale_factor", 2)) ** 2
+    taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    patch = 6 * vision.hidden_size + 2 * vision.intermediate_size
+    return int(merged * patch + (1 + taps) * config.get_text_config().hidden_size)
+
+
 def _matrices(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int, int]]:
     """Return count, outputs and inputs of a module's matrices that take LoRA."""
     if "gate_up_proj" in parameters:  # two matrices of each expert in one tensor
