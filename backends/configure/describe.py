@@ -197,7 +197,7 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
 
 def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> float:
     """Estimate the bytes that a layer saves of a token: its input in float32, the norms' outputs, queries, keys, values
-    and attention's output, gate and up. 73.0 KiB for a dense model of 4 billion, where 73.7 were measured on an H200."""
+    and attention's output, gate and up. 73.0 KiB for 4 billion parameters, where 73.7 were measured on an H200."""
     hidden = text_config.hidden_size
     head_dim = getattr(text_config, "head_dim", None) or hidden // text_config.num_attention_heads
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads

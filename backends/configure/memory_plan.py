@@ -1,7 +1,7 @@
 """The bytes of every part of a model on every GPU: the one formula of the start, of `doctor` and of refusals.
 
 Weights, adapters, slots and KV cache follow from shapes, and are exact. Activations, graphs and contexts are estimates,
-fitted to one H200 with a dense model of 4 billion parameters. The trainer measures its own at start, and vLLM its own: an
+fitted to one H200 with a dense model of 4 billion. The trainer measures its own at start, and vLLM its own: an
 estimate that is off moves memory between them and what is left over, and refuses a little too early or too late. Pure
 arithmetic: knows no file and no device.
 """
