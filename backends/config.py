@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from backends.model_spec import Placement
+
+Process = Literal["trainer", "engine", "holder"]
 
 
 class BackendConfig(BaseModel):
@@ -19,20 +21,31 @@ class BackendConfig(BaseModel):
     """Served base models: public name to a local directory or a hub id. Two names may share a source."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto takes CUDA if torch sees a GPU."""
-    ranks: int = Field(default=1, ge=1)
-    """Trainer processes per base model; they shard the base (FSDP2) unless half of a GPU could hold it whole, and
-    always a model's masters and moments."""
+    ranks: int | None = Field(default=None, ge=1)
+    """Trainer processes per base model; absent: one for each of trainer_gpus, else one, on CUDA more if it does not
+    fit. They shard the base (FSDP2) unless each has room for all of it, and always a model's masters and moments."""
+    trainer_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Numbers of the GPUs that trainers may use; absent: any."""
     engines: int | None = Field(default=None, ge=1)
-    """vLLM engines per base model; absent: one on CPU, on CUDA one for each of its GPUs that has room for it."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs, or on CPU processes, that have the weights of each engine between them."""
+    """vLLM engines per base model; absent: one on CPU, on CUDA one for each of sampler_gpus, else of its trainer's
+    GPUs, that has room for it."""
+    sampler_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Numbers of the GPUs that engines may use, the trainers' or others; absent: any, the trainers' first."""
+    tensor_parallel: int | None = Field(default=None, ge=1)
+    """GPUs, or on CPU processes, that have the weights of each engine between them; absent: one, on CUDA more if an
+    engine does not fit."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters and the residual stream are
     float32."""
     max_context_length: int | None = Field(default=None, ge=16)
-    """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA."""
+    """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA, less there if
+    memory is small."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
-    """Largest rank a client may ask for; the sampler has memory for it; absent: 128, or less if memory is small."""
+    """Largest rank a client may ask for; trainer and engines have memory for it; absent: 128, or less if memory is
+    small."""
+    models_at_once: int | None = Field(default=None, ge=1, le=64)
+    """LoRA models of the largest rank that the trainer has memory for; absent: as many as fit, at most 8. More, or
+    smaller ones, take the memory that microbatches leave."""
     train_vision: bool = False
     """Train the vision tower too, except in models whose user_metadata has train_vision false."""
     replay_routing: bool = False
@@ -45,12 +58,12 @@ class BackendConfig(BaseModel):
     """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 16384 on CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Sequences that an engine decodes at once; more wait. Eight more are reserved for owners with none running."""
-    adapter_slots: int = Field(default=8, ge=1, le=64)
-    """Adapters an engine decodes with at once, each with memory for the largest rank; more share the slots."""
-    gpu_memory_fraction: float = Field(default=0.4, gt=0, lt=1)
-    """Part of each GPU's memory for samplers (weights, KV cache); trainers have the rest. Models on a GPU share it."""
+    adapter_slots: int | None = Field(default=None, ge=1, le=64)
+    """Adapters an engine decodes with at once, each with memory for the largest rank; more share the slots. Absent: as
+    many as models_at_once."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """KV cache of an engine; absent: two whole contexts, at least 512 MiB, on CPU, the rest of its part on CUDA."""
+    """KV cache of an engine; absent: two whole contexts, at least 512 MiB, on CPU; on CUDA a context, and what the plan
+    leaves over."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)
     """Images cached per process, by content: pixels in the sampler, the vision tower's output in the trainer."""
     max_image_pixels: int = Field(default=50_000_000, ge=1)
@@ -59,6 +72,28 @@ class BackendConfig(BaseModel):
     """Images in one sampling prompt."""
     scratch_dir: Path = Path("scratch")
     """Directory of the sampler's own links to adapters in use; emptied at start."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_fraction(cls, values: object) -> object:
+        if isinstance(values, Mapping) and "gpu_memory_fraction" in values:
+            raise ValueError(
+                f"gpu_memory_fraction {values['gpu_memory_fraction']}: there is no such setting any more; memory is"
+                " planned from max_context_length, max_lora_rank, models_at_once and kv_cache_bytes"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """What one process of a model takes of one GPU for one purpose."""
+
+    model: str
+    gpu: int
+    """Number of the GPU; on the CPU 0, for the main memory."""
+    process: Process
+    name: str
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +110,9 @@ class ExaminedModel:
     """Least KV cache of its sampler."""
     context: int
     max_lora_rank: int
+    adapter_slots: int
+    replicates: bool
+    """True if each of its trainer's ranks has the whole base."""
     placement: Placement | None
     """Its place; None if the models do not fit."""
 
@@ -101,6 +139,8 @@ class Examination:
     gpus: Sequence[tuple[str, int]]
     """Name and memory of each."""
     models: Sequence[ExaminedModel]
+    parts: Sequence[MemoryPart]
+    """Their parts on every GPU, as planned; empty if the models do not fit."""
     patches: Sequence[ExaminedPatch]
     problem: str | None
     """Reason why they cannot be served."""

@@ -180,7 +180,7 @@ async def run(given: argparse.Namespace, source: Path, scratch: Path) -> None:
         models={NAME: str(source)},
         device=given.device,
         max_context_length=2048,
-        gpu_memory_fraction=0.35,
+        kv_cache_bytes=30 << 30,
         scratch_dir=scratch / "scratch",
     )
     model = make_models(describe_models(config))[NAME]

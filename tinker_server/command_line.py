@@ -17,6 +17,23 @@ from tinker_server.settings import Settings
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
+_BACKEND_OPTIONS = (
+    "device",
+    "ranks",
+    "engines",
+    "tensor_parallel",
+    "trainer_gpus",
+    "sampler_gpus",
+    "max_context_length",
+    "max_lora_rank",
+    "models_at_once",
+    "kv_cache_bytes",
+    "train_vision",
+    "replay_routing",
+    "full",
+)
+"""Settings of the backend that the command line has, too."""
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line. Exits with code 2 if it is invalid."""
@@ -39,9 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"serve a base model, a directory or a hub id, under a name; may be repeated; {TINY_VL} needs no source",
     )
     models.add_argument("--device", choices=["auto", "cpu", "cuda"], help="device to compute on (auto)")
-    models.add_argument("--ranks", type=int, help="trainer processes per base model (1)")
+    models.add_argument("--ranks", type=int, help="trainer processes per base model (1; on CUDA as many as it needs)")
     models.add_argument("--engines", type=int, help="vLLM engines per base model (1; on CUDA one for each of its GPUs)")
-    models.add_argument("--tensor-parallel", type=int, help="GPUs that each engine is divided over (1)")
+    parallel_help = "GPUs that each engine is divided over (1; on CUDA as many as it needs)"
+    models.add_argument("--tensor-parallel", type=int, help=parallel_help)
+    models.add_argument("--trainer-gpus", type=_numbers, metavar="N,N", help="GPUs that trainers may use (any)")
+    models.add_argument("--sampler-gpus", type=_numbers, metavar="N,N", help="GPUs that engines may use (any)")
+    _add_sizes(models)
     models.add_argument(
         "--train-vision", action="store_true", default=None, help="models train the vision tower too (they do not)"
     )
@@ -81,6 +102,27 @@ def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[
         one.add_argument("directory", type=Path, help="directory of the backup")
 
 
+def _add_sizes(models: argparse.ArgumentParser) -> None:
+    """Add the options from which memory is planned."""
+    context_help = "longest sequence in tokens (the model's own, at most 32768, 8192 on CPU)"
+    models.add_argument("--max-context", dest="max_context_length", type=int, help=context_help)
+    models.add_argument("--max-lora-rank", type=int, help="largest LoRA rank (128, or what fits)")
+    models.add_argument("--models-at-once", type=int, help="LoRA models that train at the same time (what fits, to 8)")
+    cache_help = "KV cache of each engine in GiB (what is left over)"
+    models.add_argument("--kv-cache", dest="kv_cache_bytes", type=_gib, metavar="GIB", help=cache_help)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(one) for one in text.split(","))
+
+
+def _gib(text: str) -> int:
+    return int(float(text) * 2**30)
+
+
+_numbers.__name__, _gib.__name__ = "list of numbers", "number of GiB"  # argparse shows them in its errors
+
+
 def change_keys(arguments: argparse.Namespace) -> None:
     """Run `tinker-server keys`. Raises StartFailed."""
     given = {name: value for name in ("data_dir", "keys_file") if (value := getattr(arguments, name)) is not None}
@@ -109,8 +151,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         names = ("host", "port", "data_dir", "keys_file", "database_url")
         own = {name: given[name] for name in names if name in given}
         backend = settings.backend.model_dump(exclude_unset=True)
-        switches = ("device", "ranks", "engines", "tensor_parallel", "train_vision", "replay_routing", "full")
-        backend |= {name: given[name] for name in switches if name in given}
+        backend |= {name: given[name] for name in _BACKEND_OPTIONS if name in given}
         named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
         backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}
         return Settings(**own, backend=BackendConfig.model_validate(backend))

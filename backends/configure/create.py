@@ -113,19 +113,20 @@ def _engine_gpus(model: LocalModel) -> list[int]:
     return sorted({gpu for engine in model.info.placement.engines for gpu in engine})
 
 
-def _plan(model: LocalModel) -> str:
-    """Describe what a model takes and what it can do, for the log."""
+def _outline(model: LocalModel) -> str:
+    """Describe what a model can do, and where, for the log."""
+    spec = model.info
     parts = [
-        f"{model.info.weight_bytes / 2**30:.2f} GiB of weights each",
-        f"contexts of {model.info.max_context_length} tokens",
-        "training all weights" if model.info.full else f"ranks up to {model.info.max_lora_rank}",
+        f"{spec.weight_bytes / 2**30:.2f} GiB of weights each",
+        f"contexts of {spec.max_context_length} tokens",
+        "training all weights" if spec.full else f"ranks up to {spec.max_lora_rank}, {spec.adapter_slots} slots",
     ]
-    placement = model.info.placement
+    placement = spec.placement
     if placement.gpus:
-        gpus = ", ".join(map(str, placement.gpus))
-        parts.append(f"GPUs {gpus} with {placement.trainer_bytes / 2**30:.1f} GiB for each rank")
+        base = "whole base" if spec.mesh.shard == 1 else "shard of the base"
+        parts.append(f"a trainer on GPUs {', '.join(map(str, placement.gpus))} with the {base} on each")
         engines = "; ".join(", ".join(map(str, engine)) for engine in placement.engines)
-        parts.append(f"an engine with {placement.sampler_fraction:.2f} of each of GPUs {engines}")
+        parts.append(f"engines on GPUs {engines}")
     elif len(placement.engines) > 1:
         parts.append(f"{len(placement.engines)} engines")
     return ", ".join(parts)
@@ -142,7 +143,7 @@ async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
 
         async def start(model: LocalModel, trainer: asyncio.Task[None]) -> None:
             began = time.monotonic()
-            log.info("%s: loading trainer and sampler, %s", model.info.name, _plan(model))
+            log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
             if gpus := _engine_gpus(model):
                 await asyncio.gather(*trainers)
                 async with contextlib.AsyncExitStack() as held:

@@ -1,20 +1,18 @@
 """Find out what this machine, or one with other GPUs, could serve, without loading anything."""
 
 import platform
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch
-from backends.configure.describe import FoundModel, chosen_device, find, placed
+from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedPatch, MemoryPart
+from backends.configure.describe import FoundModel, chosen_device, find, planned
 from backends.configure.gpus import cards
 from backends.configure.placement import this_machine
 from backends.families import tower_patches
 from backends.formats.model_files import local_directory
 from backends.kernels.varlen_attention import OPERATORS
-from backends.model_spec import Placement
 from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer
@@ -35,7 +33,7 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         config = config.model_copy(update={"device": "cuda"})
     device = chosen_device(config, machine)
     found: list[FoundModel] = []
-    placements: Mapping[str, Placement] = {}
+    parts: tuple[MemoryPart, ...] = ()
     problem = None
     try:
         for name, source in config.models.items():
@@ -43,7 +41,8 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
             if all(str(directory) != model.spec.directory for model in found):
                 found.append(find(name, directory, config, machine))
         if found:
-            placements = placed(found, config, machine)
+            plan, found = planned(found, config, machine)
+            parts = plan.parts
     except BackendFailed as error:
         problem = str(error)
     return Examination(
@@ -51,7 +50,8 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         device=device,
         main_bytes=machine.main_bytes,
         gpus=list(zip(machine.gpu_names, machine.gpu_bytes, strict=True)),
-        models=[_examined(model, placements.get(model.spec.name)) for model in found],
+        models=[_examined(model, is_planned=bool(parts)) for model in found],
+        parts=parts,
         patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in PATCHES],
         problem=problem,
     )
@@ -67,7 +67,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _examined(model: FoundModel, placement: Placement | None) -> ExaminedModel:
+def _examined(model: FoundModel, *, is_planned: bool) -> ExaminedModel:
     spec = model.spec
     return ExaminedModel(
         name=spec.name,
@@ -75,8 +75,10 @@ def _examined(model: FoundModel, placement: Placement | None) -> ExaminedModel:
         takes_images=spec.takes_images,
         dtype=spec.dtype,
         weight_bytes=spec.weight_bytes,
-        kv_cache_bytes=model.size.kv_cache_bytes,
+        kv_cache_bytes=spec.kv_cache_bytes or model.size.kv_cache_bytes(spec.max_context_length, spec.device),
         context=spec.max_context_length,
         max_lora_rank=spec.max_lora_rank,
-        placement=placement,
+        adapter_slots=spec.adapter_slots,
+        replicates=spec.mesh.shard == 1,
+        placement=spec.placement if is_planned else None,
     )

@@ -1,80 +1,49 @@
-"""Give every base model its GPUs and a part of their memory, or refuse models that do not fit.
+"""Choose every base model's GPUs, sizes and memory so that the plan fits, or refuse with every figure.
 
-A model is in memory once in its trainer and once in each engine of its sampler. Several trainer ranks share its
-weights, from when they are read, unless each has room for all; so do the ranks of an engine. On the CPU everything is
-in main memory. On CUDA, engines get `sampler_fraction` of every GPU, and trainers the rest; models that share a GPU get
-what they need at least, and equal parts of what is left. Engines take the GPUs of their model's trainer first, then
-those with the fewest weights on them; one that nobody asked for starts only where it has room.
+A model is in memory once in its trainer and once in each engine of its sampler; several trainer ranks share its weights
+unless each has room for all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
+settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
+the default context, trainer and engine on the same ones rather than apart; then the largest rank; then the most models
+at once. On each GPU what is left over is divided evenly among its models: a trainer takes at most half of it, for
+microbatches that recompute nothing, and the KV cache the rest.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
+from backends.config import BackendConfig, MemoryPart
+from backends.configure.memory_plan import (
+    Demand,
+    Layout,
+    Machine,
+    MemoryPlan,
+    ModelSize,
+    gib,
+    plan_parts,
+)
 from backends.model_spec import Device, Placement
 from backends.protocol import BackendFailed
 
-_PROCESS_BYTES = 3 << 29  # 1.5 GiB: torch, transformers or vLLM, before any weights
-# Memory that torch does not count in a trainer rank (its CUDA context, 0.7 GiB with a tiny model on an H200, and NCCL's
-# buffers), and that vLLM takes beyond its part (0.5 GiB there).
-_CONTEXT_BYTES = 2 << 30
-_LEAST_TRAINER_BYTES = 1 << 30  # adapters and a short microbatch
+CONTEXTS = {"cpu": (8192,), "cuda": (32768, 28672, 24576, 20480, 16384, 12288, 8192)}
+"""Contexts that are tried where none is set."""
+MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+LORA_RANKS = (128, 64, 32, 16, 8)
+RECIPES_RANK = 32
+"""The rank that must fit before a context is made shorter."""
+SEVERAL_MODELS, MOST_MODELS = 4, 8
+"""By default a rank beyond the recipes' is the largest only if so many models of it fit; and the most of them."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Memory and GPUs of a machine."""
+class _Open:
+    """What a try puts where the settings are silent."""
 
-    main_bytes: int
-    """Free main memory."""
-    gpu_bytes: Sequence[int] = ()
-    """Total memory of each GPU."""
-    gpu_names: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts into which each model is divided."""
-
-    ranks: int = 1
-    """Trainer ranks."""
-    sampler_fraction: float = 0.4
-    """Part of each GPU for engines."""
-    engines: int | None = None
-    """Engines; None: one, on CUDA one for each of the model's GPUs that has room."""
-    tensor_parallel: int = 1
-    """Ranks of each engine."""
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Memory that one base model needs."""
-
-    name: str
-    weight_bytes: int
-    """Bytes of one copy of its weights, in the precision in which they are loaded."""
-    kv_cache_bytes: int
-    """Least KV cache of each of its engines."""
-    gathered_bytes: int
-    """Bytes of the weights that each of several trainer ranks all-gathers while it computes."""
-    training_bytes: int = 0
-    """Bytes of masters, Adam's moments and gradients if it trains all weights; the ranks share them too."""
-
-    def rank_bytes(self, num_ranks: int) -> int:
-        """Return the least memory for weights in each of so many trainer ranks: its shard, and what it all-gathers from
-        the others, twice: as received and as used. If all weights train, add the gradient of what is all-gathered and
-        its sum over ranks in float32."""
-        shared = -(-self.weight_bytes // num_ranks) + 2 * self.gathered_bytes
-        if self.training_bytes:
-            alone = self.weight_bytes + self.training_bytes
-            return alone if num_ranks == 1 else shared + 3 * self.gathered_bytes + -(-self.training_bytes // num_ranks)
-        return self.weight_bytes if num_ranks == 1 else min(self.weight_bytes, shared)
-
-    def engine_bytes(self, tensor_parallel: int) -> int:
-        """Return the least memory for weights and KV cache in each of so many ranks of an engine."""
-        return -(-(self.weight_bytes + self.kv_cache_bytes) // tensor_parallel)
+    context: int
+    lora_rank: int
+    models_at_once: int = 1
 
 
 def this_machine() -> Machine:
@@ -84,121 +53,271 @@ def this_machine() -> Machine:
     return Machine(psutil.virtual_memory().available, sizes, names)
 
 
-def place(models: Sequence[ModelSize], machine: Machine, device: Device, parts: Parts) -> dict[str, Placement]:
-    """Return a placement for each model, by name. Raises BackendFailed with each model's figures if they do not fit."""
-    if device == "cpu":
-        _check_main_memory(models, machine.main_bytes, parts)
-        return {model.name: Placement(engines=((),) * (parts.engines or 1)) for model in models}
-    if len(machine.gpu_bytes) < parts.ranks:
-        raise BackendFailed(f"{parts.ranks} ranks on CUDA need as many GPUs; torch sees {len(machine.gpu_bytes)}")
-    gpus = _spread(models, len(machine.gpu_bytes), parts.ranks)
-    engines = _spread_engines(models, machine, gpus, parts)
-    own_bytes = {model.name: model.rank_bytes(parts.ranks) + _LEAST_TRAINER_BYTES + _CONTEXT_BYTES for model in models}
-    trainer_fraction = {model.name: 1.0 for model in models}
-    sampler_fraction = {model.name: 1.0 for model in models}
-    for gpu, total in enumerate(machine.gpu_bytes):
-        training = {name: own_bytes[name] for name, own in gpus.items() if gpu in own}
-        sampling = {
-            model.name: model.engine_bytes(parts.tensor_parallel)
-            for model in models
-            if any(gpu in own for own in engines[model.name])
-        }
-        for name, size in _shares(training, total * (1 - parts.sampler_fraction), "trainers", gpu).items():
-            trainer_fraction[name] = min(trainer_fraction[name], (size - _CONTEXT_BYTES) / total)
-        for name, size in _shares(sampling, total * parts.sampler_fraction, "samplers", gpu).items():
-            sampler_fraction[name] = min(sampler_fraction[name], size / total)
-    return {
-        name: Placement(
-            own,
-            trainer_fraction[name],
-            sampler_fraction[name],
-            int(trainer_fraction[name] * min(machine.gpu_bytes[gpu] for gpu in own)),
-            engines[name],
-        )
-        for name, own in gpus.items()
+def make_plan(
+    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, base_copies: int = 2
+) -> MemoryPlan:
+    """Return the plan of all models, with what is left over given out. Raises BackendFailed with every figure of the
+    fullest GPU if they do not fit."""
+    search = _Search(sizes, config, machine, device, base_copies)
+    tried: list[MemoryPlan] = []
+    for wish in _bases(config, device):
+        tried = []
+        for plan in search.laid_out(wish):
+            if plan.missing_bytes <= 0:
+                return search.given_out(search.enlarged(plan, wish))
+            tried.append(plan)
+    least = min(tried, key=lambda plan: plan.missing_bytes)
+    gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
+    where = "memory" if device == "cpu" else f"memory on GPU {gpu}"
+    for_whom = ", ".join(f"{name}: {_wanted(demand, config)}" for name, demand in least.demands.items())
+    raise BackendFailed(
+        f"too little {where}: {gib(least.totals[gpu])} are {'free' if device == 'cpu' else 'there'},"
+        f" {gib(least.of(gpu))} are needed: {least.describe(gpu)}; that is for {for_whom}"
+    )
+
+
+def _wanted(demand: Demand, config: BackendConfig) -> str:
+    adapters = "all weights" if config.full else f"{demand.models_at_once} x rank {demand.lora_rank}"
+    return f"contexts of {demand.context}, {adapters}"
+
+
+def placement(plan: MemoryPlan, model: str) -> Placement:
+    """Return the GPUs of a model and its parts of their memory; on the CPU only the number of its engines."""
+    layout = plan.layouts[model]
+    if plan.device == "cpu":
+        return Placement(engines=((),) * len(layout.engines))
+    contexts = {
+        (one.gpu, one.process): one.size_bytes for one in plan.parts if (one.model, one.name) == (model, "context")
     }
 
+    def trainer(gpu: int) -> int:
+        return plan.of(gpu, model, "trainer") - contexts[gpu, "trainer"]
 
-def _spread_engines(
-    models: Sequence[ModelSize], machine: Machine, trainers: Mapping[str, tuple[int, ...]], parts: Parts
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Choose the GPUs of each model's engines: those that were asked for, or one, then as many as there is room for on
-    the GPUs of its trainer. Raises BackendFailed where there are too few GPUs."""
-    num_gpus, size = len(machine.gpu_bytes), parts.tensor_parallel
-    asked = parts.engines or 1
-    if asked * size > num_gpus:
+    def engine(gpu: int) -> int:  # vLLM counts weights that it maps, too
+        held = plan.of(gpu, model, "holder")
+        held -= contexts.get((gpu, "holder"), 0)
+        return plan.of(gpu, model, "engine") - contexts[gpu, "engine"] + held
+
+    engine_gpus = {gpu for engine_gpus in layout.engines for gpu in engine_gpus}
+    return Placement(
+        layout.trainer,
+        min(trainer(gpu) / plan.totals[gpu] for gpu in layout.trainer),
+        min(engine(gpu) / plan.totals[gpu] for gpu in engine_gpus),
+        min(trainer(gpu) for gpu in layout.trainer),
+        layout.engines,
+    )
+
+
+def _bases(config: BackendConfig, device: Device) -> Iterator[_Open]:
+    """Yield what must fit at least, the best first."""
+    contexts = (config.max_context_length,) if config.max_context_length else CONTEXTS[device]
+    ranks = (config.max_lora_rank,) if config.max_lora_rank else LORA_RANKS[LORA_RANKS.index(RECIPES_RANK) :]
+    for rank in ranks:
+        for context in contexts:
+            yield _Open(context, rank, config.models_at_once or 1)
+
+
+class _Search:
+    """Lays models out on one machine, and counts them."""
+
+    def __init__(
+        self,
+        sizes: Sequence[ModelSize],
+        config: BackendConfig,
+        machine: Machine,
+        device: Device,
+        base_copies: int,
+    ) -> None:
+        self._sizes, self._config, self._device, self._base_copies = sizes, config, device, base_copies
+        self._totals = (machine.main_bytes,) if device == "cpu" else tuple(machine.gpu_bytes)
+        gpus = range(len(self._totals))
+        self._trainer_gpus = config.trainer_gpus or tuple(gpus)
+        self._sampler_gpus = config.sampler_gpus
+        if device == "cuda":
+            _require_gpus(config, len(gpus))
+
+    def laid_out(self, wish: _Open) -> Iterator[MemoryPlan]:
+        """Yield plans with this demand, those that use fewer GPUs first, with the engines that are asked for, or one
+        and those that fit beside it. Several ranks replicate the base where microbatches then need not recompute, else
+        shard it, else replicate it where only that fits. Not all of them fit."""
+        demands = {size.name: self._demand(size, wish) for size in self._sizes}
+        for ranks, tensor_parallel, is_apart in self._numbers_of_ranks():
+            kinds = [False] if self._config.full else [True] if ranks == 1 else [True, False, True]
+            for at, replicates in enumerate(kinds):
+                most = self._layouts(ranks, tensor_parallel, replicates=replicates, is_apart=is_apart)
+                plan = self._with_engines(demands, most)
+                if at == 0 and len(kinds) > 1 and not self._is_comfortable(plan):
+                    continue
+                yield plan
+
+    def enlarged(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
+        """Return the plan with the largest rank and the most models that fit on the same GPUs."""
+        config = self._config
+        ranks = () if config.max_lora_rank else tuple(rank for rank in LORA_RANKS if rank > wish.lora_rank)
+        for rank in ranks:
+            several = config.models_at_once or SEVERAL_MODELS
+            larger = self._recounted(plan, replace(wish, lora_rank=rank, models_at_once=several))
+            if larger.missing_bytes <= 0:
+                plan, wish = larger, replace(wish, lora_rank=rank, models_at_once=several)
+                break
+        counts = () if config.models_at_once else range(wish.models_at_once + 1, MOST_MODELS + 1)
+        for count in counts:
+            more = self._recounted(plan, replace(wish, models_at_once=count))
+            if more.missing_bytes > 0:
+                break
+            plan = more
+        return plan
+
+    def given_out(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan with what is left over on each GPU as memory for microbatches and KV cache."""
+        if self._device == "cpu":
+            return plan
+        more: list[MemoryPart] = []
+        for gpu, total in enumerate(plan.totals):
+            here = [size for size in self._sizes if plan.of(gpu, size.name)]
+            for size in here:
+                rest = (total - plan.of(gpu)) // len(here)
+                trains, samples = (bool(plan.of(gpu, size.name, kind)) for kind in ("trainer", "engine"))
+                fixed = not samples or self._config.kv_cache_bytes is not None
+                for_trainer = rest if fixed else min(rest // 2, self._wanted_bytes(size, plan.demands[size.name]))
+                for_trainer = for_trainer if trains else 0
+                if for_trainer:
+                    more.append(MemoryPart(size.name, gpu, "trainer", "more for microbatches", for_trainer))
+                if not fixed and rest > for_trainer:
+                    more.append(MemoryPart(size.name, gpu, "engine", "more KV cache", rest - for_trainer))
+        return replace(plan, parts=(*plan.parts, *more))
+
+    def _demand(self, size: ModelSize, wish: _Open) -> Demand:
+        config = self._config
+        return Demand(
+            context=min(size.longest_context, wish.context),
+            lora_rank=wish.lora_rank,
+            models_at_once=1 if config.full else wish.models_at_once,
+            adapter_slots=config.adapter_slots or wish.models_at_once,
+            microbatch_tokens=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[self._device],
+            max_sequences=config.max_concurrent_samples,
+            kv_cache_bytes=config.kv_cache_bytes,
+        )
+
+    def _wanted_bytes(self, size: ModelSize, demand: Demand) -> int:
+        """Return what a trainer can use beyond its least: for microbatches that recompute nothing."""
+        wanted = size.activation_bytes(demand.microbatch_tokens, recomputes=False)
+        return max(0, wanted - size.activation_bytes(demand.context, recomputes=True))
+
+    def _is_comfortable(self, plan: MemoryPlan) -> bool:
+        """Return whether microbatches need no recomputation."""
+        wanted = {gpu: 0 for gpu in range(len(plan.totals))}
+        for size in self._sizes:
+            for gpu in plan.layouts[size.name].trainer:
+                wanted[gpu] += self._wanted_bytes(size, plan.demands[size.name])
+        return all(plan.of(gpu) + more <= plan.totals[gpu] for gpu, more in wanted.items())
+
+    def _numbers_of_ranks(self) -> Iterator[tuple[int, int, bool]]:
+        """Yield ranks of the trainer and of an engine, and whether the first engine is on other GPUs than the trainer,
+        few GPUs first."""
+        config = self._config
+        if self._device == "cpu":
+            yield config.ranks or 1, config.tensor_parallel or 1, False
+            return
+        fixed = config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else None)
+        ranks = (fixed,) if fixed else range(1, len(self._trainer_gpus) + 1)
+        num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
+        common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
+        parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
+        parallel = [config.tensor_parallel] if config.tensor_parallel else parallel
+        apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
+        tries = [(r, t, one) for r in ranks for t in parallel for one in apart]
+        fitting = [one for one in tries if _num_used(*one) <= len(self._totals)]
+        yield from sorted(fitting, key=lambda one: (_num_used(*one), one[2], -one[0], one[1]))
+
+    def _layouts(self, ranks: int, tensor_parallel: int, *, replicates: bool, is_apart: bool) -> dict[str, Layout]:
+        """Lay out each model's trainer, and as many engines as it may have at most."""
+        if self._device == "cpu":
+            engines = ((0,) * tensor_parallel,) * (self._config.engines or 1)
+            # On the CPU ranks share the base: memory is one.
+            return {size.name: Layout((0,) * ranks, engines, replicates=ranks == 1) for size in self._sizes}
+        trainers = _spread(self._sizes, self._trainer_gpus, ranks)
+        load = [
+            sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])
+            for gpu in range(len(self._totals))
+        ]
+        layouts = {}
+        for size in self._sizes:
+            own = trainers[size.name]
+            allowed = self._sampler_gpus or range(len(self._totals))
+            order = [gpu for _, _, gpu in sorted(((gpu in own) == is_apart, load[gpu], gpu) for gpu in allowed)]
+            groups = range(0, len(order) - tensor_parallel + 1, tensor_parallel)
+            engines = tuple(tuple(sorted(order[at : at + tensor_parallel])) for at in groups)
+            for gpu in engines[0]:
+                load[gpu] += size.base_bytes // tensor_parallel
+            layouts[size.name] = Layout(own, engines, replicates)
+        return layouts
+
+    def _with_engines(self, demands: Mapping[str, Demand], most: Mapping[str, Layout]) -> MemoryPlan:
+        """Keep the engines that are asked for, or one and all others that fit on the GPUs where they may be."""
+        asked = self._config.engines or 1
+        layouts = {name: replace(one, engines=one.engines[:asked]) for name, one in most.items()}
+        plan = self._counted(demands, layouts)
+        if self._config.engines is not None or self._device == "cpu" or plan.missing_bytes > 0:
+            return plan
+        for name, one in most.items():
+            for engine in one.engines[1:]:
+                if not set(engine) <= set(self._sampler_gpus or one.trainer):
+                    continue
+                fuller = replace(layouts[name], engines=(*layouts[name].engines, engine))
+                larger = self._counted(demands, {**layouts, name: fuller})
+                if larger.missing_bytes <= 0:
+                    layouts[name], plan = fuller, larger
+        return plan
+
+    def _recounted(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
+        return self._counted({size.name: self._demand(size, wish) for size in self._sizes}, plan.layouts)
+
+    def _counted(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
+        parts = plan_parts(self._sizes, demands, layouts, self._device, self._base_copies)
+        return MemoryPlan(self._device, self._totals, demands, dict(layouts), parts)
+
+
+def _num_used(ranks: int, tensor_parallel: int, is_apart: bool) -> int:
+    """Return the GPUs of a trainer and one engine."""
+    return ranks + tensor_parallel if is_apart else max(ranks, tensor_parallel)
+
+
+def _require_gpus(config: BackendConfig, num_gpus: int) -> None:
+    """Raise BackendFailed if settings name more GPUs than there are."""
+    for name, gpus in (("trainer_gpus", config.trainer_gpus), ("sampler_gpus", config.sampler_gpus)):
+        if gpus and (len(set(gpus)) < len(gpus) or not set(gpus) <= set(range(num_gpus))):
+            raise BackendFailed(
+                f"{','.join(map(str, gpus))} (setting backend.{name}): give different numbers from 0 to {num_gpus - 1};"
+                f" torch sees {num_gpus} GPUs"
+            )
+    trainer_gpus = len(config.trainer_gpus) if config.trainer_gpus else num_gpus
+    ranks = config.ranks or (trainer_gpus if config.trainer_gpus else 1)
+    if trainer_gpus < ranks or num_gpus == 0:
         raise BackendFailed(
-            f"{asked} engines (setting backend.engines) of {size} ranks (setting backend.tensor_parallel) need"
-            f" {asked * size} GPUs; torch sees {num_gpus}"
+            f"{ranks} ranks on CUDA need as many GPUs; torch sees {num_gpus}, trainers may use {trainer_gpus}"
         )
-    weights = [sum(model.weight_bytes for model in models if gpu in trainers[model.name]) for gpu in range(num_gpus)]
-    free = [total * parts.sampler_fraction for total in machine.gpu_bytes]
-    candidates: dict[str, list[tuple[int, ...]]] = {}
-    chosen: dict[str, list[tuple[int, ...]]] = {}
-
-    def add(model: ModelSize, gpus: tuple[int, ...]) -> None:
-        chosen.setdefault(model.name, []).append(gpus)
-        for gpu in gpus:
-            free[gpu] -= model.engine_bytes(size)
-
-    for model in models:
-        own = sorted(trainers[model.name], key=lambda gpu: -free[gpu])
-        others = sorted(set(range(num_gpus)) - set(own), key=lambda gpu: weights[gpu])
-        order = [*own, *others]
-        candidates[model.name] = [tuple(order[at : at + size]) for at in range(0, num_gpus - size + 1, size)]
-        for gpus in candidates[model.name][:asked]:
-            add(model, gpus)
-    for model in models if parts.engines is None else ():
-        for gpus in candidates[model.name][asked:]:
-            if set(gpus) <= set(trainers[model.name]) and all(free[gpu] >= model.engine_bytes(size) for gpu in gpus):
-                add(model, gpus)
-    return {name: tuple(of_engines) for name, of_engines in chosen.items()}
-
-
-def _check_main_memory(models: Sequence[ModelSize], free: int, parts: Parts) -> None:
-    ranks, engines = parts.ranks, parts.engines or 1
-    # The only rank of an engine is in its host's process tree as it is; several are processes beside it.
-    processes = ranks + engines * (1 if parts.tensor_parallel == 1 else 1 + parts.tensor_parallel)
-    weights = {model.name: engines * model.weight_bytes + ranks * model.rank_bytes(ranks) for model in models}
-    caches = {model.name: engines * model.kv_cache_bytes for model in models}
-    needed = {model.name: weights[model.name] + processes * _PROCESS_BYTES + caches[model.name] for model in models}
-    if sum(needed.values()) > free:
-        figures = "; ".join(
-            f"{model.name} {_gib(needed[model.name])} ({_gib(weights[model.name])} of weights in sampler and trainer"
-            f"{', masters, moments and gradients too' if model.training_bytes else ''},"
-            f" {processes} processes of {_gib(_PROCESS_BYTES)}, {_gib(caches[model.name])} of KV cache)"
-            for model in models
-        )
+    if config.trainer_gpus and ranks != trainer_gpus:
         raise BackendFailed(
-            f"too little memory: {_gib(free)} are free, {_gib(sum(needed.values()))} are needed: {figures};"
-            " serve fewer models, set dtype bfloat16 or a smaller kv_cache_bytes"
-            f"{', or fewer engines' if engines > 1 else ''}"
+            f"{ranks} ranks (setting backend.ranks) on the {trainer_gpus} GPUs of backend.trainer_gpus: give only one"
+            " of them, or equal numbers"
+        )
+    engines, size = config.engines or 1, config.tensor_parallel or 1
+    sampler_gpus = len(config.sampler_gpus) if config.sampler_gpus else num_gpus
+    if engines * size > sampler_gpus:
+        raise BackendFailed(
+            f"{engines} engines (setting backend.engines) of {size} ranks (setting backend.tensor_parallel) need"
+            f" {engines * size} GPUs; torch sees {num_gpus}, engines may use {sampler_gpus}"
         )
 
 
-def _spread(models: Sequence[ModelSize], num_gpus: int, num_ranks: int) -> dict[str, tuple[int, ...]]:
+def _spread(sizes: Sequence[ModelSize], gpus: Sequence[int], num_ranks: int) -> dict[str, tuple[int, ...]]:
     """Choose each model's GPUs, the largest model first: those with the fewest bytes of weights on them."""
-    taken = [0] * num_gpus
+    taken = dict.fromkeys(gpus, 0)
     chosen = {}
-    for model in sorted(models, key=lambda model: -model.weight_bytes):
-        gpus = sorted(sorted(range(num_gpus), key=lambda gpu: taken[gpu])[:num_ranks])
-        for gpu in gpus:
-            taken[gpu] += model.weight_bytes
-        chosen[model.name] = tuple(gpus)
+    for size in sorted(sizes, key=lambda size: -size.base_bytes):
+        own = sorted(sorted(gpus, key=taken.__getitem__)[:num_ranks])
+        for gpu in own:
+            taken[gpu] += size.base_bytes
+        chosen[size.name] = tuple(own)
     return chosen
-
-
-def _shares(needed: Mapping[str, int], available: float, kind: str, gpu: int) -> dict[str, float]:
-    """Return bytes for each: what it needs, and an equal part of the rest."""
-    rest = available - sum(needed.values())
-    if rest < 0:
-        parts = "; ".join(f"{name} at least {_gib(size)}" for name, size in needed.items())
-        raise BackendFailed(
-            f"too little GPU memory: the {kind} on GPU {gpu} have {_gib(available)} and need"
-            f" {_gib(sum(needed.values()))}: {parts}; gpu_memory_fraction divides a GPU between samplers and trainers"
-        )
-    return {name: size + rest / len(needed) for name, size in needed.items()}
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"

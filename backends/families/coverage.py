@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +16,38 @@ from backends.protocol import BackendFailed
 
 
 @dataclass(frozen=True)
+class LoraMatrices:
+    """Matrices of one name and shape that take LoRA."""
+
+    name: str
+    """Last part of their module's name; `experts` for all those of a mixture."""
+    count: int
+    outputs: int
+    inputs: int
+    in_tower: bool = False
+
+
+@dataclass(frozen=True)
 class Numbers:
     """Counts of the numbers in a model's tensors."""
 
-    adapter: int
-    """Numbers of an adapter that trains all modules, per LoRA rank."""
+    base: int
+    """Numbers of the whole base, a tied head once."""
+    tower: int
+    """Those of them that are neither in the decoder nor in the head: the vision tower with its projector."""
+    matrices: tuple[LoraMatrices, ...]
+    """The matrices of an adapter that trains all modules."""
     all_gathered: int
     """Numbers of a sharded base that ranks all-gather at once: all but the layers, and two layers."""
     trained: int
     """Numbers that full fine-tuning trains."""
     stacks: tuple[str, ...]
     """Names of those with more than two dimensions: experts, and convolutions of linear attention."""
+
+    @property
+    def adapter(self) -> int:
+        """Numbers of an adapter that trains all modules, per LoRA rank."""
+        return sum(one.count * (one.outputs + one.inputs) for one in self.matrices)
 
 
 def check_coverage(family: Family, config: PretrainedConfig, source: str, *, train_vision: bool = False) -> Numbers:
@@ -44,21 +66,41 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
             f"{source}: {type(model).__name__} is not supported: LoRA would leave out"
             f" {', '.join(dict.fromkeys(_without_numbers([*missing, *twice])))}"
         )
-    adapter = sum(_adapter_numbers(dict(model.get_submodule(name).named_parameters())) for name in modules)
+    counts: Counter[tuple[str, int, int, bool]] = Counter()
+    for name in modules:
+        for count, outputs, inputs in _matrices(dict(model.get_submodule(name).named_parameters())):
+            counts[name.rpartition(".")[2], outputs, inputs, name in groups.get("train_vision", ())] += count
+    matrices = tuple(
+        LoraMatrices(name, count, outputs, inputs, of_tower)
+        for (name, outputs, inputs, of_tower), count in counts.items()
+    )
     layers = [_count(layer) for layer in model.get_decoder().layers]
     trained = trained_parameters(model)
     stacks = tuple(dict.fromkeys(_without_numbers(name for name, one in trained.items() if one.dim() > 2)))
     all_gathered = _count(model) - sum(layers) + 2 * max(layers)
-    return Numbers(adapter, all_gathered, sum(one.numel() for one in trained.values()), stacks)
+    num_trained = sum(one.numel() for one in trained.values())
+    return Numbers(_count(model), _count(model) - num_trained, matrices, all_gathered, num_trained, stacks)
 
 
-def _adapter_numbers(parameters: Mapping[str, nn.Parameter]) -> int:
-    """Count the numbers of a module's adapters per rank: inputs and outputs of each matrix."""
+def image_token_numbers(config: PretrainedConfig) -> int:
+    """Estimate the numbers that a frozen vision tower takes for a token of an image: a layer's of its patches, and the
+    token's features. 0 without a tower."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return 0
+    merged = int(getattr(vision, "spatial_merge_size", 0) or getattr(config, "scale_factor", 2)) ** 2
+    taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    patch = 6 * vision.hidden_size + 2 * vision.intermediate_size
+    return int(merged * patch + (1 + taps) * config.get_text_config().hidden_size)
+
+
+def _matrices(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int, int]]:
+    """Return count, outputs and inputs of a module's matrices that take LoRA."""
     if "gate_up_proj" in parameters:  # two matrices of each expert in one tensor
-        num_experts, outputs, inputs = parameters["down_proj"].shape
-        return 3 * num_experts * (outputs + inputs)
+        num_experts, hidden, inner = parameters["down_proj"].shape
+        return [(2 * num_experts, inner, hidden), (num_experts, hidden, inner)]
     shapes = [parameter.shape for parameter in parameters.values()]
-    return sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes if len(shape) >= 2)
+    return [(math.prod(shape[:-2]), shape[-2], shape[-1]) for shape in shapes if len(shape) >= 2]
 
 
 def _frozen(family: Family, source: str, *, train_vision: bool) -> Sequence[str]:

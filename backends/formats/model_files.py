@@ -104,7 +104,21 @@ def _read_header(path: Path) -> Iterator[_Tensor]:
 
 
 def kv_bytes_per_token(text_config: Any, dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers."""
+    """Bytes of one token's keys and values in all layers that keep them: not those of linear attention."""
     # Older architectures' configs name no head_dim.
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    return int(2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim * BYTES_PER_NUMBER[dtype])
+    kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
+    num_layers = sum(kind != "linear_attention" for kind in kinds)
+    return int(2 * num_layers * text_config.num_key_value_heads * head_dim * BYTES_PER_NUMBER[dtype])
+
+
+def state_bytes_per_sequence(text_config: Any, dtype: str) -> int:
+    """Bytes of one sequence's state in all layers of linear attention; its heads' states are counted in float32."""
+    num_layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or ())
+    if not num_layers:
+        return 0
+    key_width = text_config.linear_num_key_heads * text_config.linear_key_head_dim
+    value_width = text_config.linear_num_value_heads * text_config.linear_value_head_dim
+    convolution = (2 * key_width + value_width) * (text_config.linear_conv_kernel_dim - 1)
+    heads = value_width * text_config.linear_key_head_dim
+    return int(num_layers * (convolution * BYTES_PER_NUMBER[dtype] + heads * BYTES_PER_NUMBER["float32"]))

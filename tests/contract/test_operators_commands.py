@@ -200,10 +200,12 @@ def test_doctor_plans_for_gpus_that_are_not_there(tiny_text: Path, tmp_path: Pat
     for said in (
         "GPU 1: H200, 139.8 GiB",
         "bfloat16",
-        "trainer on GPU 0, 1, 81.",
-        "2 engines on GPU 0, 55.9 GiB; GPU 1",
+        "trainer on GPU 0, 1, ",
+        "each, the whole base; 2 engines on GPU 0; GPU 1, ",
     ):
         assert said in found.stdout
+    (together,) = [line for line in found.stdout.splitlines() if "together" in line]
+    assert "139.80 GiB" in together, "the table has every byte of both, in one column"
 
 
 @pytest.mark.parametrize(

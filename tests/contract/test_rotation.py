@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from backends.config import BackendConfig
 from backends.configure.describe import find
-from backends.configure.placement import Machine
+from backends.configure.memory_plan import Machine
 from backends.families.rotation import check_rotation
 from backends.protocol import BackendFailed
 from tests.factories import datum, make_renderer, prompt, words

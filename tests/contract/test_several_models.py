@@ -14,7 +14,7 @@ from api_schemas.training import Trainable
 from backends.config import BackendConfig
 from backends.configure.create import LocalBackend
 from backends.configure.describe import describe_models
-from backends.configure.placement import Machine
+from backends.configure.memory_plan import Machine
 from backends.protocol import BackendFailed
 
 KV_CACHE = 64 << 20
@@ -72,13 +72,16 @@ def test_models_that_do_not_fit_together_are_refused_with_figures(
 
 def test_the_size_of_a_kv_cache_holds_on_cuda_too_within_the_samplers_part(tiny_vl: Path, tmp_path: Path) -> None:
     machine = Machine(0, [80 << 30])
-    cuda = config(tmp_path, seeing=tiny_vl).model_copy(update={"device": "cuda", "gpu_memory_fraction": 0.25})
+    cuda = config(tmp_path, seeing=tiny_vl).model_copy(update={"device": "cuda"})
     described = describe_models(cuda, machine)["seeing"].spec
-    assert (described.kv_cache_bytes, described.placement.sampler_fraction) == (KV_CACHE, 0.25)
-    unset = describe_models(cuda.model_copy(update={"kv_cache_bytes": None}), machine)["seeing"]
-    assert unset.spec.kv_cache_bytes is None
-    with pytest.raises(BackendFailed, match=r"the samplers on GPU 0 have 20\.0 GiB and need 20\.0 GiB: seeing "):
-        describe_models(cuda.model_copy(update={"kv_cache_bytes": 20 << 30}), machine)
+    assert described.kv_cache_bytes == KV_CACHE
+    unset = describe_models(cuda.model_copy(update={"kv_cache_bytes": None}), machine)["seeing"].spec
+    assert unset.kv_cache_bytes is None
+    assert unset.placement.sampler_fraction > 0.3 > described.placement.sampler_fraction
+    with pytest.raises(
+        BackendFailed, match=r"GPU 0: 80\.0 GiB are there, 8\d\.\d .*engine KV cache 78\.0 .*--kv-cache 7\d"
+    ):
+        describe_models(cuda.model_copy(update={"kv_cache_bytes": 78 << 30}), machine)
 
 
 def test_names_that_share_a_directory_are_counted_once(tiny_text: Path, tmp_path: Path) -> None:

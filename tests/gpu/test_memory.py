@@ -1,10 +1,12 @@
-"""Two base models on one GPU, each within its part of the memory.
+"""Two base models on one GPU, each within its part of the memory; and the parts of the plan, measured one by one.
 
 pytest tests/gpu/test_memory.py
 """
 
+import gc
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,9 +17,21 @@ from api_schemas.sampling import SamplingParams
 from api_schemas.training import AdamParams
 from backends.config import BackendConfig
 from backends.configure.create import LocalBackend
+from backends.configure.describe import FoundModel, describe_models
+from backends.configure.memory_plan import (
+    ENGINE_CONTEXT_BYTES,
+    TRAINER_CONTEXT_BYTES,
+    adapter_bytes,
+    engine_parts,
+    trainer_parts,
+)
 from backends.protocol import SamplingTask
-from tests.factories import prompt, words
-from tests.trainers import LORA
+from backends.sampler.engine import engine_args
+from backends.trainer.distributed import World
+from backends.trainer.rank import TrainerRank
+from benchmarks.gpu import SHAPES, make_model
+from tests.factories import cross_entropy, datum, prompt, words
+from tests.trainers import LORA, forward_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +52,10 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
     await backend.start()
     try:
         loaded = [backend.models[name] for name in models]
-        assert sum(model.info.placement.sampler_fraction for model in loaded) == pytest.approx(0.4)
+        shares = [(one.info.placement.sampler_fraction, one.info.placement.trainer_fraction) for one in loaded]
+        _, gpu_bytes = torch.cuda.mem_get_info()
+        outside = len(models) * (TRAINER_CONTEXT_BYTES + ENGINE_CONTEXT_BYTES) / gpu_bytes
+        assert sum(map(sum, shares)) + outside == pytest.approx(1)
         before = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
         for model in loaded:
             await model.trainer.create_model("m", LORA, "owner")
@@ -62,3 +79,84 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
                 await model.trainer.optim_step("m", AdamParams())
     finally:
         await backend.stop()
+
+
+async def test_each_part_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Qwen3-VL of 4 billion with 8 of its layers, rank 32: parts from shapes to 5 %, estimates to a third, and none
+    of the totals beyond the plan."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", 0)
+    source = make_model(tmp_path / "model", replace(SHAPES["4b"], num_layers=8))
+    torch.cuda.empty_cache()
+    config = BackendConfig(
+        models={"a": str(source)},
+        device="cuda",
+        max_context_length=16384,
+        max_lora_rank=32,
+        models_at_once=1,
+        kv_cache_bytes=2 << 30,
+        scratch_dir=tmp_path / "scratch",
+    )
+    found = describe_models(config)["a"]
+    size, demand = found.size, found.demand
+    assert demand is not None
+    planned = trainer_parts(size, demand, 1, replicates=True, device="cuda")
+
+    before = torch.cuda.memory_allocated()
+    rank = TrainerRank(found.spec, World(0, 1, device))
+    loaded = torch.cuda.memory_allocated() - before
+    print(f"loaded {loaded / 2**30:.2f} GiB, base planned {planned['base'] / 2**30:.2f}")
+    narrow = size.adapter_numbers(16) * (size.number_bytes + 4)
+    graphs = 0 if rank.base._graphs is None else rank.base._graphs.memory_bytes
+    assert loaded - narrow - graphs == pytest.approx(planned["base"], rel=0.05)
+
+    allocated = torch.cuda.memory_allocated()
+    rank.create_model("m", LORA.model_copy(update={"rank": 32}))
+    text = cross_entropy([datum(words(16384 - 1), renderer=found.renderer)])
+    assert rank.base.memory is not None
+    forward_backward(rank, "m", text)
+    rank.optim_step("m", AdamParams())
+    forward_backward(rank, "m", text)  # masters, moments and a gradient are there now
+    wide = size.adapter_numbers(32) * (size.number_bytes + 4)
+    held = torch.cuda.memory_allocated() - allocated - wide
+    assert held == pytest.approx(adapter_bytes(size, 32, 1), rel=0.05)
+
+    costs = rank.base.memory._costs
+    for recomputes, per_token in ((False, costs.per_token), (True, costs.least_per_token)):
+        estimated = size.activation_bytes(16384, recomputes=recomputes)
+        print(f"recomputes {recomputes}: {costs.constant + 16384 * per_token:.3g} bytes, planned {estimated:.3g}")
+        assert costs.constant + 16384 * per_token == pytest.approx(estimated, rel=0.33)
+    torch.cuda.reset_peak_memory_stats()
+    standing = torch.cuda.memory_allocated()
+    rank.optim_step("m", AdamParams())
+    step = torch.cuda.max_memory_allocated() - standing
+    assert step <= 1.05 * max(planned["microbatch or optim_step"], size.adapter_numbers(32) * 12)
+    del rank, costs
+    gc.collect()
+    torch.cuda.empty_cache()
+    await _check_engine(found, monkeypatch)
+
+
+async def _check_engine(found: FoundModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert found.demand is not None
+    planned = engine_parts(found.size, found.demand, 1, "cuda")
+    free, total = torch.cuda.mem_get_info()
+    share = (sum(planned.values()) - planned["context"]) / total
+    spec = replace(found.spec, placement=replace(found.spec.placement, sampler_fraction=share))
+    arguments = engine_args(spec, found.renderer.family.vision)
+    arguments.worker_cls = "tests.measuring.Measures"
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        (measured,) = await engine.collective_rpc("measured_bytes")
+        taken = free - torch.cuda.mem_get_info()[0]
+    finally:
+        engine.shutdown()
+    print({name: f"{one / 2**30:.2f}" for name, one in planned.items()}, measured, f"{taken / 2**30:.2f} GiB in all")
+    assert measured["base"] == pytest.approx(planned["base"], rel=0.05)
+    assert measured["slots"] == pytest.approx(planned["adapter slots"], rel=0.05)
+    assert measured["token"] == found.size.kv_token_bytes
+    assert 0.7 * sum(planned.values()) < taken < sum(planned.values())

@@ -25,6 +25,8 @@ def examine(config: BackendConfig, gpus: str | None = None, print_line: Callable
         show(models(found))
     for line in places(found):
         print_line(line)
+    if found.parts:
+        show(parts(found))
     show(patches(found))
     if found.problem is not None:
         raise BackendFailed(found.problem)
@@ -41,7 +43,7 @@ def versions(found: Examination) -> Iterator[str]:
 
 def models(found: Examination) -> Table:
     """Make a table with one row per model; names that share a source are loaded once."""
-    table = Table("model", "kind", "images", "precision", "one copy", "KV cache", "context", "largest rank")
+    table = Table("model", "kind", "images", "precision", "one copy", "KV cache", "context", "largest rank", "slots")
     for model in found.models:
         table.add_row(
             model.name,
@@ -52,6 +54,7 @@ def models(found: Examination) -> Table:
             f"{model.kv_cache_bytes / GIB:.2f} GiB",
             str(model.context),
             str(model.max_lora_rank),
+            str(model.adapter_slots),
         )
     return table
 
@@ -62,16 +65,34 @@ def places(found: Examination) -> Iterator[str]:
         if model.placement is None or not model.placement.gpus:
             continue
         placement = model.placement
-        engines = [
-            f"GPU {gpu}, {placement.sampler_fraction * found.gpus[gpu][1] / GIB:.1f} GiB"
-            for engine in placement.engines
-            for gpu in engine
-        ]
         ranks = ", ".join(map(str, placement.gpus))
+        share = "" if len(placement.gpus) == 1 else ", the whole base" if model.replicates else ", a shard of the base"
+        engines = "; ".join(f"GPU {', '.join(map(str, gpus))}" for gpus in placement.engines)
+        smallest = min(found.gpus[gpu][1] for engine in placement.engines for gpu in engine)
         yield (
-            f"{model.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB each;"
-            f" {len(placement.engines)} engine{'s' if len(placement.engines) > 1 else ''} on {'; '.join(engines)}"
+            f"{model.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB each{share};"
+            f" {len(placement.engines)} engine{'s' if len(placement.engines) > 1 else ''} on {engines},"
+            f" {placement.sampler_fraction * smallest / GIB:.1f} GiB of each"
         )
+
+
+def parts(found: Examination) -> Table:
+    """Make the table of the memory plan: a row for each part of a process, a column for each kind of GPU; GPUs with
+    equal parts share one."""
+    on_gpu: dict[int, dict[tuple[str, str, str], int]] = {}
+    for part in found.parts:
+        on_gpu.setdefault(part.gpu, {})[part.model, part.process, part.name] = part.size_bytes
+    columns: dict[tuple[tuple[tuple[str, str, str], int], ...], list[int]] = {}
+    for gpu, of_gpu in sorted(on_gpu.items()):
+        columns.setdefault(tuple(of_gpu.items()), []).append(gpu)
+    names = ["main memory"] if not found.gpus else [f"GPU {', '.join(map(str, gpus))}" for gpus in columns.values()]
+    table = Table("model", "process", "part", *names)
+    for key in dict.fromkeys(key for column in columns for key, _ in column):
+        sizes = [dict(column).get(key) for column in columns]
+        table.add_row(*key, *("" if size is None else f"{size / GIB:.2f} GiB" for size in sizes))
+    totals = [sum(size for _, size in column) for column in columns]
+    table.add_row("", "", "together", *(f"{total / GIB:.2f} GiB" for total in totals))
+    return table
 
 
 def patches(found: Examination) -> Table:

@@ -16,7 +16,7 @@ from tinker_server.command_line import parse, read_settings
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 
-MAX_SETTINGS = 44
+MAX_SETTINGS = 46
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,22 @@ def test_a_wrong_setting_is_one_clear_line(arguments: list[str], text: str) -> N
     with pytest.raises(StartFailed) as caught:
         read_settings(parse(["serve", *arguments]))
     assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sizes_from_which_memory_is_planned_are_options_too() -> None:
+    arguments = ["--max-context", "4096", "--max-lora-rank", "16", "--models-at-once", "2", "--kv-cache", "1.5"]
+    arguments += ["--trainer-gpus", "0,1", "--sampler-gpus", "2"]
+    backend = read_settings(parse(["serve", "--model", "a=org/name", *arguments])).backend
+    assert (backend.max_context_length, backend.max_lora_rank, backend.models_at_once) == (4096, 16, 2)
+    assert (backend.kv_cache_bytes, backend.trainer_gpus, backend.sampler_gpus) == (3 << 29, (0, 1), (2,))
+
+
+def test_the_fraction_that_is_no_setting_any_more_is_refused_with_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TINKER_SERVER_BACKEND__GPU_MEMORY_FRACTION", "0.5")
+    with pytest.raises(StartFailed, match=r"gpu_memory_fraction 0\.5: .* planned from max_context_length, .*kv_cache"):
+        read_settings(parse(["serve", "--model", "a=org/name"]))
 
 
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:

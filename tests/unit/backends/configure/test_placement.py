@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,101 +10,153 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
-from backends.configure.placement import Machine, ModelSize, Parts, place
-from backends.model_spec import Placement
+from backends.configure.memory_plan import Machine, MemoryPlan, ModelSize
+from backends.configure.placement import make_plan, placement
+from backends.families.coverage import LoraMatrices, Numbers
+from backends.model_spec import Device, Placement
 from backends.protocol import BackendFailed
 from tests.models import make_tiny_vl
 from tests.specs import tiny_spec
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 GIB = 1 << 30
-SMALL, LARGE = ModelSize("small", 2 * GIB, GIB, GIB // 4), ModelSize("large", 16 * GIB, GIB, GIB)
+
+
+def model(name: str, base_gib: int, gathered_gib: float = 0.25, **more: Any) -> ModelSize:
+    """Of bfloat16, with next to no activations; its cache is the least, 512 MiB on the CPU and a GiB on a GPU."""
+    numbers = Numbers(
+        base_gib * GIB // 2, 0, (LoraMatrices("q_proj", 1, 512, 512),), int(gathered_gib * GIB) // 2, 0, ()
+    )
+    shape: dict[str, Any] = {"hidden": 64, "num_layers": 1, "vocab_size": 1000, "layer_token_bytes": 1.0}
+    return ModelSize(name, 2, replace(numbers, **more), **shape, kv_token_bytes=1, tensor_parallels=(1, 2, 4))
+
+
+SMALL, LARGE = model("small", 2), model("large", 16, 1)
+
+
+def plan(sizes: list[ModelSize], machine: Machine, device: Device = "cuda", **settings: Any) -> MemoryPlan:
+    return make_plan(sizes, BackendConfig(**settings), machine, device)
+
+
+def gpus(size_gib: int, count: int = 1) -> Machine:
+    return Machine(0, [size_gib * GIB] * count)
+
+
+ADAPTERS = 1024 * (2 * 128 + 16 * 16 + 6 * 16 + 2 * 16)
+"""More than the adapters of one model of rank 8 of these shapes take on the CPU."""
 
 
 def test_memory_of_all_models_is_summed_and_refused_with_each_ones_figures() -> None:
-    one = 2 * (2 * GIB + 3 * GIB // 2) + GIB
-    models = [SMALL, ModelSize("other", 2 * GIB, GIB, GIB // 4)]
-    place(models[:1], Machine(one), "cpu", Parts(1, 0.4))
-    place(models, Machine(2 * one), "cpu", Parts(1, 0.4))
-    with pytest.raises(BackendFailed, match=r"15\.\d GiB are free, 16\.0 .* needed: small 8\.0 GiB .*; other 8\.0 "):
-        place(models, Machine(2 * one - GIB // 2), "cpu", Parts(1, 0.4))
+    one = 2 * (2 * GIB + 3 * GIB // 2) + GIB // 2 + ADAPTERS
+    models = [SMALL, model("other", 2)]
+    plan(models[:1], Machine(one), "cpu")
+    plan(models, Machine(2 * one), "cpu")
+    with pytest.raises(BackendFailed, match=r"14\.5 GiB are free, 15\.0 .* needed: small 7\.5 GiB .*; other 7\.5 "):
+        plan(models, Machine(2 * one - GIB // 2), "cpu")
 
 
 def test_ranks_on_the_cpu_share_one_copy_and_each_all_gathers_a_part() -> None:
-    needed = 2 * GIB + 2 * (GIB + GIB // 2) + 3 * 3 * GIB // 2 + GIB
-    place([SMALL], Machine(needed), "cpu", Parts(2, 0.4))
-    with pytest.raises(
-        BackendFailed, match=r"small 10\.5 GiB \(5\.0 GiB of weights in sampler and trainer, 3 processes"
-    ):
-        place([SMALL], Machine(needed - 1), "cpu", Parts(2, 0.4))
+    needed = 2 * GIB + 2 * (GIB + GIB // 2) + 3 * 3 * GIB // 2 + GIB // 2
+    plan([SMALL], Machine(needed + ADAPTERS), "cpu", ranks=2)
+    with pytest.raises(BackendFailed, match=r"small 10\.0 GiB \(trainer base 3\.0 GiB, .* trainer process 3\.0 GiB"):
+        plan([SMALL], Machine(needed - 1), "cpu", ranks=2)
 
 
 def test_a_model_alone_on_a_gpu_gets_all_of_it() -> None:
-    (found,) = place([LARGE], Machine(0, [80 * GIB]), "cuda", Parts(1, 0.4)).values()
-    assert found.gpus == (0,)
-    assert found.sampler_fraction == pytest.approx(0.4)
-    assert found.trainer_fraction == pytest.approx(0.6 - 2 / 80)  # less what torch does not count
+    found = plan([LARGE], gpus(80))
+    assert found.of(0) == pytest.approx(80 * GIB, abs=4)
+    (where,) = [placement(found, "large")]
+    assert where.gpus == (0,) and where.engines == ((0,),)
+    # All but what neither torch nor vLLM counts.
+    assert where.sampler_fraction + where.trainer_fraction == pytest.approx(1 - 2 / 80)
 
 
 def test_models_on_one_gpu_share_it_and_no_byte_is_given_twice() -> None:
-    found = place([SMALL, LARGE], Machine(0, [80 * GIB]), "cuda", Parts(1, 0.5))
-    assert sum(one.sampler_fraction for one in found.values()) == pytest.approx(0.5)
-    assert sum(one.trainer_fraction + 2 / 80 for one in found.values()) == pytest.approx(0.5)
-    for model in (SMALL, LARGE):
-        assert found[model.name].sampler_fraction * 80 * GIB >= model.weight_bytes + GIB
-        assert found[model.name].trainer_fraction * 80 * GIB >= model.weight_bytes + GIB
+    found = plan([SMALL, LARGE], gpus(80))
+    assert found.of(0) == pytest.approx(80 * GIB, abs=4)
+    where = {name: placement(found, name) for name in ("small", "large")}
+    fractions = [one.sampler_fraction + one.trainer_fraction for one in where.values()]
+    assert sum(fractions) == pytest.approx(1 - 4 / 80)
+    for size in (SMALL, LARGE):
+        assert where[size.name].sampler_fraction * 80 * GIB >= size.base_bytes + GIB
+        assert where[size.name].trainer_fraction * 80 * GIB >= size.base_bytes + GIB
 
 
 def test_models_that_fit_one_by_one_but_not_together_are_refused() -> None:
-    machine = Machine(0, [80 * GIB])
-    twins = [ModelSize("first", 20 * GIB, GIB, GIB), ModelSize("second", 20 * GIB, GIB, GIB)]
-    for model in twins:
-        place([model], machine, "cuda", Parts(1, 0.5))
-    with pytest.raises(
-        BackendFailed, match=r"trainers on GPU 0 have 40\.0 GiB and need 46\.0 GiB: first at least 23\.0"
-    ):
-        place(twins, machine, "cuda", Parts(1, 0.5))
+    twins = [model("first", 20), model("second", 20)]
+    for one in twins:
+        plan([one], gpus(80))
+    with pytest.raises(BackendFailed, match=r"GPU 0: 80\.0 GiB are there, 9\d\.\d .*: first 4\d\.\d .* second 4\d\.\d"):
+        plan(twins, gpus(80))
 
 
 def test_models_spread_over_the_gpus_with_the_fewest_weights() -> None:
-    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 2), "cuda", Parts(1, 0.4))
-    assert (found["large"].gpus, found["small"].gpus) == ((0,), (1,))
-    found = place([SMALL, LARGE], Machine(0, [80 * GIB] * 4), "cuda", Parts(2, 0.4))
-    assert (found["large"].gpus, found["small"].gpus) == ((0, 1), (2, 3))
+    found = plan([SMALL, LARGE], gpus(80, 2)).layouts
+    assert (found["large"].trainer, found["small"].trainer) == ((0,), (1,))
+    found = plan([SMALL, LARGE], gpus(80, 4), ranks=2).layouts
+    assert (found["large"].trainer, found["small"].trainer) == ((0, 1), (2, 3))
 
 
 def test_gpus_share_a_base_that_none_of_them_could_hold_and_are_refused_where_that_is_not_enough() -> None:
-    machine = Machine(0, [40 * GIB] * 2)
-    with pytest.raises(BackendFailed, match=r"trainers on GPU 0 have 14\.0 GiB and need 19\.0 GiB: large"):
-        place([LARGE], machine, "cuda", Parts(1, 0.65))
-    place([LARGE], machine, "cuda", Parts(2, 0.65))
-    with pytest.raises(BackendFailed, match=r"trainers on GPU 0 have 12\.0 GiB and need 13\.0 GiB: large"):
-        place([LARGE], machine, "cuda", Parts(2, 0.7))
+    with pytest.raises(BackendFailed, match=r"GPU 0: 30\.0 GiB are there, \d\d\.\d GiB are needed: large"):
+        plan([LARGE], gpus(30), ranks=1)
+    found = plan([LARGE], gpus(30, 2), ranks=2, tensor_parallel=2).layouts["large"]
+    assert not found.replicates and found.trainer == (0, 1)
+    with pytest.raises(BackendFailed, match=r"GPU 0: 22\.0 GiB are there, 2\d\.\d GiB are needed: large"):
+        plan([LARGE], gpus(22, 2), ranks=2, tensor_parallel=2)
+
+
+def test_each_rank_has_the_whole_base_where_microbatches_then_need_not_recompute() -> None:
+    assert plan([LARGE], gpus(80, 2), ranks=2).layouts["large"].replicates
+    busy = replace(LARGE, num_layers=30, layer_token_bytes=100_000.0)  # 46 GiB for 16,384 tokens
+    assert not plan([busy], gpus(80, 2), ranks=2).layouts["large"].replicates
+    assert plan([busy], gpus(140, 2), ranks=2).layouts["large"].replicates
 
 
 def test_a_rank_is_never_counted_with_more_than_the_whole_base() -> None:
-    assert ModelSize("flat", 3 * GIB, GIB, 2 * GIB).rank_bytes(4) == 3 * GIB
+    found = plan([model("flat", 3, 2)], Machine(64 * GIB), "cpu", ranks=4)
+    assert next(one.size_bytes for one in found.parts if (one.process, one.name) == ("trainer", "base")) == 12 * GIB
 
 
-def test_a_gpu_without_a_sampler_gives_no_memory_to_one() -> None:
-    found = place([LARGE], Machine(0, [80 * GIB] * 2), "cuda", Parts(2, 0.4))
-    assert found["large"].gpus == (0, 1)
-    assert found["large"].trainer_fraction == pytest.approx(0.6 - 2 / 80)
+def test_a_gpu_without_a_sampler_gives_all_its_memory_to_the_trainer() -> None:
+    found = plan([LARGE], gpus(80, 2), ranks=2, engines=1)
+    assert found.layouts["large"].engines == ((0,),)
+    assert found.of(1, process="engine") == 0 and found.of(1) == pytest.approx(80 * GIB, abs=4)
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(BackendFailed, match="2 ranks on CUDA need as many GPUs; torch sees 1"):
-        place([SMALL], Machine(0, [80 * GIB]), "cuda", Parts(2, 0.4))
+        plan([SMALL], gpus(80), ranks=2)
+
+
+def test_ranks_and_engines_that_are_left_open_are_as_many_as_the_model_needs() -> None:
+    assert len(plan([LARGE], gpus(80, 4)).layouts["large"].trainer) == 1
+    found = plan([model("huge", 100, 4)], gpus(80, 4)).layouts["huge"]
+    assert len(found.trainer) == len(found.engines[0]) == 4 and not found.replicates
+
+
+def test_trainers_and_engines_stay_on_the_gpus_that_they_may_use() -> None:
+    found = plan([LARGE], gpus(80, 4), trainer_gpus=(2, 3), sampler_gpus=(0, 1)).layouts["large"]
+    assert (found.trainer, found.engines) == ((2, 3), ((0,), (1,)))
+    found = plan([LARGE], gpus(80, 4), trainer_gpus=(1,), sampler_gpus=(1, 3)).layouts["large"]
+    assert (found.trainer, found.engines) == ((1,), ((1,), (3,)))
+    with pytest.raises(BackendFailed, match=r"1,4 \(setting backend.trainer_gpus\): .* numbers from 0 to 3"):
+        plan([LARGE], gpus(80, 4), trainer_gpus=(1, 4))
+    with pytest.raises(BackendFailed, match=r"2,2 \(setting backend.sampler_gpus\): give different numbers"):
+        plan([LARGE], gpus(80, 4), sampler_gpus=(2, 2))
+    with pytest.raises(BackendFailed, match=r"1 ranks .* on the 2 GPUs of backend.trainer_gpus: give only one"):
+        plan([LARGE], gpus(80, 4), trainer_gpus=(1, 2), ranks=1)
 
 
 def test_training_all_weights_takes_masters_moments_and_gradients_more_and_says_so() -> None:
     """Numbers of 4 bytes: a master, two moments, a step's and a microbatch's gradient, the original, by ranks."""
-    whole = ModelSize("whole", 2 * GIB, GIB, GIB // 4, training_bytes=12 * GIB)
-    needed = 2 * GIB + (2 + 12) * GIB + 2 * 3 * GIB // 2 + GIB
-    place([whole], Machine(needed), "cpu", Parts(1, 0.4))
-    with pytest.raises(BackendFailed, match=r"whole 20\.0 GiB \(16\.0 GiB of weights .*, masters, moments and grad"):
-        place([whole], Machine(needed - 1), "cpu", Parts(1, 0.4))
-    assert whole.rank_bytes(2) == GIB + GIB // 2 + 3 * GIB // 4 + 6 * GIB
+    whole = replace(model("whole", 2, trained=GIB // 2), trains_all=True)
+    needed = 2 * GIB + (2 + 10) * GIB + 2 * 3 * GIB // 2 + GIB // 2
+    plan([whole], Machine(needed), "cpu", full=True)
+    with pytest.raises(BackendFailed, match=r"whole 17\.5 GiB \(.* trainer training of all weights 10\.0 GiB"):
+        plan([whole], Machine(needed - 1), "cpu", full=True)
+    two = plan([whole], Machine(64 * GIB), "cpu", full=True, ranks=2)
+    assert two.of(0, process="trainer") == 2 * (GIB + GIB // 2 + 3 * GIB // 4 + 5 * GIB + 3 * GIB // 2)
 
 
 def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are_refused(
@@ -115,7 +168,9 @@ def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tiny_vl))
     trained = sum(one.numel() for name, one in model.named_parameters() if ".visual." not in name)
-    assert size.training_bytes == trained * (4 + 8 + 4 + 4 + 4)
+    assert size.numbers.trained == trained
+    (counted,) = [one for one in make_plan([size], config, machine, "cpu").parts if one.name.startswith("training")]
+    assert counted.size_bytes == trained * (4 + 8 + 4 + 4 + 4)
     with pytest.raises(BackendFailed, match="--full and --train-vision exclude each other"):
         describe_models(config.model_copy(update={"train_vision": True}), machine)
     experts = make_tiny_vl(tmp_path / "moe", moe=True)
@@ -124,40 +179,37 @@ def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are
 
 
 def test_every_gpu_of_a_model_has_an_engine_where_it_has_room() -> None:
-    eight = Machine(0, [80 * GIB] * 8)
-    found = place([LARGE], eight, "cuda", Parts(8, 0.4))["large"]
-    assert found.engines == tuple((gpu,) for gpu in range(8))
-    assert found.sampler_fraction == pytest.approx(0.4)
-    assert place([LARGE], eight, "cuda", Parts(1, 0.4))["large"].engines == ((0,),)
-    small = Machine(0, [80 * GIB, 40 * GIB, 80 * GIB])  # 16 of the second are less than an engine's 17
-    assert place([LARGE], small, "cuda", Parts(3, 0.4))["large"].engines == ((0,), (2,))
+    found = plan([LARGE], gpus(80, 8), ranks=8)
+    assert found.layouts["large"].engines == tuple((gpu,) for gpu in range(8))
+    assert plan([LARGE], gpus(80, 8)).layouts["large"].engines == ((0,),)
+    small = Machine(0, [80 * GIB, 36 * GIB, 80 * GIB])  # the second has room for one copy, not for two
+    assert plan([LARGE], small, ranks=3).layouts["large"].engines == ((0,), (2,))
 
 
 def test_an_engine_that_nobody_asked_for_takes_no_room_from_other_models() -> None:
-    twins = [ModelSize("first", 16 * GIB, GIB, GIB), ModelSize("second", 16 * GIB, GIB, GIB)]
-    found = place(twins, Machine(0, [160 * GIB] * 2), "cuda", Parts(2, 0.2))  # 32 GiB: one engine on each
-    assert [one.engines for one in found.values()] == [((0,),), ((1,),)]
+    twins = [model("first", 16, 1), model("second", 16, 1)]
+    found = plan(twins, gpus(72, 2), ranks=2)  # room for both trainers and one engine on each
+    assert [one.engines for one in found.layouts.values()] == [((0,),), ((1,),)]
 
 
 def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_where_they_do_not_fit() -> None:
-    found = place([LARGE], Machine(0, [80 * GIB] * 4), "cuda", Parts(1, 0.4, engines=3))["large"]
-    assert (found.gpus, found.engines) == ((0,), ((0,), (1,), (2,)))
+    found = plan([LARGE], gpus(80, 4), engines=3).layouts["large"]
+    assert (found.trainer, found.engines) == ((0,), ((0,), (1,), (2,)))
     with pytest.raises(BackendFailed, match=r"5 engines \(setting backend.engines\) .* need 5 GPUs; torch sees 4"):
-        place([LARGE], Machine(0, [80 * GIB] * 4), "cuda", Parts(1, 0.4, engines=5))
-    with pytest.raises(BackendFailed, match=r"samplers on GPU 1 have 16\.0 GiB and need 17\.0 GiB: large"):
-        place([LARGE], Machine(0, [80 * GIB, 40 * GIB]), "cuda", Parts(1, 0.4, engines=2))
+        plan([LARGE], gpus(80, 4), engines=5)
+    with pytest.raises(BackendFailed, match=r"GPU 1: 16\.0 GiB are there, 19\.3 GiB are needed: large"):
+        plan([LARGE], Machine(0, [80 * GIB, 16 * GIB]), engines=2)
 
 
 def test_an_engine_is_divided_over_gpus_that_could_not_hold_it_alone() -> None:
-    machine = Machine(0, [40 * GIB] * 4)
-    with pytest.raises(BackendFailed, match=r"samplers on GPU 0 have 12\.0 GiB and need 17\.0 GiB"):
-        place([LARGE], machine, "cuda", Parts(2, 0.3))
-    found = place([LARGE], machine, "cuda", Parts(2, 0.3, tensor_parallel=2))["large"]
-    assert (found.gpus, found.engines) == ((0, 1), ((0, 1),))
-    found = place([LARGE], machine, "cuda", Parts(4, 0.3, tensor_parallel=2))["large"]
+    with pytest.raises(BackendFailed, match=r"on GPU \d: 30\.0 GiB are there, 3\d\.\d GiB are needed"):
+        plan([LARGE], gpus(30, 2), ranks=2, tensor_parallel=1)
+    found = plan([LARGE], gpus(30, 2), ranks=2).layouts["large"]
+    assert (found.trainer, found.engines) == ((0, 1), ((0, 1),))
+    found = plan([LARGE], gpus(30, 4), ranks=4, tensor_parallel=2).layouts["large"]
     assert found.engines == ((0, 1), (2, 3))
     with pytest.raises(BackendFailed, match=r"1 engines .* of 8 ranks \(setting backend.tensor_parallel\) need 8 GPUs"):
-        place([LARGE], machine, "cuda", Parts(1, 0.3, tensor_parallel=8))
+        plan([LARGE], gpus(40, 4), tensor_parallel=8)
 
 
 def test_each_engine_has_its_own_gpus_and_scratch_directory(tmp_path: Path) -> None:
@@ -172,11 +224,11 @@ def test_each_engine_has_its_own_gpus_and_scratch_directory(tmp_path: Path) -> N
 
 
 def test_engines_on_the_cpu_are_counted_with_their_caches_and_processes() -> None:
-    two = 3 * 2 * GIB + 2 * GIB + 3 * 3 * GIB // 2
-    found = place([SMALL], Machine(two), "cpu", Parts(1, 0.4, engines=2))["small"]
-    assert found.engines == ((), ())
-    with pytest.raises(BackendFailed, match=r"3 processes of 1\.5 GiB, 2\.0 GiB of KV cache.* or fewer engines"):
-        place([SMALL], Machine(two - 1), "cpu", Parts(1, 0.4, engines=2))
+    two = 3 * 2 * GIB + GIB + 3 * 3 * GIB // 2
+    found = plan([SMALL], Machine(two + 2 * ADAPTERS), "cpu", engines=2)
+    assert placement(found, "small").engines == ((), ())
+    with pytest.raises(BackendFailed, match=r"engine KV cache 1\.0 GiB, engine process 3\.0 GiB"):
+        plan([SMALL], Machine(two - 1), "cpu", engines=2)
 
 
 def test_models_that_ranks_of_an_engine_would_compute_wrongly_are_refused_by_name(

@@ -17,7 +17,7 @@ from vllm.outputs import CompletionOutput
 from api_schemas.inputs import Datum
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models
-from backends.configure.placement import Machine
+from backends.configure.memory_plan import Machine
 from backends.formats.expert_routing import RoutingFiles, read_routing, routing_name
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed

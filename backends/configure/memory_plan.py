@@ -1,0 +1,322 @@
+"""The bytes of every part of a model on every GPU: the one formula of the start, of `doctor` and of refusals.
+
+Weights, adapters, slots and KV cache follow from shapes, and are exact. Activations, graphs and contexts are estimates,
+fitted to one H200 with a dense model of 4 billion. The trainer measures its own at start, and vLLM its own: an
+estimate that is off moves memory between them and what is left over, and refuses a little too early or too late. Pure
+arithmetic: knows no file and no device.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from backends.config import MemoryPart, Process
+from backends.families.coverage import Numbers
+from backends.trainer.model.recompute import MARGIN
+from backends.trainer.step.batch_request import MAX_SUMMED_RANK
+
+GIB = 1 << 30
+TRAINER_CONTEXT_BYTES = 3 << 28
+"""A CUDA context with torch's libraries, 0.7 GiB with a tiny model on an H200; torch does not count it."""
+NCCL_BYTES = 3 << 28
+"""Buffers of a rank among several, which torch does not count either."""
+ENGINE_CONTEXT_BYTES = 5 << 28
+"""vLLM's own context, which it does not count in its part of a GPU, 0.5 to 0.7 GiB on an H200, and as much for the
+driver: an engine does not start if less than its part is free."""
+HOLDER_CONTEXT_BYTES = int(0.6 * GIB)
+"""The context of a process that holds the one copy of a base."""
+PROCESS_BYTES = 3 << 29
+"""torch, transformers or vLLM in main memory, before any weights."""
+ENGINE_TOKENS = 8192
+"""Tokens of one step of an engine on CUDA (`engine.py`)."""
+_ENGINE_GRAPHS_BYTES = 1 << 30
+_LOGITS_BYTES = 3 << 29
+"""Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
+_MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
+_SMALLEST_WIDTH = 16
+_SMALLEST_GRAPH_TOKENS = 256
+_LEAST_KV_CACHE = {"cpu": 512 << 20, "cuda": 1 << 30}
+_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
+"""Linears of which the ranks of an engine divide the inputs; of the others, the outputs."""
+_SLICES = {"in_proj_qkv": 3}
+"""Linears that the engine takes as so many, each with its own A."""
+_WHOLE = "lm_head"
+"""The engine's head has adapters for the whole vocabulary on every rank."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The shapes of one base model, from which all its bytes follow."""
+
+    name: str
+    number_bytes: int
+    """Bytes of a number of the base, and of an engine's adapters."""
+    numbers: Numbers
+    hidden: int
+    num_layers: int
+    vocab_size: int
+    layer_token_bytes: float
+    """Bytes that a decoder layer saves of a token for its backward, by estimate."""
+    kv_token_bytes: int
+    state_bytes: int = 0
+    """Bytes of a sequence's state in layers of linear attention."""
+    image_token_bytes: int = 0
+    """Bytes that the vision tower takes for a token of an image, by estimate; 0 without images."""
+    longest_context: int = 1 << 20
+    """The model's own limit, in tokens."""
+    packs: bool = True
+    """True if a microbatch may have several samples."""
+    trains_all: bool = False
+    tensor_parallels: tuple[int, ...] = (1,)
+    """Numbers of ranks that an engine can have."""
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of one copy of the base."""
+        return self.numbers.base * self.number_bytes
+
+    def adapter_numbers(self, rank: int) -> int:
+        """Return the numbers of an adapter that trains everything."""
+        return self.numbers.adapter * rank
+
+    def slot_bytes(self, rank: int, tensor_parallel: int = 1) -> int:
+        """Return the bytes of an adapter slot in each of so many ranks of an engine."""
+        total = 0
+        for one in self.numbers.matrices:
+            inputs, outputs = _SLICES.get(one.name, 1) * one.inputs, one.outputs
+            if not one.in_tower and one.name in _ROW_PARALLEL:
+                inputs = -(-inputs // tensor_parallel)
+            elif not one.in_tower and one.name != _WHOLE:
+                outputs = -(-outputs // tensor_parallel)
+            total += one.count * (inputs + outputs)
+        return total * rank * self.number_bytes
+
+    def activation_bytes(self, num_tokens: int, *, recomputes: bool) -> int:
+        """Return what a microbatch takes with all layers recomputed, or with none, by estimate."""
+        layers = 4 * self.hidden if recomputes else self.layer_token_bytes
+        once = (2 if recomputes else 1) * self.layer_token_bytes + 20 * self.hidden
+        return int(_LOGITS_BYTES + num_tokens * (self.num_layers * layers + once))
+
+    def kv_cache_bytes(self, context: int, device: str) -> int:
+        """Return the least KV cache of an engine, of all its ranks together: a whole context, on the CPU two."""
+        contexts = 2 if device == "cpu" else 1
+        return max(_LEAST_KV_CACHE[device], contexts * (context * self.kv_token_bytes + 16 * self.state_bytes))
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Work that one model's trainer and engines must have room for."""
+
+    context: int
+    lora_rank: int
+    models_at_once: int
+    """LoRA models of that rank which train at the same time."""
+    adapter_slots: int
+    """Adapters of that rank which an engine decodes with at once; it has one more slot, for new weights."""
+    microbatch_tokens: int
+    max_sequences: int
+    kv_cache_bytes: int | None
+    """None: the least that does."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The GPUs of one model; on the CPU all of them are 0, which stands for the main memory."""
+
+    trainer: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]
+    replicates: bool
+    """True if each trainer rank has the whole base."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory and GPUs of a machine."""
+
+    main_bytes: int
+    """Free main memory."""
+    gpu_bytes: Sequence[int] = ()
+    """Total memory of each GPU."""
+    gpu_names: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Every part on every GPU, and what each GPU has."""
+
+    device: str
+    totals: tuple[int, ...]
+    """Bytes of each GPU; on the CPU one number, the free main memory."""
+    demands: Mapping[str, Demand]
+    layouts: Mapping[str, Layout]
+    parts: tuple[MemoryPart, ...] = field(repr=False, default=())
+
+    def of(self, gpu: int, model: str | None = None, process: Process | None = None) -> int:
+        """Return the bytes on a GPU, of all or of one model and process."""
+        return sum(
+            one.size_bytes
+            for one in self.parts
+            if one.gpu == gpu and model in (None, one.model) and process in (None, one.process)
+        )
+
+    @property
+    def missing_bytes(self) -> int:
+        """The most that any GPU lacks; at most 0 if everything fits."""
+        return max(self.of(gpu) - total for gpu, total in enumerate(self.totals))
+
+    def lines(self) -> list[str]:
+        """List each process's parts, a line for each process of a GPU."""
+        found: defaultdict[tuple[int, str, Process], list[str]] = defaultdict(list)
+        for one in self.parts:
+            found[one.gpu, one.model, one.process].append(f"{one.name} {gib(one.size_bytes)}")
+        lines = []
+        for (gpu, model, process), parts in sorted(found.items()):
+            where = "main memory" if self.device == "cpu" else f"GPU {gpu}"
+            lines.append(f"{where}: {model} {process} {gib(self.of(gpu, model, process))}: {', '.join(parts)}")
+        return lines
+
+    def describe(self, gpu: int) -> str:
+        """List each model's parts on a GPU, for an error."""
+        named: defaultdict[str, list[str]] = defaultdict(list)
+        for one in self.parts:
+            if one.gpu == gpu:
+                named[one.model].append(f"{one.process} {one.name} {gib(one.size_bytes)}")
+        return "; ".join(f"{name} {gib(self.of(gpu, name))} ({', '.join(parts)})" for name, parts in named.items())
+
+
+def plan_parts(
+    sizes: Sequence[ModelSize],
+    demands: Mapping[str, Demand],
+    layouts: Mapping[str, Layout],
+    device: str,
+    base_copies: int = 2,
+) -> tuple[MemoryPart, ...]:
+    """Return the least parts of all models. `base_copies` 1: trainer and engine on a GPU share a copy of the base, in a
+    process of its own, if both need it whole."""
+    parts: list[MemoryPart] = []
+    for size in sizes:
+        demand, layout = demands[size.name], layouts[size.name]
+        shared = _sharing_gpus(size, layout, device) if base_copies == 1 else set()
+        for gpu in sorted(shared):
+            parts += _parts(size, gpu, "holder", {"base": size.base_bytes, "context": HOLDER_CONTEXT_BYTES})
+        for gpu in layout.trainer:
+            of_rank = trainer_parts(size, demand, len(layout.trainer), layout.replicates, device)
+            parts += _parts(size, gpu, "trainer", _without_base(of_rank, gpu in shared))
+        for engine in layout.engines:
+            for gpu in engine:
+                of_engine = engine_parts(size, demand, len(engine), device)
+                parts += _parts(size, gpu, "engine", _without_base(of_engine, gpu in shared))
+    return tuple(_summed(parts))
+
+
+def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: bool, device: str) -> dict[str, int]:
+    """Return the least parts of each of so many trainer ranks."""
+    parts = {"base": _rank_base_bytes(size, num_ranks, replicates)}
+    step_bytes = 0
+    if size.trains_all:
+        parts["training of all weights"] = _training_bytes(size, num_ranks, device)
+    else:
+        numbers = size.adapter_numbers(demand.lora_rank)
+        parts["adapters"] = demand.models_at_once * adapter_bytes(size, demand.lora_rank, num_ranks)
+        widths = buffer_widths(demand, device)
+        width_bytes = size.adapter_numbers(sum(widths)) * (size.number_bytes + _GRADIENT_BYTES)
+        parts["adapters of microbatches"] = width_bytes
+        # An optim_step can be undone: it keeps copies of masters and moments, and several ranks sum shards first.
+        step_bytes = numbers * (_MASTER_BYTES + _MOMENTS_BYTES) // num_ranks
+    if device == "cpu":
+        return parts | {"process": PROCESS_BYTES}
+    # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
+    microbatch = size.activation_bytes(demand.context, recomputes=True)
+    images = int(size.image_token_bytes * min(demand.context, ENGINE_TOKENS))
+    parts["microbatch or optim_step"] = max(microbatch, images, step_bytes)
+    if size.packs and (num_ranks == 1 or replicates) and not size.trains_all:
+        parts["graphs"] = int(_SMALLEST_GRAPH_TOKENS * (1 + size.num_layers) * size.layer_token_bytes)
+    parts["left free"] = int(sum(parts.values()) * MARGIN / (1 - MARGIN))
+    parts["context"] = TRAINER_CONTEXT_BYTES + (NCCL_BYTES if num_ranks > 1 else 0)
+    return parts
+
+
+def adapter_bytes(size: ModelSize, rank: int, num_ranks: int) -> int:
+    """Return the bytes of one LoRA model in training on each rank: working copy, gradient, its shards of masters and
+    moments; on one rank the masters are the working copy."""
+    numbers = size.adapter_numbers(rank)
+    shards = -(-numbers * (_MASTER_BYTES + _MOMENTS_BYTES) // num_ranks)
+    return shards + numbers * _GRADIENT_BYTES + (numbers * size.number_bytes if num_ranks > 1 else 0)
+
+
+def buffer_widths(demand: Demand, device: str) -> list[int]:
+    """Return the summed ranks for which a trainer has made buffers in the end (`Adapters.load`)."""
+    if device == "cpu":
+        return [demand.lora_rank]
+    sums = [count * demand.lora_rank for count in range(1, demand.models_at_once + 1)]
+    fitting = [one for one in sums if one <= max(MAX_SUMMED_RANK, demand.lora_rank)]
+    return sorted({_SMALLEST_WIDTH, *(max(_SMALLEST_WIDTH, 1 << (one - 1).bit_length()) for one in fitting)})
+
+
+def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: str) -> dict[str, int]:
+    """Return the least parts of each of so many ranks of an engine. All but its context are vLLM's own part of the
+    GPU. Each rank has the whole vision tower: images are divided among them, not the tower."""
+    tower = size.numbers.tower
+    parts = {"base": (tower + -(-(size.numbers.base - tower) // tensor_parallel)) * size.number_bytes}
+    if not size.trains_all:
+        parts["adapter slots"] = (demand.adapter_slots + 1) * size.slot_bytes(demand.lora_rank, tensor_parallel)
+    cache = demand.kv_cache_bytes or size.kv_cache_bytes(demand.context, device)
+    parts["KV cache"] = -(-cache // tensor_parallel)
+    if device == "cpu":
+        # The only rank of an engine is in its host's process; several are processes beside it.
+        return parts | {"process": PROCESS_BYTES + (PROCESS_BYTES // tensor_parallel if tensor_parallel > 1 else 0)}
+    # A step has its largest layer, its stream, and float32 logits of its sequences with what sampling makes of them.
+    step_tokens = max(ENGINE_TOKENS, demand.max_sequences)
+    token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
+    parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
+    if size.image_token_bytes:
+        parts["images"] = int(size.image_token_bytes * step_tokens)
+    return parts | {"graphs": _ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
+
+
+def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
+    """Return the bytes of a rank's weights: its shard, and what it all-gathers from the others, twice: as received and
+    as used; or all of them."""
+    if num_ranks == 1 or replicates:
+        return size.base_bytes
+    shared = -(-size.base_bytes // num_ranks) + 2 * size.numbers.all_gathered * size.number_bytes
+    return shared if size.trains_all else min(size.base_bytes, shared)
+
+
+def _training_bytes(size: ModelSize, num_ranks: int, device: str) -> int:
+    """Return the bytes beside the base if all weights train: masters, moments, a step's and a microbatch's gradient,
+    sharded, and the gradient of what is all-gathered, with its sum over ranks in float32."""
+    # The original weights are in main memory.
+    copies = 2 if device == "cpu" else 1
+    numbers = size.numbers.trained * (_MASTER_BYTES + _MOMENTS_BYTES + _GRADIENT_BYTES + copies * size.number_bytes)
+    gathered = 3 * size.numbers.all_gathered * size.number_bytes if num_ranks > 1 else 0
+    return -(-numbers // num_ranks) + gathered
+
+
+def _sharing_gpus(size: ModelSize, layout: Layout, device: str) -> set[int]:
+    """Return the GPUs on which trainer and engine can map one copy: neither divides the base nor trains it."""
+    divided = len(layout.trainer) > 1 and not layout.replicates
+    if device == "cpu" or divided or size.trains_all:
+        return set()
+    return set(layout.trainer) & {engine[0] for engine in layout.engines if len(engine) == 1}
+
+
+def _without_base(parts: Mapping[str, int], is_shared: bool) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if not (is_shared and name == "base")}
+
+
+def _parts(size: ModelSize, gpu: int, process: Process, parts: Mapping[str, int]) -> list[MemoryPart]:
+    return [MemoryPart(size.name, gpu, process, name, num_bytes) for name, num_bytes in parts.items() if num_bytes]
+
+
+def _summed(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+    """Add up equal parts of one memory: on the CPU those of several ranks and engines."""
+    totals: defaultdict[tuple[str, int, Process, str], int] = defaultdict(int)
+    for one in parts:
+        totals[one.model, one.gpu, one.process, one.name] += one.size_bytes
+    return [MemoryPart(*key, num_bytes) for key, num_bytes in totals.items()]
+
+
+def gib(size_bytes: float) -> str:
+    """Write bytes as GiB."""
+    return f"{size_bytes / GIB:.1f} GiB"

@@ -1,0 +1,116 @@
+"""Plan the models' memory; if they do not fit, name the nearest settings and cards with which they would."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backends.config import BackendConfig
+from backends.configure.gpus import CARDS_GIB, cards
+from backends.configure.memory_plan import GIB, Machine, MemoryPlan, ModelSize
+from backends.configure.placement import CONTEXTS, LORA_RANKS, make_plan
+from backends.model_spec import Device
+from backends.protocol import BackendFailed
+
+_CONTEXT_STEP, _LEAST_CONTEXT = 1024, 1024
+_MOST_CARDS = 8
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of settings, or other GPUs, with which the models fit."""
+
+    flag: str
+    """The command line's."""
+    settings: dict[str, Any]
+    gpus: str | None = None
+
+
+def plan_or_suggest(
+    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, base_copies: int = 2
+) -> MemoryPlan:
+    """Return the plan. Raises BackendFailed with every figure and the nearest that fits, each as the flag to give."""
+    try:
+        return make_plan(sizes, config, machine, device, base_copies)
+    except BackendFailed as error:
+        found = suggestions(sizes, config, machine, device, base_copies)
+        flags = " or ".join(one.flag for one in found) or "nothing nearer than a smaller model"
+        raise BackendFailed(f"{error}; nearest that fits: {flags}") from None
+
+
+def suggestions(
+    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, base_copies: int = 2
+) -> list[Suggestion]:
+    """Return each single change that is enough, the smallest of its kind."""
+
+    def fits(changed: BackendConfig, on: Machine = machine) -> bool:
+        try:
+            make_plan(sizes, changed, on, device, base_copies)
+        except BackendFailed:
+            return False
+        return True
+
+    def first(tries: Iterator[Suggestion]) -> list[Suggestion]:
+        for one in tries:
+            changed = config.model_copy(update=one.settings)
+            if fits(changed, machine if one.gpus is None else _of_cards(machine, one.gpus)):
+                return [one]
+        return []
+
+    found: list[Suggestion] = []
+    for tries in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config)):
+        found += first(tries)
+    if device == "cuda":
+        found += first(_more_cards(machine)) + first(_larger_cards(machine))
+    return found
+
+
+def _contexts(sizes: Sequence[ModelSize], config: BackendConfig, device: Device) -> Iterator[Suggestion]:
+    most = config.max_context_length or CONTEXTS[device][-1]
+    longest = min(most, max(size.longest_context for size in sizes))
+    for context in range((longest - 1) // _CONTEXT_STEP * _CONTEXT_STEP, _LEAST_CONTEXT - 1, -_CONTEXT_STEP):
+        yield Suggestion(f"--max-context {context}", {"max_context_length": context})
+
+
+def _ranks(config: BackendConfig) -> Iterator[Suggestion]:
+    for rank in LORA_RANKS:
+        if config.max_lora_rank and not config.full and rank < config.max_lora_rank:
+            yield Suggestion(f"--max-lora-rank {rank}", {"max_lora_rank": rank})
+
+
+def _models(config: BackendConfig) -> Iterator[Suggestion]:
+    for count in range((config.models_at_once or 1) - 1, 0, -1):
+        yield Suggestion(f"--models-at-once {count}", {"models_at_once": count})
+
+
+def _caches(config: BackendConfig) -> Iterator[Suggestion]:
+    for size_gib in range((config.kv_cache_bytes or 0) // GIB, 0, -1):
+        if size_gib * GIB != config.kv_cache_bytes:
+            yield Suggestion(f"--kv-cache {size_gib}", {"kv_cache_bytes": size_gib * GIB})
+
+
+def _more_cards(machine: Machine) -> Iterator[Suggestion]:
+    name = _name(machine)
+    for count in range(len(machine.gpu_bytes) + 1, _MOST_CARDS + 1):
+        if name is not None:
+            yield Suggestion(f"{count} GPUs (--gpu {name}:{count})", {}, f"{name}:{count}")
+
+
+def _larger_cards(machine: Machine) -> Iterator[Suggestion]:
+    count = len(machine.gpu_bytes)
+    for name, size_gib in sorted(CARDS_GIB.items(), key=lambda card: card[1]):
+        if count and size_gib * GIB > 1.05 * min(machine.gpu_bytes):
+            yield Suggestion(f"another card (--gpu {name}:{count})", {}, f"{name}:{count}")
+
+
+def _name(machine: Machine) -> str | None:
+    """Return the known card that the machine's GPUs are, by their memory."""
+
+    def is_near(size_gib: float) -> bool:
+        return abs(size_gib * GIB - machine.gpu_bytes[0]) < 0.02 * size_gib * GIB
+
+    return next((name for name, size_gib in CARDS_GIB.items() if machine.gpu_bytes and is_near(size_gib)), None)
+
+
+def _of_cards(machine: Machine, text: str) -> Machine:
+    names, sizes = zip(*cards(text), strict=True)
+    return replace(machine, gpu_bytes=sizes, gpu_names=names)

@@ -1,0 +1,71 @@
+"""The engine's weights, slots and cache are as large as the memory plan counts them, to 5 %."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from backends.config import BackendConfig
+from backends.configure.describe import describe_models
+from backends.configure.memory_plan import Machine, engine_parts
+from backends.sampler.engine import engine_args
+from tests.models import make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+from tinker_server.embedded import DIRECTORIES, TINY_VL
+
+pytestmark = [pytest.mark.slow]
+RANK, SLOTS = 8, 2
+Make = Callable[[Path], Path]
+
+
+def embedded(_: Path) -> Path:
+    return Path(DIRECTORIES[TINY_VL])
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "train_vision"),
+    [
+        (make_tiny_vl, 1, True),
+        (partial(make_tiny_vl, moe=True), 1, False),
+        (make_tiny_qwen3_5, 1, False),
+        (make_tiny_text, 1, False),
+        (embedded, 2, True),
+    ],
+    ids=["qwen3-vl", "mixture", "qwen3.5", "text", "two-ranks"],
+)
+async def test_an_engines_parts_are_as_large_as_planned(
+    make: Make, ranks: int, train_vision: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BackendConfig(
+        models={"a": str(make(tmp_path / "model"))},
+        device="cpu",
+        max_context_length=512,
+        max_lora_rank=RANK,
+        adapter_slots=SLOTS,
+        tensor_parallel=ranks,
+        train_vision=train_vision,
+        kv_cache_bytes=32 << 20,
+        scratch_dir=tmp_path / "scratch",
+    )
+    found = describe_models(config, Machine(64 << 30))["a"]
+    arguments = engine_args(found.spec, found.renderer.family.vision)
+    arguments.worker_cls = "tests.measuring.Measures"
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as the launcher starts a sampler
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    engine = AsyncLLM.from_engine_args(arguments)
+    try:
+        measured = await engine.collective_rpc("measured_bytes")
+    finally:
+        engine.shutdown()
+    assert found.demand is not None
+    planned = engine_parts(found.size, found.demand, ranks, "cpu")
+    assert len(measured) == ranks
+    for of_rank in measured:
+        print(of_rank, planned)
+        assert of_rank["base"] == pytest.approx(planned["base"], rel=0.05)
+        assert of_rank["slots"] == pytest.approx(planned["adapter slots"], rel=0.05)
+        assert of_rank["token"] * ranks == found.size.kv_token_bytes
+        assert of_rank["state"] == pytest.approx(found.size.state_bytes, rel=0.05)

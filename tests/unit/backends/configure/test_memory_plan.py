@@ -1,0 +1,219 @@
+"""Planned bytes are those of real tensors, to 5 %, and what a refusal suggests is accepted."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from api_schemas.training import Trainable
+from backends.config import BackendConfig
+from backends.configure.describe import describe_models
+from backends.configure.gpus import cards
+from backends.configure.memory_plan import (
+    GIB,
+    Demand,
+    Layout,
+    Machine,
+    MemoryPlan,
+    adapter_bytes,
+    plan_parts,
+    trainer_parts,
+)
+from backends.configure.nearest_fit import plan_or_suggest, suggestions
+from backends.configure.placement import make_plan, placement
+from backends.families.lora_names import trained_modules
+from backends.families.registry import find_family
+from backends.protocol import BackendFailed
+from backends.trainer.distributed import World
+from backends.trainer.lora.adapters import Adapters
+from tests.models import make_tiny_internvl, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+from tests.shapes import shape
+from tinker_server.command_line import parse, read_settings
+
+RANK = 16
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "qwen3-vl": make_tiny_vl,
+    "mixture": partial(make_tiny_vl, moe=True),
+    "qwen3.5": make_tiny_qwen3_5,
+    "internvl": make_tiny_internvl,
+    "text": make_tiny_text,
+}
+
+
+def machine(gpus: str) -> Machine:
+    names, sizes = zip(*cards(gpus), strict=True)
+    return Machine(0, sizes, names)
+
+
+def plan(name: str, gpus: str, base_copies: int = 2, **settings: object) -> MemoryPlan:
+    return plan_or_suggest([shape(name)], BackendConfig(**settings), machine(gpus), "cuda", base_copies)  # type: ignore[arg-type]
+
+
+def part(found: MemoryPlan, process: str, name: str, gpu: int = 0) -> int:
+    return sum(one.size_bytes for one in found.parts if (one.gpu, one.process, one.name) == (gpu, process, name))
+
+
+def num_bytes(tensors: list[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_base_and_adapters_take_what_is_planned(kind: str, num_ranks: int, tmp_path: Path) -> None:
+    source = FAMILIES[kind](tmp_path / "model")
+    trains_vision = kind == "qwen3-vl"
+    settings = BackendConfig(
+        models={"a": str(source)}, device="cpu", dtype="bfloat16", max_lora_rank=RANK, train_vision=trains_vision
+    )
+    found = describe_models(settings, Machine(64 * GIB))["a"]
+    assert found.demand is not None
+    config = AutoConfig.from_pretrained(source)
+    family = find_family(config, str(source))
+    model = family.model_class.from_pretrained(source, dtype=torch.bfloat16)
+    assert num_bytes(list(model.parameters())) == pytest.approx(found.size.base_bytes, rel=0.05)
+    if family.vision is not None:
+        tower = [one for name, one in model.named_parameters() if "visual" in name or "vision" in name]
+        projector = [one for name, one in model.named_parameters() if "multi_modal_projector" in name]
+        assert sum(one.numel() for one in (*tower, *projector)) == found.size.numbers.tower
+
+    modules = trained_modules(family, model, train_vision=trains_vision)
+    adapters = Adapters(model, modules, RANK, World(0, num_ranks, torch.device("cpu")))
+    lora = adapters.create(Trainable(rank=RANK, seed=0, train_vision=trains_vision))
+    weights = [half for stack in lora.stacks for half in (stack.a_LrI, stack.b_LrO)]
+    for weight in {id(one): one for one in (*weights, *lora.parameters)}.values():
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype or weight.dtype)
+    lora.optimizer.step()
+    held = {id(one): one for one in (*weights, *lora.parameters)}.values()
+    gradients = [one.grad for one in weights if one.grad is not None]
+    moments = [one for state in lora.optimizer.state.values() for one in state.values()]
+    assert num_bytes([*held, *gradients, *moments]) == pytest.approx(
+        adapter_bytes(found.size, RANK, num_ranks), rel=0.05
+    )
+    adapters.load([lora])
+    planned = trainer_parts(found.size, found.demand, num_ranks, num_ranks == 1, "cpu")["adapters of microbatches"]
+    buffers = [one for buffers in adapters._loaded for one in buffers._all()]
+    assert num_bytes(buffers) == pytest.approx(planned, rel=0.05)
+
+
+def test_activations_are_estimated_as_they_were_measured() -> None:
+    """An H200, 4 billion parameters: 1.5 GiB, 2.79 MiB a token, 0.55 if all layers recompute."""
+    for recomputes, token_mib in ((False, 2.79), (True, 0.55)):
+        wanted = 1.5 * GIB + 16384 * token_mib * 2**20
+        assert shape("4b").activation_bytes(16384, recomputes=recomputes) == pytest.approx(wanted, rel=0.05)
+
+
+def test_the_adapters_of_a_mixture_are_counted_by_ranks() -> None:
+    """A master, two moments and a gradient of 32 x 52.9 million numbers; several ranks have a working copy each."""
+    found = [adapter_bytes(shape("30b-a3b"), 32, ranks) / GIB for ranks in (1, 2, 4, 8)]
+    assert found == pytest.approx([25.2, 18.9, 14.2, 11.8], abs=0.05)
+
+
+def test_the_tower_is_whole_on_every_rank_of_an_engine() -> None:
+    numbers = shape("32b").numbers
+    found = plan("32b", "H200:2", ranks=2, tensor_parallel=2, max_context_length=8192)
+    assert numbers.tower > 500e6
+    assert part(found, "engine", "base") == (numbers.tower + (numbers.base - numbers.tower) // 2) * 2
+
+
+def test_large_models_of_rank_32_fit_one_card_with_one_copy_of_the_base() -> None:
+    for name in ("32b", "30b-a3b"):
+        found = plan(name, "H200", base_copies=1, max_lora_rank=32)
+        assert found.demands[name].context >= 20480
+        assert part(found, "holder", "base") == shape(name).base_bytes
+        assert part(found, "trainer", "base") == part(found, "engine", "base") == 0
+        where = placement(found, name)
+        # vLLM counts what it maps; torch does not. Contexts are neither's.
+        held = (where.trainer_fraction + where.sampler_fraction) * found.totals[0]
+        assert found.of(0) == pytest.approx(held + (0.6 + 0.75 + 1.25) * GIB, rel=1e-6)
+        with pytest.raises(BackendFailed, match=f"trainer base .* engine base .* {name}: contexts of 8192"):
+            plan(name, "H200", base_copies=2)
+
+
+def test_seventy_billion_fit_four_cards_in_shards() -> None:
+    found = plan("70b", "H200:4")
+    layout = found.layouts["70b"]
+    assert (len(layout.trainer), layout.engines, layout.replicates) == (4, ((0, 1, 2, 3),), False)
+    assert found.demands["70b"].lora_rank >= 32
+    assert all(found.of(gpu) <= found.totals[gpu] for gpu in range(4))
+
+
+def test_trainer_and_engine_are_apart_where_they_do_not_fit_together() -> None:
+    found = plan("30b-a3b", "H200:2", max_lora_rank=32)
+    assert found.layouts["30b-a3b"] == Layout((0,), ((1,),), replicates=True)
+    assert found.of(0, process="engine") == found.of(1, process="trainer") == 0
+
+
+def test_a_base_is_shared_only_where_trainer_and_engine_have_it_whole() -> None:
+    size = shape("8b-text")
+    demand = Demand(4096, 8, 1, 1, 4096, 16, None)
+    kinds = {
+        "beside": (Layout((0,), ((0,),), replicates=True), [0]),
+        "apart": (Layout((0,), ((1,),), replicates=True), []),
+        "more ranks": (Layout((0, 1), ((1,),), replicates=True), [1]),
+        "divided engine": (Layout((0, 1), ((0, 1),), replicates=True), []),
+        "sharded": (Layout((0, 1), ((0,), (1,)), replicates=False), []),
+    }
+    for kind, (layout, shared) in kinds.items():
+        parts = plan_parts([size], {size.name: demand}, {size.name: layout}, "cuda", base_copies=1)
+        assert [one.gpu for one in parts if one.process == "holder" and one.name == "base"] == shared, kind
+        copies = sum(one.size_bytes for one in parts if one.name == "base")
+        if kind != "sharded":
+            whole = len(layout.trainer) + (1 if kind == "divided engine" else len(layout.engines))
+            assert copies == (whole - len(shared)) * size.base_bytes, kind
+
+
+def test_slots_and_models_are_as_many_as_there_is_room_for() -> None:
+    found = {gpus: plan("8b-text", gpus).demands["8b-text"] for gpus in ("A100", "H200")}
+    assert found["H200"].lora_rank == 128 and found["H200"].models_at_once > found["A100"].models_at_once >= 1
+    assert all(one.adapter_slots == one.models_at_once for one in found.values())
+    asked = plan("8b-text", "H200", models_at_once=2, adapter_slots=3, max_lora_rank=16).demands["8b-text"]
+    assert (asked.models_at_once, asked.adapter_slots, asked.lora_rank) == (2, 3, 16)
+    assert part(plan("8b-text", "H200", adapter_slots=3, max_lora_rank=16), "engine", "adapter slots") == 4 * shape(
+        "8b-text"
+    ).slot_bytes(16)
+
+
+def test_a_cache_that_is_set_is_planned_as_it_is_and_the_trainer_has_the_rest() -> None:
+    found = plan("4b", "H100", kv_cache_bytes=7 * GIB)
+    assert part(found, "engine", "KV cache") == 7 * GIB and part(found, "engine", "more KV cache") == 0
+    assert part(found, "trainer", "more for microbatches") > 0
+    assert found.of(0) == pytest.approx(found.totals[0], abs=4)
+
+
+REFUSED = [
+    ("4b", "H100", 2, {"max_context_length": 131072}),
+    ("4b", "L4", 2, {}),
+    ("8b-text", "A100-40", 2, {}),
+    ("8b-text", "H100", 2, {"models_at_once": 16, "max_lora_rank": 128}),
+    ("8b-text", "H100", 2, {"kv_cache_bytes": 50 * GIB}),
+    ("32b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 256}),
+    ("30b-a3b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 32}),
+    ("70b", "H100:4", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "gpus", "base_copies", "settings"), REFUSED)
+def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
+    name: str, gpus: str, base_copies: int, settings: dict[str, object]
+) -> None:
+    config = BackendConfig(**settings)  # type: ignore[arg-type]
+    with pytest.raises(BackendFailed, match="nearest that fits: ") as refused:
+        plan_or_suggest([shape(name)], config, machine(gpus), "cuda", base_copies)
+    found = suggestions([shape(name)], config, machine(gpus), "cuda", base_copies)
+    assert found
+    for one in found:
+        assert one.flag in str(refused.value)
+        other_gpus = re.search(r"--gpu ([^)]+)", one.flag)
+        arguments = [] if other_gpus else one.flag.split()
+        given = read_settings(parse(["doctor", "--model", "a=org/name", *arguments])).backend
+        changed = config.model_copy(update=given.model_dump(exclude_unset=True, exclude={"models"}))
+        make_plan([shape(name)], changed, machine(other_gpus[1] if other_gpus else gpus), "cuda", base_copies)
+        if "max_context_length" in one.settings and one.settings["max_context_length"] + 1024 < 32768:
+            longer = {"max_context_length": one.settings["max_context_length"] + 1024}
+            with pytest.raises(BackendFailed):
+                make_plan([shape(name)], config.model_copy(update=longer), machine(gpus), "cuda", base_copies)
