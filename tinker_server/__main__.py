@@ -36,13 +36,13 @@ def main() -> int:
     log_config.configure()
     try:
         arguments = parse(sys.argv[1:])
-        if arguments.command == "keys":
-            change_keys(arguments)
-            return 0
         if arguments.command == "status":
             show(fetch_tables(arguments.url, arguments.key))
             return 0
         settings = read_settings(arguments)
+        if arguments.command == "keys":
+            change_keys(arguments, settings.resolved_keys_file())
+            return 0
         if arguments.command != "serve":
             return run_once(arguments, settings)
         raise_file_limit()
@@ -97,9 +97,10 @@ def listen(host: str, port: int) -> socket.socket:
 def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) -> None:
     """Refuse to listen beyond loopback without keys, since every request is then accepted. Raises StartFailed."""
     path = settings.resolved_keys_file()
-    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback and not keys.read(path):
+    has_keys = bool(keys.read(path))  # a file that cannot be read is reported before anything is loaded
+    if not has_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         raise StartFailed(
-            f"no API keys in {path}, so only this machine may connect: make one with `tinker-server keys add NAME`,"
+            f"no API keys in {path}, so only this machine may connect: make one with `{keys.adding(path)}`,"
             " or listen on 127.0.0.1"
         )
 

@@ -14,6 +14,7 @@ from tinker_server.auth import keys
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
+from tinker_server.settings_sources import described, from_environment, from_file, merged
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -26,6 +27,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tinker-server", description="A self-hosted server for the tinker SDK.")
     common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; all others override it")
     common.add_argument("--data-dir", type=Path, help="database, checkpoints, scratch files (tinker-data)")
     common.add_argument("--keys-file", type=Path, help="file of the API keys (keys in the data directory)")
     database = argparse.ArgumentParser(add_help=False)
@@ -81,42 +83,41 @@ def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[
         one.add_argument("directory", type=Path, help="directory of the backup")
 
 
-def change_keys(arguments: argparse.Namespace) -> None:
-    """Run `tinker-server keys`. Raises StartFailed."""
-    given = {name: value for name in ("data_dir", "keys_file") if (value := getattr(arguments, name)) is not None}
-    path = Settings(**given).resolved_keys_file()
+def change_keys(arguments: argparse.Namespace, path: Path) -> None:
+    """Run `tinker-server keys` on the keys file. Raises StartFailed."""
     try:
         match arguments.action:
             case "add":
-                print(keys.add(path, arguments.name))
+                said = keys.add(path, arguments.name)
             case "remove":
                 count = keys.remove(path, arguments.name)
                 if count == 0:
                     raise StartFailed(f"{path} has no key of the name {arguments.name!r}")
-                print(f"removed {count} of {arguments.name}")
-            case "list":
-                for name, count in Counter(keys.read(path).values()).items():
-                    print(f"{name} {count}")
+                said = f"removed {count} of {arguments.name}"
+            case _:
+                counts = Counter(keys.read(path).values())
+                said = "\n".join(f"{name} {count}" for name, count in counts.items())
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
+    if said:
+        print(said)
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """Read the environment's settings and override them by the command line's. Raises StartFailed."""
+    """Read the settings of file, environment and command line, each overriding the one before. Raises StartFailed."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    try:
-        settings = Settings()
-        names = ("host", "port", "data_dir", "keys_file", "database_url")
-        own = {name: given[name] for name in names if name in given}
-        backend = settings.backend.model_dump(exclude_unset=True)
-        switches = ("device", "ranks", "engines", "tensor_parallel", "train_vision", "replay_routing", "full")
-        backend |= {name: given[name] for name in switches if name in given}
-        named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
+    in_file = from_file(given["config"]) if "config" in given else {}
+    settings = merged(in_file, from_environment())
+    settings |= {name: given[name] for name in Settings.model_fields if name in given}
+    backend = settings.pop("backend", {})
+    backend |= {name: given[name] for name in BackendConfig.model_fields if name in given}
+    if "model" in given:  # the command serves models, or plans for them
+        named = backend.get("models", {}) | dict(map(split_model, given["model"]))
         backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}
-        return Settings(**own, backend=BackendConfig.model_validate(backend))
+    try:
+        return Settings(**settings, backend=backend)
     except ValidationError as error:
-        problem: Any = error.errors()[0]
-        raise StartFailed(f"setting {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        raise StartFailed(described(error)) from None
 
 
 def split_model(text: str) -> tuple[str, str]:

@@ -19,7 +19,9 @@ Gauges = dict[str, dict[tuple[str, ...], float]]
 
 
 def fetch_tables(url: str, key: str) -> Group:
-    """Return the tables. Raises StartFailed if no server answers, or it refuses the key."""
+    """Return the tables. Raises StartFailed if no server answers, or it refuses the key, or that is none."""
+    if not key.isascii() or not key.isprintable():
+        raise StartFailed("the API key has characters that no key has")
     try:
         with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_WAIT_S) as client:
             runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
