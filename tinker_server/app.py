@@ -117,6 +117,7 @@ def create_app(
         api.include_router(open_to_all.router)
     app.include_router(api)
     app.include_router(metrics.router)
+    app.include_router(health.for_operators)
     chat.install(app)
     pages.install(app)
     openapi.install(app)

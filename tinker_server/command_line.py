@@ -1,6 +1,7 @@
 """Parser of the command line: settings to serve with, commands for operators, and changes of the API keys."""
 
 import argparse
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import shtab
 from pydantic import ValidationError
 
 from backends.config import BackendConfig
+from tinker_server import VERSION
 from tinker_server.auth import keys
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
@@ -26,6 +28,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tinker-server", description="A self-hosted server for the tinker SDK.")
+    parser.add_argument("--version", action="version", version=f"tinker-server {VERSION}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; all others override it")
     common.add_argument("--data-dir", type=Path, help="database, checkpoints, scratch files (tinker-data)")
@@ -70,8 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
     """Add the commands for operators: status, doctor, backup, restore."""
     asking = commands.add_parser("status", help="show a running server's runs, queue and memory")
-    asking.add_argument("--url", default="http://127.0.0.1:8000", help="its address (http://127.0.0.1:8000)")
-    asking.add_argument("--key", default="tml-local", help="API key whose runs are shown (tml-local)")
+    url, key = (os.environ.get(name) for name in ("TINKER_BASE_URL", "TINKER_API_KEY"))  # the SDK's own
+    here = "http://127.0.0.1:8000"
+    asking.add_argument("--url", default=url or here, help=f"its address ($TINKER_BASE_URL, or {here})")
+    asking.add_argument("--key", default=key or "tml-local", help="API key whose runs are shown ($TINKER_API_KEY)")
+    asking.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
     doctor_help = "report what this machine can serve; loads nothing"
     doctor = commands.add_parser("doctor", parents=[common, *served], help=doctor_help)
     doctor.add_argument("--gpu", help="plan for these GPUs, as H200:2, in place of this machine's")

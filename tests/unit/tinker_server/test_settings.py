@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import from_file, setting_names, variable_of
 
-MAX_SETTINGS = 44
+MAX_SETTINGS = 46
 
 
 @pytest.fixture(autouse=True)
@@ -219,10 +220,20 @@ def test_a_server_prints_its_url_and_stops_on_a_signal(number: signal.Signals, t
         command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        assert server.stdout.readline().startswith("http://127.0.0.1:")
+        url = server.stdout.readline()
+        assert url.startswith("http://127.0.0.1:")
         server.send_signal(number)
         rest, log = server.communicate(timeout=20)
     assert (server.returncode, rest) == (0, ""), log
+    (ready,) = [line for line in log.splitlines() if "ready after" in line]
+    for said in (
+        url.strip(),
+        "serves tiny;",
+        f"data are in {tmp_path}/tinker-data",
+        "without keys, it takes every key",
+    ):
+        assert said in ready, ready
+    assert log.splitlines()[-1].endswith("__main__: stopped")
     assert (tmp_path / "tinker-data" / "tinker-server.db").is_file()
 
 
@@ -245,6 +256,14 @@ def test_the_settings_page_lists_every_setting() -> None:
     page = (Path(__file__).parents[3] / "docs/settings.md").read_text()
     table = [line for line in page.splitlines() if line.startswith("| `TINKER_SERVER_")]
     assert table == list(documented(Settings))
+
+
+def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinker-server", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"tinker-server {project['version']}\n")
 
 
 def test_two_servers_do_not_share_a_port_even_while_both_load() -> None:
