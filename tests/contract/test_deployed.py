@@ -113,14 +113,18 @@ def two_databases(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tu
 
 
 def scheduled() -> dict[str, str]:
-    """The scripts of both schedules, each for one night."""
+    """The scripts of all schedules, each for one night."""
     job = manifest("CronJob", "tinker-backup")["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]
     loop = COMPOSE["services"]["backup"]["command"][0].replace("$$", "$")
     (night,) = re.findall(r"; do\n(.*)done", loop, re.DOTALL)
-    return {"kubernetes": job["command"][-1], "compose": night}
+    unit = (ROOT / "deploy/tinker-server-backup.service").read_text()
+    (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    *_, service = shlex.split(start.replace("$$", "$").replace("%%", "%"))
+    service = service.replace("/var/lib/tinker-server-backups", "/backups").replace("/opt/tinker-server/bin/", "")
+    return {"kubernetes": job["command"][-1], "compose": night, "systemd": service}
 
 
-@pytest.mark.parametrize("schedule", ["kubernetes", "compose"])
+@pytest.mark.parametrize("schedule", ["kubernetes", "compose", "systemd"])
 def test_a_scheduled_backup_keeps_seven_and_the_drill_restores_the_newest(
     schedule: str, two_databases: tuple[str, str], shell: Shell, tmp_path: Path
 ) -> None:

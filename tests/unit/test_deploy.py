@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -190,3 +191,12 @@ def understood(command: list[str]) -> None:
 def check_database(address: str, host: str, hosts: Any) -> None:
     url = make_url(re.sub(r"\$\{\w+:\?\}|\$\(\w+\)", "secret", address))
     assert (url.drivername, url.host, url.password) == ("postgresql+asyncpg", host, "secret") and host in hosts
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_finds_no_fault_in_its_units_but_programs_that_are_not_installed_here() -> None:
+    units = sorted(str(path) for path in FILES if path.suffix in (".service", ".timer"))
+    assert len(units) == 3
+    checked = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False)
+    faults = [line for line in checked.stderr.splitlines() if "tinker-server" in line]
+    assert [line for line in faults if not line.endswith("is not executable: No such file or directory")] == []
