@@ -99,9 +99,9 @@ def _leaves(table: Mapping[str, Any], tables: set[str], before: str = "") -> Ite
 def _nearest(name: str, known: list[str]) -> str:
     def likeness(other: str) -> float:
         """Compare whole names, and last parts alone: `ranks` is near `backend.ranks`."""
-        plain = [one.removeprefix(PREFIX).replace("__", ".").lower() for one in (name, other)]
-        parts = [one.rpartition(".")[2] for one in plain]
-        return max(difflib.SequenceMatcher(None, *both).ratio() for both in (plain, parts))
+        ours, theirs = (one.removeprefix(PREFIX).replace("__", ".").lower() for one in (name, other))
+        parts = ours.rpartition(".")[2], theirs.rpartition(".")[2]
+        return max(difflib.SequenceMatcher(None, *both).ratio() for both in ((ours, theirs), parts))
 
     near = max(known, key=likeness)
     return f"did you mean {near}?" if likeness(near) > _NEAR else "docs/settings.md has them all"

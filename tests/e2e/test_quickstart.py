@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,8 @@ def test_the_quickstart_ends_with_the_sentence_that_was_learned(clone: Path, url
     losses = [float(line.split()[1]) for line in steps]
     assert losses[0] > 50 and losses[-1] < 0.5
     assert said == "The first words that this model has learned."
+    for path in ("/docs/files/show.js", "/static/dashboard.js", "/login"):  # files that the wheel has
+        assert httpx.get(f"{url}{path}", follow_redirects=True).status_code == 200, path
 
 
 def test_the_quickstarts_doctor_finds_what_the_small_model_needs(clone: Path) -> None:

@@ -337,7 +337,9 @@ def _has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
     busy: dict[str, list[str]] = {}
     for run_id, state in search.at_work.items():
         busy.setdefault(state, []).append(run_id)
-    states = [(TrainingRunRow.model_id.in_(run_ids), state) for state, run_ids in busy.items()]
+    states: list[tuple[ColumnElement[bool], str]] = [
+        (TrainingRunRow.model_id.in_(run_ids), state) for state, run_ids in busy.items()
+    ]
     states += [(TrainingRunRow.status == status, state) for status, state in search.states.items()]
     names = (TrainingRunRow.model_id, TrainingRunRow.base_model, case(*states, else_=""))
     for word in search.words:
