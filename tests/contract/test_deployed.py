@@ -29,7 +29,7 @@ from tests.fakes import FakeBackend
 main.create_app = lambda settings, **rest: app.create_app(settings, FakeBackend())
 sys.exit(main.main())
 """
-Shell = Callable[[str, Mapping[str, str]], subprocess.CompletedProcess[str]]
+Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def manifest(kind: str, name: str) -> Any:
@@ -39,7 +39,7 @@ def manifest(kind: str, name: str) -> Any:
 
 def service_links() -> dict[str, str]:
     """Variables that a kubelet sets for each Service with an address of its own."""
-    links = {}
+    links: dict[str, str] = {}
     for one in MANIFESTS:
         if one["kind"] == "Service" and one["spec"].get("clusterIP") != "None":
             name = one["metadata"]["name"].upper().replace("-", "_")
@@ -64,9 +64,9 @@ def shell(tmp_path: Path) -> Shell:
     path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
     in_image = {"PATH": path, "PYTHONPATH": str(ROOT), "TINKER_SERVER_DATA_DIR": str(tmp_path / "data")}
 
-    def run(script: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(script: str, environment: Mapping[str, str], flags: str = "-ec") -> subprocess.CompletedProcess[str]:
         there = script.replace("/backups", str(tmp_path / "backups")).replace("/tmp/drill", str(tmp_path / "drill"))
-        command = ["sh", "-ec", there]
+        command = ["sh", flags, there]
         return subprocess.run(command, env={**in_image, **environment}, capture_output=True, text=True, timeout=120)
 
     return run
@@ -112,16 +112,20 @@ def two_databases(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tu
         yield one, two
 
 
-def scheduled() -> dict[str, str]:
-    """The scripts of all schedules, each for one night."""
+def scheduled() -> dict[str, tuple[str, str]]:
+    """The scripts of all schedules, each for one night, and the flags that their shell gets."""
     job = manifest("CronJob", "tinker-backup")["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"][0]
     loop = COMPOSE["services"]["backup"]["command"][0].replace("$$", "$")
     (night,) = re.findall(r"; do\n(.*)done", loop, re.DOTALL)
     unit = (ROOT / "deploy/tinker-server-backup.service").read_text()
     (start,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
-    *_, service = shlex.split(start.replace("$$", "$").replace("%%", "%"))
+    _, service_flags, service = shlex.split(start.replace("$$", "$").replace("%%", "%"))
     service = service.replace("/var/lib/tinker-server-backups", "/backups").replace("/opt/tinker-server/bin/", "")
-    return {"kubernetes": job["command"][-1], "compose": night, "systemd": service}
+    return {
+        "kubernetes": (job["command"][2], job["command"][1]),
+        "compose": (night, COMPOSE["services"]["backup"]["entrypoint"][1]),
+        "systemd": (service, service_flags),
+    }
 
 
 @pytest.mark.parametrize("schedule", ["kubernetes", "compose", "systemd"])
@@ -138,14 +142,15 @@ def test_a_scheduled_backup_keeps_seven_and_the_drill_restores_the_newest(
     old = [tmp_path / "backups" / f"2026-01-{day:02}-031700" for day in range(1, 10)]
     for one in old:
         one.mkdir()
-    made = shell(scheduled()[schedule], {"TINKER_SERVER_DATABASE_URL": used})
+    script, flags = scheduled()[schedule]
+    made = shell(script, {"TINKER_SERVER_DATABASE_URL": used}, flags)
     assert made.returncode == 0, made.stderr
     *kept, newest = sorted((tmp_path / "backups").iterdir())
     assert kept == old[3:] and (newest / "backup.json").is_file()
 
     guide = (ROOT / "docs/operating.md").read_text()
-    (script,) = re.findall(r"--entrypoint sh backup -ec '\n(.*?)'\n", guide, re.DOTALL)
-    drilled = shell(re.sub(r'"\$\{TINKER_SERVER_DATABASE_URL.*?"', shlex.quote(empty), script), {})
+    (drill,) = re.findall(r"--entrypoint sh backup -ec '\n(.*?)'\n", guide, re.DOTALL)
+    drilled = shell(re.sub(r'"\$\{TINKER_SERVER_DATABASE_URL.*?"', shlex.quote(empty), drill), {})
     assert drilled.returncode == 0, drilled.stderr
     assert "restored the" in drilled.stdout
     assert "2 directories of weights" in drilled.stdout  # the snapshot is one
@@ -155,6 +160,6 @@ def test_a_scheduled_backup_keeps_seven_and_the_drill_restores_the_newest(
 def test_a_failed_backup_deletes_no_older_one(shell: Shell, tmp_path: Path) -> None:
     for day in range(1, 10):
         (tmp_path / "backups" / f"2026-01-{day:02}-031700").mkdir()
-    for script in scheduled().values():
-        shell(script, {"TINKER_SERVER_DATA_DIR": str(tmp_path / "missing")})
+    for script, flags in scheduled().values():
+        shell(script, {"TINKER_SERVER_DATA_DIR": str(tmp_path / "missing")}, flags)
         assert len(list((tmp_path / "backups").iterdir())) == 9

@@ -117,8 +117,8 @@ class RunSearch:
     """In lower case."""
     states: Mapping[str, str]
     """State of a run by its status."""
-    at_work: Mapping[str, str]
-    """State by run id, in place of the status, of runs that have operations in flight."""
+    at_work: Mapping[str, Sequence[str]]
+    """Ids, by their state, of runs whose state is not their status's."""
 
 
 class Catalog:
@@ -334,11 +334,8 @@ def _run_operation(row: RunOperation) -> RunOperation:
 
 def _has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
     """Yield a condition for each word."""
-    busy: dict[str, list[str]] = {}
-    for run_id, state in search.at_work.items():
-        busy.setdefault(state, []).append(run_id)
     states: list[tuple[ColumnElement[bool], str]] = [
-        (TrainingRunRow.model_id.in_(run_ids), state) for state, run_ids in busy.items()
+        (TrainingRunRow.model_id.in_(run_ids), state) for state, run_ids in search.at_work.items()
     ]
     states += [(TrainingRunRow.status == status, state) for status, state in search.states.items()]
     names = (TrainingRunRow.model_id, TrainingRunRow.base_model, case(*states, else_=""))

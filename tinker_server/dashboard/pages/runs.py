@@ -58,18 +58,16 @@ class ListedRun:
     progress: Progress
 
 
+TRAINING, WAITING = "training", "waiting"
 STATES = {"active": "idle", "suspended": "on disk", "lost": "ended"}
 
 
 def state_of(record: RunRecord, at_work: Counter[tuple[str, bool]]) -> str:
     """Return a run's state in one or two words."""
-    return _state(record.run.model_id, record.run.status, at_work)
-
-
-def _state(run_id: str, status: str, at_work: Counter[tuple[str, bool]]) -> str:
+    run_id = record.run.model_id
     if at_work[run_id, True]:
-        return "training"
-    return "waiting" if at_work[run_id, False] else STATES[status]
+        return TRAINING
+    return WAITING if at_work[run_id, False] else STATES[record.run.status]
 
 
 def at_work(in_flight: Iterable[tuple[Operation, bool]]) -> Counter[tuple[str, bool]]:
@@ -95,7 +93,9 @@ async def list_runs(request: Request, server: Server, viewer: Viewing, q: Search
 async def _listed(server: Services, viewer: Viewer, search: str, number: int) -> dict[str, object]:
     asked = Page(Scope(viewer.owner), PER_PAGE, (number - 1) * PER_PAGE)
     working = at_work(server.scheduler.in_flight())
-    busy = {run_id: _state(run_id, "active", working) for run_id, _ in working}
+    training = {run_id for run_id, runs in working if runs}
+    waiting = {run_id for run_id, _ in working} - training
+    busy = {TRAINING: sorted(training), WAITING: sorted(waiting)}
     found = RunSearch(search.lower().split(), STATES, busy)
     records, total = await server.catalog.runs(asked, time.time(), found)
     last = await server.steps.recent([record.run.model_id for record in records])
