@@ -1,24 +1,25 @@
 # syntax=docker/dockerfile:1
 #
-# docker build -t tinker-server .                          CUDA
-# docker build -t tinker-server --build-arg EXTRA=cpu .    no GPU: development and trials
+# docker build -t tinker-server:0.1.0 .                          CUDA
+# docker build -t tinker-server:0.1.0 --build-arg EXTRA=cpu .    no GPU: development and trials
 #
-# docker run --rm -v tinker-data:/data tinker-server keys add NAME      prints an API key: without one, no start
-# docker run --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server
+# docker run --rm -v tinker-data:/data tinker-server:0.1.0 keys add NAME      prints an API key: without one, no start
+# docker run --gpus all --shm-size 8g -p 8000:8000 -v tinker-data:/data tinker-server:0.1.0 serve --model NAME=HUB_ID
 # (the ranks of the trainer and vLLM talk through /dev/shm, of which docker grants 64 MiB by default)
 
-FROM python:3.12-slim
+FROM python:3.12-slim-trixie
 
 # gpu or cpu
 ARG EXTRA=gpu
 
 # A C++ compiler: Triton and torch.compile build kernels at run time. libnuma: vLLM's CPU kernels.
+# pg_dump of PostgreSQL 17, for `tinker-server backup`: it refuses a newer server than itself.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libnuma1 \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 postgresql-client-17 \
     && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 tinker \
-    && install --directory --owner tinker /data
+    && install --directory --owner tinker /data /backups
 
 WORKDIR /srv/tinker-server
 COPY . .
@@ -42,4 +43,4 @@ HEALTHCHECK --interval=30s --timeout=10s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/api/v1/healthz', timeout=8)"]
 
 ENTRYPOINT ["tinker-server"]
-CMD ["serve"]
+CMD ["serve", "--model", "tinker-server/tiny-vl"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from backends.model_spec import Placement
 
@@ -72,16 +72,6 @@ class BackendConfig(BaseModel):
     """Images in one sampling prompt."""
     scratch_dir: Path = Path("scratch")
     """Directory of the sampler's own links to adapters in use; emptied at start."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_fraction(cls, values: object) -> object:
-        if isinstance(values, Mapping) and "gpu_memory_fraction" in values:
-            raise ValueError(
-                f"gpu_memory_fraction {values['gpu_memory_fraction']}: there is no such setting any more; memory is"
-                " planned from max_context_length, max_lora_rank, models_at_once and kv_cache_bytes"
-            )
-        return values
 
 
 @dataclass(frozen=True)

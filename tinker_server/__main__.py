@@ -18,7 +18,7 @@ from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
-from tinker_server.commands.status import fetch_tables
+from tinker_server.commands.status import Status
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed, Superseded
 from tinker_server.observability import log_config, progress
@@ -36,13 +36,18 @@ def main() -> int:
     log_config.configure()
     try:
         arguments = parse(sys.argv[1:])
-        if arguments.command == "keys":
-            change_keys(arguments)
-            return 0
         if arguments.command == "status":
-            show(fetch_tables(arguments.url, arguments.key))
+            asked = Status.fetch(arguments.url, arguments.key)
+            if arguments.json:
+                print(asked.as_json())
+            else:
+                show(asked.as_tables())
             return 0
         settings = read_settings(arguments)
+        log_config.configure(settings.log_level, settings.log_format)
+        if arguments.command == "keys":
+            change_keys(arguments, settings.resolved_keys_file())
+            return 0
         if arguments.command != "serve":
             return run_once(arguments, settings)
         raise_file_limit()
@@ -97,11 +102,23 @@ def listen(host: str, port: int) -> socket.socket:
 def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) -> None:
     """Refuse to listen beyond loopback without keys, since every request is then accepted. Raises StartFailed."""
     path = settings.resolved_keys_file()
-    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback and not keys.read(path):
+    has_keys = bool(keys.read(path))  # a file that cannot be read is reported before anything is loaded
+    if not has_keys and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
         raise StartFailed(
-            f"no API keys in {path}, so only this machine may connect: make one with `tinker-server keys add NAME`,"
+            f"no API keys in {path}, so only this machine may connect: make one with `{keys.adding(path)}`,"
             " or listen on 127.0.0.1"
         )
+
+
+def described(settings: Settings, url: str) -> str:
+    """Return what is served and where, for the operator who has waited for it."""
+    path = settings.resolved_keys_file()
+    names = len(set(keys.read(path).values()))
+    access = f"{names} names have keys" if path.exists() else "without keys, it takes every key that begins with tml-"
+    return (
+        f"{url} serves {', '.join(settings.backend.models)}; the dashboard is there in a browser; data are in"
+        f" {settings.data_dir.resolve()}; {access}"
+    )
 
 
 def loop_factory() -> Any:
@@ -129,11 +146,17 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     on_signal(interrupt)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    began = loop.time()
+
+    def announce() -> None:
+        log.info("ready after %.0f s: %s", loop.time() - began, described(settings, url))
+        print(url, flush=True)
+
     log.info("loading %s", ", ".join(f"{n} from {s}" for n, s in settings.backend.models.items()))
     with progress.shown() as on_loading:
         app = create_app(settings, on_loading=on_loading)
         async with app.router.lifespan_context(app):
-            server = Server(app, app.state.services.drain, lambda: print(url, flush=True))
+            server = Server(app, app.state.services.drain, announce)
             on_signal(lambda: server.handle_exit(signal.SIGINT, None))
             await server.serve(sockets=[listener])
             log.info("stopping")

@@ -56,7 +56,7 @@ from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
-from tinker_server.web import openapi
+from tinker_server.web import openapi, reference_page
 from tinker_server.web.deps import Services, caller
 from tinker_server.web.gate import BodyLimit, Gate, Measured
 from tinker_server.web.handlers import install, storable_parameters
@@ -99,7 +99,13 @@ def create_app(
         async with serving(settings, backend, clock, on_loading) as app.state.services:
             yield
 
-    app = FastAPI(title="tinker-server", lifespan=lifespan, dependencies=[Depends(storable_parameters)])
+    app = FastAPI(
+        title="tinker-server",
+        lifespan=lifespan,
+        dependencies=[Depends(storable_parameters)],
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere: reference_page has ours
+        redoc_url=None,
+    )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, host=settings.host)
     app.add_middleware(Measured)  # the last one added runs first
@@ -111,9 +117,11 @@ def create_app(
         api.include_router(open_to_all.router)
     app.include_router(api)
     app.include_router(metrics.router)
+    app.include_router(health.for_operators)
     chat.install(app)
     pages.install(app)
     openapi.install(app)
+    reference_page.install(app)
     return app
 
 

@@ -1,6 +1,7 @@
 """Parser of the command line: settings to serve with, commands for operators, and changes of the API keys."""
 
 import argparse
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -10,29 +11,14 @@ import shtab
 from pydantic import ValidationError
 
 from backends.config import BackendConfig
+from tinker_server import VERSION
 from tinker_server.auth import keys
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
+from tinker_server.settings_sources import described, from_environment, from_file, merged
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-_BACKEND_OPTIONS = (
-    "device",
-    "ranks",
-    "engines",
-    "tensor_parallel",
-    "trainer_gpus",
-    "sampler_gpus",
-    "max_context_length",
-    "max_lora_rank",
-    "models_at_once",
-    "kv_cache_bytes",
-    "train_vision",
-    "replay_routing",
-    "full",
-)
-"""Settings of the backend that the command line has, too."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -42,7 +28,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tinker-server", description="A self-hosted server for the tinker SDK.")
+    parser.add_argument("--version", action="version", version=f"tinker-server {VERSION}")
     common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings; all others override it")
     common.add_argument("--data-dir", type=Path, help="database, checkpoints, scratch files (tinker-data)")
     common.add_argument("--keys-file", type=Path, help="file of the API keys (keys in the data directory)")
     database = argparse.ArgumentParser(add_help=False)
@@ -89,8 +77,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
     """Add the commands for operators: status, doctor, backup, restore."""
     asking = commands.add_parser("status", help="show a running server's runs, queue and memory")
-    asking.add_argument("--url", default="http://127.0.0.1:8000", help="its address (http://127.0.0.1:8000)")
-    asking.add_argument("--key", default="tml-local", help="API key whose runs are shown (tml-local)")
+    url, key = (os.environ.get(name) for name in ("TINKER_BASE_URL", "TINKER_API_KEY"))  # the SDK's own
+    here = "http://127.0.0.1:8000"
+    asking.add_argument("--url", default=url or here, help=f"its address ($TINKER_BASE_URL, or {here})")
+    asking.add_argument("--key", default=key or "tml-local", help="API key whose runs are shown ($TINKER_API_KEY)")
+    asking.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
     doctor_help = "report what this machine can serve; loads nothing"
     doctor = commands.add_parser("doctor", parents=[common, *served], help=doctor_help)
     doctor.add_argument("--gpu", help="plan for these GPUs, as H200:2, in place of this machine's")
@@ -123,41 +114,41 @@ def _gib(text: str) -> int:
 _numbers.__name__, _gib.__name__ = "list of numbers", "number of GiB"  # argparse shows them in its errors
 
 
-def change_keys(arguments: argparse.Namespace) -> None:
-    """Run `tinker-server keys`. Raises StartFailed."""
-    given = {name: value for name in ("data_dir", "keys_file") if (value := getattr(arguments, name)) is not None}
-    path = Settings(**given).resolved_keys_file()
+def change_keys(arguments: argparse.Namespace, path: Path) -> None:
+    """Run `tinker-server keys` on the keys file. Raises StartFailed."""
     try:
         match arguments.action:
             case "add":
-                print(keys.add(path, arguments.name))
+                said = keys.add(path, arguments.name)
             case "remove":
                 count = keys.remove(path, arguments.name)
                 if count == 0:
                     raise StartFailed(f"{path} has no key of the name {arguments.name!r}")
-                print(f"removed {count} of {arguments.name}")
-            case "list":
-                for name, count in Counter(keys.read(path).values()).items():
-                    print(f"{name} {count}")
+                said = f"removed {count} of {arguments.name}"
+            case _:
+                counts = Counter(keys.read(path).values())
+                said = "\n".join(f"{name} {count}" for name, count in counts.items())
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
+    if said:
+        print(said)
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
-    """Read the environment's settings and override them by the command line's. Raises StartFailed."""
+    """Read the settings of file, environment and command line, each overriding the one before. Raises StartFailed."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    try:
-        settings = Settings()
-        names = ("host", "port", "data_dir", "keys_file", "database_url")
-        own = {name: given[name] for name in names if name in given}
-        backend = settings.backend.model_dump(exclude_unset=True)
-        backend |= {name: given[name] for name in _BACKEND_OPTIONS if name in given}
-        named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
+    in_file = from_file(given["config"]) if "config" in given else {}
+    settings = merged(in_file, from_environment())
+    settings |= {name: given[name] for name in Settings.model_fields if name in given}
+    backend = settings.pop("backend", {})
+    backend |= {name: given[name] for name in BackendConfig.model_fields if name in given}
+    if "model" in given:  # the command serves models, or plans for them
+        named = backend.get("models", {}) | dict(map(split_model, given["model"]))
         backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}
-        return Settings(**own, backend=BackendConfig.model_validate(backend))
+    try:
+        return Settings(**settings, backend=backend)
     except ValidationError as error:
-        problem: Any = error.errors()[0]
-        raise StartFailed(f"setting {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        raise StartFailed(described(error)) from None
 
 
 def split_model(text: str) -> tuple[str, str]:

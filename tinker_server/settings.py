@@ -65,6 +65,10 @@ class Settings(BaseSettings):
     """Directories that every user of the server may have images read from by path."""
     drain_s: float = Field(default=5, ge=0)
     """Seconds that running work may continue after a stop signal; `docker stop` kills after 10 s."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe lines of the server that are logged; of libraries only warnings and errors are."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of the server's log lines; json: one object per line. Child processes write text."""
 
     def image_addresses(self) -> ImageAddresses:
         """Return the hosts and directories that images may be read from."""

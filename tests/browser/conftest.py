@@ -1,5 +1,6 @@
 """One browser and one server for the tests of this folder. Pictures are taken only where they are asked for."""
 
+import base64
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
+from tests.browser.learning import LearningBackend
+from tests.browser.pages import PHOTO, Watched
+from tests.dashboard import Owner, with_keys
+
+IMAGE = {"type": "image", "format": "jpeg", "data": base64.b64encode(PHOTO).decode()}
 CHROMIUM = shutil.which("chromium")
 PATIENCE_MS = 30_000
 """Beside an engine and another test's processes, on two cores, five seconds are soon gone."""
@@ -37,3 +43,41 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
     expect.set_options(timeout=PATIENCE_MS)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def learning() -> LearningBackend:
+    return LearningBackend()
+
+
+@pytest.fixture(scope="module")
+def owners(learning: LearningBackend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
+    """Alice, who trains; and Bob, who has a run of his own."""
+    server, made = with_keys(tmp_path_factory.mktemp("browser"), "alice", "bob", backend=learning)
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        yield alice, bob
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def run_id(owners: tuple[Owner, Owner], learning: LearningBackend) -> str:
+    """A run of Alice's, with a checkpoint and a sample with a photograph."""
+    alice, bob = owners
+    bob.new_run()
+    alice.train(alice.new_run(), range(6))
+    run_id = alice.new_run()
+    alice.train(run_id, range(40))
+    alice.save(run_id, 81, "step-40")
+    alice.sample(IMAGE, tokens=learning.question)
+    return run_id
+
+
+@pytest.fixture
+def seen(context: BrowserContext, owners: tuple[Owner, Owner], run_id: str) -> Iterator[Watched]:
+    """Alice's browser, signed in. After the test, no request has left the machine and no error has occurred."""
+    alice, _ = owners
+    watched = Watched(context, alice.server.url)
+    watched.sign_in(alice.key)
+    yield watched
+    assert watched.elsewhere() == []
+    assert watched.errors == []

@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import BrowserContext, ConsoleMessage, Page
+from playwright.sync_api import BrowserContext, ConsoleMessage, Page, ViewportSize
 
+from tests.photographs import photographs
+
+PHOTO = photographs("test", 3)[2].jpeg
+NARROW: ViewportSize = {"width": 400, "height": 800}
 AXE = Path(__file__).parent / "vendor/axe.min.js"
 SERIOUS = ("serious", "critical")
 SCHEMES_INSIDE = ("data", "blob")

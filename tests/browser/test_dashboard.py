@@ -6,60 +6,17 @@
 import base64
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
-from tests.browser.learning import LearningBackend
-from tests.browser.pages import Watched
-from tests.dashboard import Owner, with_keys
-from tests.photographs import photographs
+from tests.browser.pages import NARROW, PHOTO, Watched
+from tests.dashboard import Owner
 
-PHOTO = photographs("test", 3)[2].jpeg
 PHOTO_IN_BASE64 = base64.b64encode(PHOTO).decode()
-IMAGE = {"type": "image", "format": "jpeg", "data": PHOTO_IN_BASE64}
-NARROW = {"width": 400, "height": 800}
 Picture = Callable[[Page, str], None]
-
-
-@pytest.fixture(scope="module")
-def learning() -> LearningBackend:
-    return LearningBackend()
-
-
-@pytest.fixture(scope="module")
-def owners(learning: LearningBackend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
-    """Alice, who trains; and Bob, who has a run of his own."""
-    server, made = with_keys(tmp_path_factory.mktemp("browser"), "alice", "bob", backend=learning)
-    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
-        yield alice, bob
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def run_id(owners: tuple[Owner, Owner], learning: LearningBackend) -> str:
-    """A run of Alice's, with a checkpoint and a sample with a photograph."""
-    alice, bob = owners
-    bob.new_run()
-    alice.train(alice.new_run(), range(6))
-    run_id = alice.new_run()
-    alice.train(run_id, range(40))
-    alice.save(run_id, 81, "step-40")
-    alice.sample(IMAGE, tokens=learning.question)
-    return run_id
-
-
-@pytest.fixture
-def seen(context: BrowserContext, owners: tuple[Owner, Owner], run_id: str) -> Iterator[Watched]:
-    """Alice's browser, signed in. After the test, no request has left the machine and no error has occurred."""
-    alice, _ = owners
-    watched = Watched(context, alice.server.url)
-    watched.sign_in(alice.key)
-    yield watched
-    assert watched.elsewhere() == []
-    assert watched.errors == []
 
 
 @pytest.fixture

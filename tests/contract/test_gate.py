@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,13 @@ def test_every_route_but_health_and_signed_links_asks_for_a_key(guarded: Running
             status, text = answer_to(guarded, f"{method.upper()} {path.replace('{', '').replace('}', '')}")
             assert (status != 401) == path.startswith(OPEN), (method, path, status, text)
     assert answer_to(guarded, "GET /api/v1/nothing")[0] == 401
+
+
+def test_health_and_version_are_told_without_a_key(guarded: Running) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for path, said in (("/health", {"status": "ok"}), ("/version", {"version": project["version"]})):
+        assert answer_to(guarded, f"GET {path}") == (200, json.dumps(said, separators=(",", ":")))
+        assert answer_to(guarded, f"POST {path}")[0] == 405
 
 
 def test_only_batches_and_prompts_may_be_large(server: Running) -> None:

@@ -23,10 +23,12 @@ from backends.config import BackendConfig
 from backends.protocol import BackendFailed
 from tests.databases import fresh_database
 from tests.fake_server import Running
+from tinker_server.__main__ import main
+from tinker_server.auth import keys
 from tinker_server.commands import backup, databases
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
-from tinker_server.commands.status import fetch_tables
+from tinker_server.commands.status import Status
 from tinker_server.commands.tables import console
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
@@ -163,15 +165,38 @@ def test_status_shows_runs_queue_and_processes(tmp_path: Path) -> None:
     try:
         model_id = server.model()
         with console(200).capture() as captured:
-            captured._console.print(fetch_tables(server.url, "tml-local"))
+            captured._console.print(Status.fetch(server.url, "tml-local").as_tables())
         shown = captured.get()
         assert model_id in shown and "runs: 1" in shown and "disk of the data directory" in shown
         with pytest.raises(StartFailed, match="answers 401"):
-            fetch_tables(server.url, "nothing")
+            Status.fetch(server.url, "nothing")
     finally:
         server.stop()
     with pytest.raises(StartFailed, match="no server answers at"):
-        fetch_tables(server.url, "tml-local")
+        Status.fetch(server.url, "tml-local")
+
+
+def test_status_is_json_with_the_key_and_address_of_the_sdks_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = keys.add(tmp_path / "keys", "alice")
+    server = Running(tmp_path / "data", keys_file=tmp_path / "keys")
+    server.http.headers["x-api-key"] = key
+    try:
+        model_id = server.model()
+        monkeypatch.setattr(sys, "argv", ["tinker-server", "status", "--json"])
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+        assert main() == 2 and "answers 401" in capsys.readouterr().err
+        monkeypatch.setenv("TINKER_API_KEY", key)
+        assert main() == 0
+    finally:
+        server.stop()
+    printed = json.loads(capsys.readouterr().out)
+    assert [run["training_run_id"] for run in printed["training_runs"]] == [model_id]
+    assert printed["cursor"]["total_count"] == 1
+    up = {one["labels"]["process"]: one["value"] for one in printed["metrics"] if one["name"] == "tinker_process_up"}
+    assert up == {"trainer": 1, "sampler": 1}
 
 
 def command(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:

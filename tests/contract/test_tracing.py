@@ -247,7 +247,7 @@ def test_a_collector_without_the_extra_is_refused_by_name(monkeypatch: pytest.Mo
     for module in ("exporter", "collector"):
         monkeypatch.delitem(sys.modules, f"tinker_server.observability.tracing.{module}")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(StartFailed, match=r"otel_endpoint is set, .* pip install 'tinker-server\[otel\]'"):
+    with pytest.raises(StartFailed, match=r"otel_endpoint is set, .* pip install '\.\[otel\]'"):
         start_tracing(Settings(data_dir=tmp_path, otel_endpoint="http://127.0.0.1:4318"))
 
 

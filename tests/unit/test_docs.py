@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,3 +27,18 @@ def test_the_readme_is_one_screen_and_its_links_lead_somewhere() -> None:
     assert len(readme.splitlines()) <= 50
     links = [link for link in re.findall(r"\]\(([^)]+)\)", readme) if not link.startswith("http")]
     assert len(links) > 10 and [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_extra_that_is_installed_somewhere_exists_and_no_package_is_named_that_no_index_has() -> None:
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    suffixes = (".md", ".py", ".service", ".yaml", ".toml")
+    texts = {name: (ROOT / name).read_text() for name in listed if name.endswith(suffixes) or name == "Dockerfile"}
+    named = {
+        (name, extra)
+        for name, text in texts.items()
+        for found in re.findall(r"['\"]?\.\[([a-z0-9,]+)\]|install\.sh \S+ ([a-z,]+)", text)
+        for extra in ",".join(filter(None, found)).split(",")
+    }
+    assert len(named) > 5 and {(name, extra) for name, extra in named if extra not in extras} == set()
+    assert [name for name, text in texts.items() if re.search(r"pip install '?tinker-server\b", text)] == []

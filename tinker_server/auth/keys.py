@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,9 +49,10 @@ class Keys:
         """True if no keys have been configured. Removing all keys opens nothing, since the empty file stays."""
         if not self.is_open and not self._owners:
             log.warning(
-                "%s has no API keys, so every request is refused: run `tinker-server keys add NAME`, or delete"
-                " the file and start again to accept everybody on this machine",
+                "%s has no API keys, so every request is refused: run `%s`, or delete the file and start again to"
+                " accept everybody on this machine",
                 path,
+                adding(path),
             )
 
     def owner_of(self, key: str) -> str | None:
@@ -119,6 +121,11 @@ class Keys:
         log.info("%s now has %d API keys", self._path, len(self._owners))
 
 
+def adding(path: Path) -> str:
+    """Return the command that adds a key to this file, from whatever folder it is run in."""
+    return f"tinker-server keys add NAME --keys-file {shlex.quote(str(path.resolve()))}"
+
+
 def add(path: Path, name: str) -> str:
     """Add a new key under a name and return it. Raises StartFailed."""
     if _NAME.fullmatch(name) is None:
@@ -160,9 +167,7 @@ def _lines(path: Path) -> list[tuple[str, str]]:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or _NAME.fullmatch(words[0]) is None or _HASH.fullmatch(words[1]) is None:
-            raise StartFailed(
-                f"{path} line {number} is not 'NAME sha256:HASH'; `tinker-server keys add NAME` writes one"
-            )
+            raise StartFailed(f"{path} line {number} is not 'NAME sha256:HASH'; `{adding(path)}` writes one")
         lines.append((words[0], words[1]))
     return lines
 

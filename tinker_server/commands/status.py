@@ -1,10 +1,13 @@
 """`tinker-server status`: a running server's runs, queue and memory, read over HTTP like any client."""
 
+import json
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from rich.console import Group
 from rich.table import Table
 
@@ -18,15 +21,40 @@ Gauges = dict[str, dict[tuple[str, ...], float]]
 """Values by metric name, then by the values of the labels in order."""
 
 
-def fetch_tables(url: str, key: str) -> Group:
-    """Return the tables. Raises StartFailed if no server answers, or it refuses the key."""
-    try:
-        with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_WAIT_S) as client:
-            runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
-            gauges = _gauges(_get(client, "/metrics").text)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise StartFailed(f"no server answers at {url}: {error}") from None
-    return Group(runs_table(runs), queue_table(gauges), memory_table(gauges))
+@dataclass(frozen=True)
+class Status:
+    """Answers of a running server."""
+
+    runs: dict[str, Any]
+    """A page of the key's training runs, as the API has it."""
+    samples: list[Sample]
+    """Values of the server's metrics."""
+
+    @classmethod
+    def fetch(cls, url: str, key: str) -> "Status":
+        """Ask a server. Raises StartFailed if none answers, or it refuses the key, or that is none."""
+        if not key.isascii() or not key.isprintable():
+            raise StartFailed("the API key has characters that no key has")
+        try:
+            with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_WAIT_S) as client:
+                runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
+                text = _get(client, "/metrics").text
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise StartFailed(f"no server answers at {url}: {error}") from None
+        families = text_string_to_metric_families(text)
+        return cls(runs, [sample for family in families for sample in family.samples])
+
+    def as_tables(self) -> Group:
+        """Return tables of runs, queue, and memory."""
+        gauges: Gauges = defaultdict(dict)
+        for sample in self.samples:
+            gauges[sample.name][tuple(sample.labels.values())] = sample.value
+        return Group(runs_table(self.runs), queue_table(gauges), memory_table(gauges))
+
+    def as_json(self) -> str:
+        """Return one JSON object: `training_runs` and `cursor` as the API has them, and `metrics`."""
+        metrics = [{"name": one.name, "labels": one.labels, "value": one.value} for one in self.samples]
+        return json.dumps({**self.runs, "metrics": metrics})
 
 
 def _get(client: httpx.Client, path: str) -> httpx.Response:
@@ -34,14 +62,6 @@ def _get(client: httpx.Client, path: str) -> httpx.Response:
     if answer.status_code != 200:
         raise StartFailed(f"{client.base_url}{path} answers {answer.status_code}: {answer.text[:200]}")
     return answer
-
-
-def _gauges(text: str) -> Gauges:
-    found: Gauges = defaultdict(dict)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name][tuple(sample.labels.values())] = sample.value
-    return found
 
 
 def runs_table(answer: dict[str, Any]) -> Table:

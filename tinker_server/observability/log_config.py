@@ -1,7 +1,9 @@
 """Format of the log: one line per record, with clients' text escaped and API keys removed."""
 
+import json
 import logging
 import re
+from datetime import UTC, datetime
 from types import TracebackType
 
 MAX_CHARS = 4000
@@ -11,13 +13,21 @@ MAX_LINES = 200
 _KEY = re.compile(r"tml-[\w.-]+|eyJ[\w.-]+")
 
 
-def configure() -> None:
-    """Log to standard error; from libraries only warnings and errors."""
+_OURS = ("tinker_server", "backends", "__main__")
+"""Loggers whose level is the setting."""
+
+
+def configure(level: str = "info", log_format: str = "text") -> None:
+    """Log to standard error; from libraries only warnings and errors. A later call changes level and format."""
+    formatter = JsonLine() if log_format == "json" else OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for chatty in ("uvicorn", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])  # the first call's handler stays
+    for one in logging.getLogger().handlers:
+        if isinstance(one.formatter, OneLine):
+            one.setFormatter(formatter)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(level.upper())
 
 
 class OneLine(logging.Formatter):
@@ -33,6 +43,18 @@ class OneLine(logging.Formatter):
     ) -> str:
         lines = super().formatException(ei).splitlines()[-MAX_LINES:]
         return "\n".join(f"    {harmless(line)}" for line in lines)
+
+
+class JsonLine(OneLine):
+    """Formatter that makes one JSON object of a record: time in UTC, level, logger, message and, if any, error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": at, "level": record.levelname.lower(), "logger": record.name}
+        line["message"] = harmless(record.getMessage())
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def harmless(text: str) -> str:

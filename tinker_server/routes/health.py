@@ -1,4 +1,4 @@
-"""Liveness check for load balancers and containers, which have no API key."""
+"""Liveness and version for load balancers, containers and operators, who have no API key."""
 
 import asyncio
 import os
@@ -8,11 +8,12 @@ from pathlib import Path
 from fastapi import APIRouter
 
 from api_schemas.service import HealthResponse
+from tinker_server import VERSION
 from tinker_server.errors import DiskFull
 from tinker_server.web.deps import AppSettings
 from tinker_server.web.refusals import refused
 
-router = APIRouter()
+router, for_operators = APIRouter(), APIRouter(include_in_schema=False)
 MIN_FREE_BYTES = 64 << 20
 """Less room than this is soon filled by one result or one saved adapter."""
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="health")
@@ -24,6 +25,18 @@ async def healthz(settings: AppSettings) -> HealthResponse:
     """Answer 200 if the server accepts requests and has room to store them."""
     await asyncio.get_running_loop().run_in_executor(_THREAD, require_room, settings.data_dir)
     return HealthResponse()
+
+
+@for_operators.get("/health")
+async def health(settings: AppSettings) -> HealthResponse:
+    """Answer as `healthz` does, at the path where other model servers have it."""
+    return await healthz(settings)
+
+
+@for_operators.get("/version")
+async def show_version() -> dict[str, str]:
+    """Return the server's version."""
+    return {"version": VERSION}
 
 
 def require_room(data_dir: Path) -> None:

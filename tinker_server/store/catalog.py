@@ -1,7 +1,7 @@
 """Lists of runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -109,15 +109,27 @@ class RunOperation:
         return "failed" if self.failure_category is not None else "done"
 
 
+@dataclass(frozen=True)
+class RunSearch:
+    """Words that a run has in its id, its base model or its state."""
+
+    words: Sequence[str]
+    """In lower case."""
+    states: Mapping[str, str]
+    """State of a run by its status."""
+    at_work: Mapping[str, Sequence[str]]
+    """Ids, by their state, of runs whose state is not their status's."""
+
+
 class Catalog:
     """Reads lists across tables."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def runs(self, page: Page, now: float, search: str = "") -> tuple[list[RunRecord], int]:
-        """Return one page and the total; with `search`, of the runs that have each of its words in a name."""
-        query = select(TrainingRunRow).where(_shown_run(page.scope, now), *map(_has_word, search.lower().split()))
+    async def runs(self, page: Page, now: float, search: RunSearch | None = None) -> tuple[list[RunRecord], int]:
+        """Return one page and the total; with `search`, of the runs that have all of its words."""
+        query = select(TrainingRunRow).where(_shown_run(page.scope, now), *(_has_words(search) if search else ()))
         if page.project_id is not None:
             query = query.join(SessionRow).where(_in_project([page.project_id]))
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
@@ -320,9 +332,15 @@ def _run_operation(row: RunOperation) -> RunOperation:
     return replace(row, error=error, run_s=row.finished_at - row.created_at)
 
 
-def _has_word(word: str) -> ColumnElement[bool]:
-    names = (TrainingRunRow.model_id, TrainingRunRow.base_model, TrainingRunRow.status)
-    return or_(*(func.lower(name).contains(word, autoescape=True) for name in names))
+def _has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
+    """Yield a condition for each word."""
+    states: list[tuple[ColumnElement[bool], str]] = [
+        (TrainingRunRow.model_id.in_(run_ids), state) for state, run_ids in search.at_work.items()
+    ]
+    states += [(TrainingRunRow.status == status, state) for status, state in search.states.items()]
+    names = (TrainingRunRow.model_id, TrainingRunRow.base_model, case(*states, else_=""))
+    for word in search.words:
+        yield or_(*(func.lower(name).contains(word, autoescape=True) for name in names))
 
 
 def _kept(now: float) -> ColumnElement[bool]:

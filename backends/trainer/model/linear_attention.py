@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.activations import ACT2FN
 
+from backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES
 from backends.kernels.pinned_copy import to_device
-from backends.trainer.model import targets
 
 _CHUNKS = (64, 32, 16, 8, 4, 2, 1)
 """Lengths of chunks, the fastest first; the result is the same up to rounding."""
@@ -57,7 +57,7 @@ def pack_linear_attention(decoder: nn.Module) -> None:
     """Let the decoder's layers of linear attention begin anew at each packed sample."""
     modules = {type(one).__module__ for name, one in decoder.named_modules() if name.endswith(".linear_attn")}
     for module in modules - _REPLACED:
-        for patches, make in ((targets.CONVOLUTIONS, _convolution), (targets.DELTA_RULES, _delta_rule)):
+        for patches, make in ((CONVOLUTIONS, _convolution), (DELTA_RULES, _delta_rule)):
             own = getattr(importlib.import_module(module), patches[module].target.rpartition(":")[2])
             patches[module].replace(make(own))
         _REPLACED.add(module)

@@ -47,24 +47,4 @@ SET_PARAMETER = Patch(
     "A parameter that was read has `_is_hf_initialized`, and is set in its module by setattr.",
     how="relied on",
 )
-_LINEAR_ATTENTION = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-CONVOLUTIONS = {
-    f"transformers.models.{name}.modeling_{name}": Patch(
-        f"packed-convolution-{name}",
-        f"transformers.models.{name}.modeling_{name}:causal_conv1d_fn",
-        "c9beb1ba143f3e7c4b33f7adc2b0bae9028628ea5e5c971a17c7a5fe94c0bcaf",
-        "A convolution of linear attention reads nothing of the packed sample before.",
-    )
-    for name in _LINEAR_ATTENTION
-}
-"""By module, as DELTA_RULES."""
-DELTA_RULES = {
-    f"transformers.models.{name}.modeling_{name}": Patch(
-        f"packed-delta-rule-{name}",
-        f"transformers.models.{name}.modeling_{name}:torch_chunk_gated_delta_rule",
-        "e4e4df965ab934a6b3e1a98d75a56006bf397b19c3106a66f96fa10278a2a0e3",
-        "The state of linear attention begins anew at each packed sample.",
-    )
-    for name in _LINEAR_ATTENTION
-}
-PATCHES = [one for one in vars().values() if isinstance(one, Patch)] + [*CONVOLUTIONS.values(), *DELTA_RULES.values()]
+PATCHES = [one for one in vars().values() if isinstance(one, Patch)]

@@ -1,22 +1,27 @@
 """Settings by environment and command line, and the messages for wrong ones."""
 
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from tinker_server.__main__ import listen
+from tinker_server.__main__ import listen, main, require_keys_beyond_loopback
 from tinker_server.command_line import parse, read_settings
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
+from tinker_server.settings_sources import from_file, setting_names, variable_of
 
-MAX_SETTINGS = 46
+MAX_SETTINGS = 48
 
 
 @pytest.fixture(autouse=True)
@@ -81,12 +86,126 @@ def test_sizes_from_which_memory_is_planned_are_options_too() -> None:
     assert (backend.kv_cache_bytes, backend.trainer_gpus, backend.sampler_gpus) == (3 << 29, (0, 1), (2,))
 
 
-def test_the_fraction_that_is_no_setting_any_more_is_refused_with_those_that_are(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("TINKER_SERVER_DATADIR", "/data", "did you mean TINKER_SERVER_DATA_DIR?"),
+        ("TINKER_SERVER_DEVICE", "cpu", "did you mean TINKER_SERVER_BACKEND__DEVICE?"),
+        ("TINKER_SERVER_BACKEND__RANK", "2", "did you mean TINKER_SERVER_BACKEND__RANKS?"),
+        ("tinker_server_prot", "1", "TINKER_SERVER_PROT is no setting; did you mean TINKER_SERVER_PORT?"),
+        (
+            "TINKER_SERVER_BACKEND__GPU_MEMORY_FRACTION",
+            "0.5",
+            "is no setting; memory is planned from max_context_length",
+        ),
+        ("TINKER_SERVER_XYLOPHONE", "1", "docs/settings.md has them all"),
+        ("TINKER_SERVER_PORT", "high", "setting port: Input should be a valid integer, .*; it is 'high'"),
+        ("TINKER_SERVER_IMAGE_HOSTS", "a.example", 'field "image_hosts" .* write a list as JSON'),
+    ],
+)
+@pytest.mark.parametrize("command", [["serve", "--model", "a=org/name"], ["keys", "list"], ["backup", "/tmp/none"]])
+def test_a_wrong_variable_is_refused_with_the_nearest_right_one(
+    command: list[str], variable: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TINKER_SERVER_BACKEND__GPU_MEMORY_FRACTION", "0.5")
-    with pytest.raises(StartFailed, match=r"gpu_memory_fraction 0\.5: .* planned from max_context_length, .*kv_cache"):
-        read_settings(parse(["serve", "--model", "a=org/name"]))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(StartFailed, match=text) as caught:
+        read_settings(parse(command))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_overridden_by_the_environment_and_that_by_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        'port = 1\ndrain_s = 2\nhost = "::1"\nimage_hosts = ["a.example"]\n'
+        '[backend]\nranks = 2\ndevice = "cpu"\nengines = 3\n[backend.models]\n"in/file" = "org/name"\n'
+    )
+    monkeypatch.setenv("TINKER_SERVER_DRAIN_S", "3")
+    monkeypatch.setenv("TINKER_SERVER_PORT", "4")
+    monkeypatch.setenv("TINKER_SERVER_BACKEND__RANKS", "5")
+    flags = ["--config", str(file), "--port", "6", "--engines", "7", "--model", "by/flag=org/name"]
+    found = read_settings(parse(["serve", *flags]))
+    assert (found.host, found.port, found.drain_s, found.image_hosts) == ("::1", 6, 3, ["a.example"])
+    assert (found.backend.device, found.backend.ranks, found.backend.engines) == ("cpu", 5, 7)
+    assert found.backend.models == {"in/file": "org/name", "by/flag": "org/name"}
+
+
+def test_a_file_takes_every_setting(tmp_path: Path) -> None:
+    names = list(setting_names())
+    assert {variable_of(name) for name in names} == {line.split("`")[1] for line in documented(Settings)}
+    for name in names:
+        file = tmp_path / "one.toml"
+        file.write_text(f'{name} = "some text"\n')
+        *tables, last = name.split(".")
+        found: Any = from_file(file)
+        for table in tables:
+            found = found[table]
+        assert found == {last: "some text"}
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("prot = 1", "prot is no setting; did you mean port?"),
+        ("[backend]\nrank = 1", r"backend\.rank is no setting; did you mean backend\.ranks?"),
+        ("ranks = 1", r"ranks is no setting; did you mean backend\.ranks?"),
+        ("backend = 1", "backend is no setting"),
+        ("[backend]\ngpu_memory_fraction = 0.5", "gpu_memory_fraction is no setting; memory is planned from"),
+        ("port = ", "cannot be read: Invalid value"),
+        ('port = "high"', "setting port: Input should be a valid integer, .* it is 'high'"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(text: str, refusal: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(text)
+    with pytest.raises(StartFailed, match=refusal):
+        read_settings(parse(["keys", "list", "--config", str(tmp_path / "settings.toml")]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "said"),
+    [
+        (["keys", "list"], {"TINKER_SERVER_PORT": "high"}, "setting port"),
+        (["keys", "add", "a"], {"TINKER_SERVER_IMAGE_HOSTS": "a"}, "the environment: "),
+        (["keys", "list", "--config", "missing.toml"], {}, "the settings file missing.toml cannot be read"),
+        (["status", "--key", "\xe9"], {}, "the API key has characters"),
+    ],
+)
+def test_a_command_that_cannot_run_says_so_in_one_line(
+    arguments: list[str],
+    more: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinker-server", *arguments])
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    assert main() == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"tinker-server: {said}") and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_keys_that_cannot_be_read_are_reported_before_anything_is_loaded(tmp_path: Path) -> None:
+    settings = Settings(keys_file=tmp_path)
+    with listen("127.0.0.1", 0) as listener, pytest.raises(StartFailed, match=r"the keys file .* cannot be read"):
+        require_keys_beyond_loopback(settings, listener)
+
+
+def test_the_hint_makes_a_key_that_the_server_then_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's data directory is not the one that the commands take by default."""
+    monkeypatch.chdir(tmp_path)
+    settings = read_settings(parse(["serve", "--data-dir", "elsewhere", "--model", "tiny=org/name"]))
+    with listen("0.0.0.0", 0) as listener:
+        with pytest.raises(StartFailed, match=r"no API keys in elsewhere/keys") as refused:
+            require_keys_beyond_loopback(settings, listener)
+        (hint,) = re.findall(r"`(tinker-server .*?)`", str(refused.value))
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        monkeypatch.setattr(sys, "argv", shlex.split(hint.replace("NAME", "alice")))
+        assert main() == 0
+        monkeypatch.chdir(tmp_path)
+        require_keys_beyond_loopback(settings, listener)
 
 
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -115,10 +234,20 @@ def test_a_server_prints_its_url_and_stops_on_a_signal(number: signal.Signals, t
         command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        assert server.stdout.readline().startswith("http://127.0.0.1:")
+        url = server.stdout.readline()
+        assert url.startswith("http://127.0.0.1:")
         server.send_signal(number)
         rest, log = server.communicate(timeout=20)
     assert (server.returncode, rest) == (0, ""), log
+    (ready,) = [line for line in log.splitlines() if "ready after" in line]
+    for said in (
+        url.strip(),
+        "serves tiny;",
+        f"data are in {tmp_path}/tinker-data",
+        "without keys, it takes every key",
+    ):
+        assert said in ready, ready
+    assert log.splitlines()[-1].endswith("__main__: stopped")
     assert (tmp_path / "tinker-data" / "tinker-server.db").is_file()
 
 
@@ -141,6 +270,14 @@ def test_the_settings_page_lists_every_setting() -> None:
     page = (Path(__file__).parents[3] / "docs/settings.md").read_text()
     table = [line for line in page.splitlines() if line.startswith("| `TINKER_SERVER_")]
     assert table == list(documented(Settings))
+
+
+def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinker-server", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"tinker-server {project['version']}\n")
 
 
 def test_two_servers_do_not_share_a_port_even_while_both_load() -> None:

@@ -5,14 +5,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 
 from tinker_server.dashboard.page_route import PageRoute
-from tinker_server.dashboard.rendering import page
+from tinker_server.dashboard.rendering import base_of, page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.operations.recording import is_optim_step
-from tinker_server.store.catalog import Page, RunRecord, Scope
+from tinker_server.store.catalog import Page, RunRecord, RunSearch, Scope
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
 from tinker_server.web.deps import Server, Services
@@ -57,6 +58,7 @@ class ListedRun:
     progress: Progress
 
 
+TRAINING, WAITING = "training", "waiting"
 STATES = {"active": "idle", "suspended": "on disk", "lost": "ended"}
 
 
@@ -64,8 +66,8 @@ def state_of(record: RunRecord, at_work: Counter[tuple[str, bool]]) -> str:
     """Return a run's state in one or two words."""
     run_id = record.run.model_id
     if at_work[run_id, True]:
-        return "training"
-    return "waiting" if at_work[run_id, False] else STATES[record.run.status]
+        return TRAINING
+    return WAITING if at_work[run_id, False] else STATES[record.run.status]
 
 
 def at_work(in_flight: Iterable[tuple[Operation, bool]]) -> Counter[tuple[str, bool]]:
@@ -82,14 +84,21 @@ async def show_runs(request: Request, server: Server, viewer: Viewing, q: Search
 @router.get("/runs")
 async def list_runs(request: Request, server: Server, viewer: Viewing, q: Search = "", number: Number = 1) -> Response:
     """Show the list alone."""
-    return page(request, "runs_list.html", await _listed(server, viewer, q, number))
+    answer = page(request, "runs_list.html", await _listed(server, viewer, q, number))
+    here = urlencode({name: value for name, value in (("q", q), ("page", number)) if value not in ("", 1)})
+    answer.headers["HX-Replace-Url"] = f"{base_of(request)}/{here and '?'}{here}"  # so that a reload shows the same
+    return answer
 
 
 async def _listed(server: Services, viewer: Viewer, search: str, number: int) -> dict[str, object]:
     asked = Page(Scope(viewer.owner), PER_PAGE, (number - 1) * PER_PAGE)
-    records, total = await server.catalog.runs(asked, time.time(), search.strip())
-    last = await server.steps.recent([record.run.model_id for record in records])
     working = at_work(server.scheduler.in_flight())
+    training = {run_id for run_id, runs in working if runs}
+    waiting = {run_id for run_id, _ in working} - training
+    busy = {TRAINING: sorted(training), WAITING: sorted(waiting)}
+    found = RunSearch(search.lower().split(), STATES, busy)
+    records, total = await server.catalog.runs(asked, time.time(), found)
+    last = await server.steps.recent([record.run.model_id for record in records])
     listed = [
         ListedRun(record, state_of(record, working), Progress.of(last.get(record.run.model_id, [])))
         for record in records

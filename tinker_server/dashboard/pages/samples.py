@@ -18,6 +18,8 @@ router = APIRouter(prefix="/samples", route_class=PageRoute, include_in_schema=F
 LIKELY = (-0.05, -0.2, -0.7, -1.6, -3.0, -5.0)
 """Bounds in nats between the colours of tokens by log probability."""
 PREVIEW_TOKENS = 60
+NO_CLIENT = "none"
+"""Stands in the filter for samples of base models and of chats, which have no sampling session."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,13 @@ class Completion:
 
 @router.get("")
 async def show_samples(request: Request, server: Server, viewer: Viewing, client: str = "") -> Response:
-    """Show the list; `client` selects one of several sampling sessions."""
+    """Show the list; `client` selects the samples of one sampling session, or those of none."""
     found = server.gallery.of(viewer.owner)
-    clients = list(dict.fromkeys(one.sampler_id for one in found))
-    shown = [one for one in found if not client or one.sampler_id == client]
+    clients = list(dict.fromkeys(one.sampler_id or NO_CLIENT for one in found))
+    shown = [one for one in found if not client or (one.sampler_id or NO_CLIENT) == client]
     previews = [(one, *(await _preview(server, one))) for one in shown]
-    values = {"previews": previews, "clients": clients, "client": client, "per_owner": server.gallery.per_owner}
+    values = {"previews": previews, "clients": clients, "client": client, "no_client": NO_CLIENT}
+    values["per_owner"] = server.gallery.per_owner
     return page(request, "samples.html", values)
 
 

@@ -94,7 +94,8 @@ def start_tracing(settings: Settings) -> Tracing:
         from tinker_server.observability.tracing.exporter import Exporter
     except ImportError as error:
         raise StartFailed(
-            f"otel_endpoint is set, and OpenTelemetry is not installed ({error}): pip install 'tinker-server[otel]'"
+            f"otel_endpoint is set, and OpenTelemetry is not installed ({error}): run pip install '.[otel]' in the"
+            " server's source folder"
         ) from None
     try:
         return Tracing(Exporter(settings.otel_endpoint))

@@ -10,7 +10,7 @@ import pytest
 from tinker_server.__main__ import require_keys_beyond_loopback
 from tinker_server.auth import keys
 from tinker_server.auth.keys import Keys
-from tinker_server.command_line import change_keys, parse
+from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.errors import BadRequest, StartFailed
 from tinker_server.settings import Settings
 
@@ -78,7 +78,8 @@ def test_a_token_of_another_owner_lets_read(tmp_path: Path) -> None:
 
 def test_the_command_line_adds_lists_and_removes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> str:
-        change_keys(parse(["keys", *arguments, "--data-dir", str(tmp_path)]))
+        parsed = parse(["keys", *arguments, "--data-dir", str(tmp_path)])
+        change_keys(parsed, read_settings(parsed).resolved_keys_file())
         return capsys.readouterr().out.strip()
 
     key = run("add", "alice")
@@ -97,7 +98,7 @@ def test_without_keys_only_loopback_is_listened_on(tmp_path: Path, host: str, re
     with socket.socket() as listener:
         listener.bind((host, 0))
         if refused:
-            with pytest.raises(StartFailed, match="tinker-server keys add NAME"):
+            with pytest.raises(StartFailed, match=f"tinker-server keys add NAME --keys-file {tmp_path}/keys"):
                 require_keys_beyond_loopback(settings, listener)
         else:
             require_keys_beyond_loopback(settings, listener)

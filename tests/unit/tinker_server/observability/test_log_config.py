@@ -1,7 +1,10 @@
 """The log has one line for any request of a client, of bounded length and without keys."""
 
 import io
+import json
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -49,3 +52,46 @@ def test_keys_are_replaced_wherever_they_stand() -> None:
 
 def test_plain_words_of_any_language_stay_as_they_are() -> None:
     assert logged("Grüße, 你好 – ok") == "INFO room: client Grüße, 你好 – ok\n"
+
+
+LOGS = """
+import logging, sys
+from tinker_server.observability.log_config import configure
+configure()
+configure(*sys.argv[1:])
+log = logging.getLogger("tinker_server.room")
+log.debug("a")
+log.info("b with tml-secret\\nERROR forged")
+log.error("c")
+try:
+    raise ValueError("d")
+except ValueError:
+    log.exception("e")
+logging.getLogger("library").info("f")
+logging.getLogger("library").warning("g")
+"""
+
+
+def lines_of(level: str, log_format: str) -> list[str]:
+    said = subprocess.run([sys.executable, "-c", LOGS, level, log_format], capture_output=True, text=True, check=True)
+    return said.stderr.splitlines()
+
+
+def test_lines_are_json_where_that_is_set() -> None:
+    found = [json.loads(line) for line in lines_of("info", "json")]
+    assert [(one["level"], one["logger"]) for one in found] == [
+        ("info", "tinker_server.room"),
+        ("error", "tinker_server.room"),
+        ("error", "tinker_server.room"),
+        ("warning", "library"),
+    ]
+    assert found[0]["message"] == "b with [key]\\nERROR forged" and found[0]["time"].endswith("+00:00")
+    assert "ValueError: d" in found[2]["error"] and "error" not in found[1]
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("debug", "abceg"), ("info", "bceg"), ("warning", "ceg"), ("error", "ceg")]
+)
+def test_the_level_is_the_servers_and_libraries_say_only_what_is_wrong(level: str, shown: str) -> None:
+    lines = [line for line in lines_of(level, "text") if line.startswith("20")]
+    assert "".join(line.split(": ")[1][0] for line in lines) == shown

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backends.trainer.model import linear_attention, targets
+from backends.configure import examine
+from backends.families import linear_attention as registered
+from backends.trainer.model import linear_attention
 from backends.trainer.model.linear_attention import Chunks, make_chunks, pack_linear_attention
 
 CPU = torch.device("cpu")
@@ -185,6 +187,6 @@ def test_short_samples_have_short_chunks(lengths: list[int], size: int) -> None:
 
 
 def test_all_families_with_linear_attention_are_registered() -> None:
-    for patches in (targets.CONVOLUTIONS, targets.DELTA_RULES):
+    for patches in (registered.CONVOLUTIONS, registered.DELTA_RULES):
         assert {patch.state for patch in patches.values()} == {"as written"}
-        assert all(patch in targets.PATCHES for patch in patches.values())
+        assert all(patch in examine.PATCHES for patch in patches.values())
