@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from api_schemas.sampling import SampleRequest
+from backends.base_weights.client import BaseWeights
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, describe_models
 from backends.configure.examine import examine as examine
@@ -16,6 +17,7 @@ from backends.configure.gpus import read_gpus
 from backends.inputs.detokenize import TokenTexts
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
+from backends.processes.launcher import launch_sampler, launch_trainer
 from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, PromptSize, ignore_loading
 from backends.sampler.checks import check_sample
 from backends.sampler.pool import SamplerPool
@@ -29,6 +31,7 @@ class LocalModel:
     """`protocol.BaseModel`; names that share a directory share trainer and sampler."""
 
     info: ModelSpec
+    base: BaseWeights
     trainer: TrainerClient
     sampler: SamplerPool
     renderer: Renderer
@@ -50,7 +53,7 @@ class LocalModel:
 
     def processes(self) -> list[ProcessState]:
         """Implement the protocol."""
-        return [*self.trainer.processes(), *self.sampler.processes()]
+        return [*self.base.processes(), *self.trainer.processes(), *self.sampler.processes()]
 
     async def engine_use(self) -> EngineUse | None:
         """Implement the protocol."""
@@ -63,8 +66,10 @@ def make_models(found: Mapping[str, FoundModel]) -> dict[str, LocalModel]:
     for one in found.values():
         if one.spec.directory not in made:
             texts = TokenTexts(Path(one.spec.directory))
-            model = LocalModel(one.spec, TrainerClient(one.spec), SamplerPool(one.spec), one.renderer, texts)
-            made[one.spec.directory] = model
+            base = BaseWeights(one.spec)
+            trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
+            sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler))
+            made[one.spec.directory] = LocalModel(one.spec, base, trainer, sampler, one.renderer, texts)
     return {name: replace(made[one.spec.directory], info=one.spec) for name, one in found.items()}
 
 
@@ -93,6 +98,7 @@ class LocalBackend:
     async def stop(self) -> None:
         """End every child process."""
         await asyncio.gather(*(part.stop() for model in self._loaded() for part in (model.trainer, model.sampler)))
+        await asyncio.gather(*(model.base.stop() for model in self._loaded()))
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
@@ -137,7 +143,13 @@ async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
     as its own all memory that is filled while it measures.
     """
     locks = {gpu: asyncio.Lock() for model in models for gpu in _engine_gpus(model)}
-    trainers = {id(model): asyncio.create_task(model.trainer.start(on_loading)) for model in models}
+    bases = {id(model): asyncio.create_task(model.base.start(on_loading)) for model in models}
+
+    async def start_trainer(model: LocalModel) -> None:
+        await bases[id(model)]
+        await model.trainer.start(on_loading)
+
+    trainers = {id(model): asyncio.create_task(start_trainer(model)) for model in models}
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
@@ -149,10 +161,11 @@ async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
                     await held.enter_async_context(locks[gpu])
                 await model.sampler.start(on_loading)
         else:
+            await bases[id(model)]
             await asyncio.gather(trainers[id(model)], model.sampler.start(on_loading))
         log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 
-    loading = [*trainers.values(), *(asyncio.create_task(start(model)) for model in models)]
+    loading = [*bases.values(), *trainers.values(), *(asyncio.create_task(start(model)) for model in models)]
     try:
         await asyncio.gather(*loading)
     finally:

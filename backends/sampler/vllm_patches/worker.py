@@ -29,7 +29,7 @@ from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
-    from backends.sampler.vllm_patches.cpu import patch_cpu
+    from backends.sampler.vllm_patches.cpu import patch_cpu, share_on_cpu
 else:
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
@@ -71,7 +71,10 @@ class Worker(VllmWorker):  # type: ignore[misc]
     routing: RoutingOnCPU | None = None
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, and mark the norms that add in float32."""
+        """Load the model, or map its weights, and mark the norms that add in float32."""
+        if current_platform.is_cpu() and self.vllm_config.load_config.load_format == "ipc_cache":
+            share_on_cpu()
+            self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
         super().load_model(**kwargs)
         mark(self.model_runner.get_model())
 
