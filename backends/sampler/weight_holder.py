@@ -66,12 +66,12 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             join_alone(self.vllm_config, self.distributed_init_method)
             with set_current_vllm_config(self.vllm_config):
                 self.model = self.get_model()
-            self._shared = share(_tensors(self._loaded).values())
+            self._shared = share(_parameters(self._loaded).values())
         else:
             super().load_model()
         with Files(Path(self._spec.directory)) as files:
             found = find_views(holder_config(self._spec), files)  # layers are registered with a configuration, once
-        held = _tensors(self._loaded)
+        held = _parameters(self._loaded)
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}
         for name in found.keys() - self._views.keys():
             log.warning("%s: %s is not laid out as it was loaded: the trainer has its own copy", self._spec.directory, name)
@@ -97,7 +97,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     def _export(self) -> dict[str, Any]:
         """Return handles of the tensors that have views, which are one consumer's."""
-        held = _tensors(self._loaded)
+        held = _parameters(self._loaded)
         names = {view.tensor for view in self._views.values()}
         if self._shared:
             return {name: self._shared[id(held[name])] for name in names}
@@ -113,13 +113,11 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             send_msg(conn, {"status": "mismatch", "fields": mismatched})
             return
         entries, aliases = export_entries(self._loaded)
-        held = _tensors(self._loaded)
-        shared = {
-            name: TensorEntry(entry.kind, cpu_tensor=PickledAsTensor(self._shared[id(held[name])]))
-            for name, entry in entries.items()
-        }
+        held = _parameters(self._loaded)
+        for name in entries.keys() & held.keys():  # an engine writes to its buffers
+            entries[name] = TensorEntry("param", cpu_tensor=PickledAsTensor(self._shared[id(held[name])]))
         attrs = export_model_attrs(self._loaded)
-        answer = {"status": "ok", "entries": shared, "aliases": aliases, "attrs": attrs, "gpu_uuid": CPU_UUID}
+        answer = {"status": "ok", "entries": entries, "aliases": aliases, "attrs": attrs, "gpu_uuid": CPU_UUID}
         send_msg(conn, answer)
 
 
@@ -146,11 +144,11 @@ def find_views(config: VllmConfig, files: Files) -> dict[str, View]:
     """Return where vLLM's model has each tensor of the files; no weights are read."""
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         model = initialize_model(vllm_config=config, model_config=config.model_config)
-        return trace_loading(model.load_weights, _tensors(model), files.layouts())
+        return trace_loading(model.load_weights, _parameters(model), files.layouts())
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 class Process:

@@ -267,6 +267,12 @@ WEIGHT_HOLDER = Patch(
     "Our subclass also tells a trainer where each tensor of the files is, and shares memory on the CPU.",
     how="overridden",
 )
+MAPPED_MODEL = Patch(
+    "mapped-model",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader:initialize_model",
+    "19eee78015113ccf0043990767bce027ec5007caf67c41b12ba750d620830cbc",
+    "A model whose weights are mapped keeps its other tensors on the meta device: a Qwen3-VL fails at its first token.",
+)
 MAPPED_LOADING = Patch(
     "mapped-loading",
     "vllm.model_executor.model_loader.weight_cache.ipc_loader:IpcModelLoader",

@@ -21,6 +21,7 @@ from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
+from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
@@ -72,9 +73,11 @@ class Worker(VllmWorker):  # type: ignore[misc]
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the model, or map its weights, and mark the norms that add in float32."""
-        if current_platform.is_cpu() and self.vllm_config.load_config.load_format == "ipc_cache":
-            share_on_cpu()
-            self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
+        if self.vllm_config.load_config.load_format == "ipc_cache":
+            map_weights()
+            if current_platform.is_cpu():
+                share_on_cpu()
+                self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
         super().load_model(**kwargs)
         mark(self.model_runner.get_model())
 
