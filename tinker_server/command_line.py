@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--ranks", type=int, help="trainer processes per base model (1)")
     models.add_argument("--engines", type=int, help="vLLM engines per base model (1; on CUDA one for each of its GPUs)")
     models.add_argument("--tensor-parallel", type=int, help="GPUs that each engine is divided over (1)")
+    models.add_argument("--base-copies", type=int, help="copies of a base on a GPU, for trainer and engine (2), or 1")
     models.add_argument(
         "--train-vision", action="store_true", default=None, help="models train the vision tower too (they do not)"
     )
@@ -109,7 +110,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         names = ("host", "port", "data_dir", "keys_file", "database_url")
         own = {name: given[name] for name in names if name in given}
         backend = settings.backend.model_dump(exclude_unset=True)
-        switches = ("device", "ranks", "engines", "tensor_parallel", "train_vision", "replay_routing", "full")
+        switches = ("device", "ranks", "engines", "tensor_parallel", "base_copies", "train_vision", "replay_routing", "full")
         backend |= {name: given[name] for name in switches if name in given}
         named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
         backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}

@@ -102,6 +102,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     number_bytes = BYTES_PER_NUMBER[dtype]
     text_config = renderer.config.get_text_config()
     _check_tensor_parallel(renderer, config, source)
+    _check_base_copies(renderer, config, device, source)
     context = min(text_config.max_position_embeddings, config.max_context_length or LARGEST_DEFAULT_CONTEXT[device])
     check_rotation(text_config, context, source)
     two_contexts = 2 * context * kv_bytes_per_token(text_config, dtype)
@@ -138,6 +139,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots,
         tensor_parallel=config.tensor_parallel,
+        base_copies=config.base_copies,
         max_images_per_prompt=config.max_images_per_prompt,
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
@@ -211,6 +213,23 @@ def _check_tensor_parallel(renderer: Renderer, config: BackendConfig, source: st
         )
 
 
+def _check_base_copies(renderer: Renderer, config: BackendConfig, device: Device, source: str) -> None:
+    """Raise BackendFailed for a base of which trainer and engine cannot share one copy."""
+    if config.base_copies == 2:
+        return
+    reason = None
+    if config.full:
+        reason = "with backend.full the trainer changes its own copy"
+    elif config.tensor_parallel > 1:
+        reason = f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
+    elif device == "cpu" and renderer.family.has_linear_attention:
+        reason = "on the CPU the engine packs the weights of linear attention anew"
+    if reason is not None:
+        raise BackendFailed(
+            f"{source}: base_copies 1 (setting backend.base_copies) is not supported: {reason}; set it to 2"
+        )
+
+
 def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Dtype:
     """Choose the precision. Raises BackendFailed for one that the engine does not have."""
     if device == "cpu" and family.has_linear_attention:
@@ -225,8 +244,8 @@ def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -
 
 
 def _mesh(spec: ModelSpec, num_ranks: int) -> Mesh:
-    """Give each rank the whole base where that leaves as much memory for microbatches."""
-    fits_whole = not spec.full and 2 * spec.weight_bytes <= spec.placement.trainer_bytes
+    """Give each rank the whole base where that leaves as much memory for microbatches, or takes none of its own."""
+    fits_whole = spec.base_copies == 1 or not spec.full and 2 * spec.weight_bytes <= spec.placement.trainer_bytes
     return Mesh(replicate=num_ranks) if fits_whole else Mesh(shard=num_ranks)
 
 

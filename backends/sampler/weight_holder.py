@@ -179,3 +179,4 @@ class Process:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     serve(lambda keep_waiting: Process(keep_waiting).handle)
+    os._exit(0)  # there is nothing to save, and the thread that serves never ends
