@@ -83,14 +83,14 @@ class ModelSpec(BaseModelInfo):
 
     @property
     def base_gpus(self) -> tuple[int | None, ...]:
-        """The GPUs that have the base, by the server's numbers; on the CPU there is one, of no number."""
+        """The GPUs that have the base, by the server's numbers; one of no number if none was chosen, as on the CPU."""
         numbers = {gpu for gpus in (self.placement.gpus, *self.placement.engines) for gpu in gpus}
         return tuple(sorted(numbers)) or (None,)
 
     def base_socket(self, gpu: int | None) -> Path:
         """Return the socket at which the one copy on a GPU is asked for."""
         assert self.base_dir is not None
-        return self.base_dir / ("cpu.sock" if gpu is None else f"gpu-{gpu}.sock")
+        return self.base_dir / ("base.sock" if gpu is None else f"gpu-{gpu}.sock")
 
     def of_engine(self, number: int) -> "ModelSpec":
         """Return the spec of one engine of several: with its own GPUs and a scratch directory that no other empties."""

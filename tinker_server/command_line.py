@@ -110,7 +110,16 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         names = ("host", "port", "data_dir", "keys_file", "database_url")
         own = {name: given[name] for name in names if name in given}
         backend = settings.backend.model_dump(exclude_unset=True)
-        switches = ("device", "ranks", "engines", "tensor_parallel", "base_copies", "train_vision", "replay_routing", "full")
+        switches = (
+            "device",
+            "ranks",
+            "engines",
+            "tensor_parallel",
+            "base_copies",
+            "train_vision",
+            "replay_routing",
+            "full",
+        )
         backend |= {name: given[name] for name in switches if name in given}
         named = backend.get("models", {}) | dict(map(split_model, given.get("model", [])))
         backend["models"] = checked_models(named) if named or arguments.command == "serve" else {}

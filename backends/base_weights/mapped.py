@@ -92,7 +92,7 @@ def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
             connection.sendall(_LENGTH.pack(len(request)) + request)
             with connection.makefile("rb") as stream:
                 (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
-                answer = pickle.loads(stream.read(length))  # noqa: S301 - of our own process, in our own directory
+                answer = pickle.loads(stream.read(length))  # from our own process, in the user's own directory
     except (OSError, struct.error, EOFError) as error:
         raise BackendFailed(f"the process that holds the weights does not answer at {base_socket}: {error}") from None
     if answer["status"] != "ok":

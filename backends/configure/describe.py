@@ -245,7 +245,7 @@ def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -
 
 def _mesh(spec: ModelSpec, num_ranks: int) -> Mesh:
     """Give each rank the whole base where that leaves as much memory for microbatches, or takes none of its own."""
-    fits_whole = spec.base_copies == 1 or not spec.full and 2 * spec.weight_bytes <= spec.placement.trainer_bytes
+    fits_whole = spec.base_copies == 1 or (not spec.full and 2 * spec.weight_bytes <= spec.placement.trainer_bytes)
     return Mesh(replicate=num_ranks) if fits_whole else Mesh(shard=num_ranks)
 
 

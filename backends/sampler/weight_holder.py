@@ -74,7 +74,9 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         held = _parameters(self._loaded)
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}
         for name in found.keys() - self._views.keys():
-            log.warning("%s: %s is not laid out as it was loaded: the trainer has its own copy", self._spec.directory, name)
+            log.warning(
+                "%s: %s is not laid out as it was loaded: the trainer has its own copy", self._spec.directory, name
+            )
 
     @property
     def _loaded(self) -> nn.Module:

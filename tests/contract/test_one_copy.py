@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -83,16 +84,16 @@ async def loss_of(parts: Parts, model_id: str, reference: Reference) -> np.ndarr
     return output.loss_fn_outputs[0]["logprobs"]
 
 
-def test_the_directory_of_the_sockets_is_the_users_alone(parts: Parts) -> None:
+async def test_the_directory_of_the_sockets_is_the_users_alone(parts: Parts) -> None:
     directory = parts.base.spec.base_dir
     assert directory.stat().st_mode & 0o777 == 0o700
     assert parts.base.spec.base_socket(None).stat().st_mode & 0o777 == 0o600
 
 
-def test_engine_and_trainer_have_no_pages_of_the_base_but_the_holders(parts: Parts) -> None:
+async def test_engine_and_trainer_have_no_pages_of_the_base_but_the_holders(parts: Parts) -> None:
     inodes = []
     for pid in parts.pids()[:2] + _descendants(parts.pids()[2]):
-        lines = [one.split() for one in Path(f"/proc/{pid}/maps").read_text().splitlines() if "base-weights" in one]
+        lines = [one.split() for one in _maps(pid) if "base-weights" in one]
         inodes.append({(one[4], one[1]) for one in lines})
     holder, trainer, *engine = inodes
     (inode,) = {number for number, _ in holder}
@@ -100,9 +101,11 @@ def test_engine_and_trainer_have_no_pages_of_the_base_but_the_holders(parts: Par
     assert {(inode, "r--s")} in engine
 
 
-def _descendants(pid: int | None) -> list[int]:
-    import psutil
+def _maps(pid: int | None) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
+
+def _descendants(pid: int | None) -> list[int]:
     process = psutil.Process(pid)
     return [process.pid, *(one.pid for one in process.children(recursive=True))]
 
@@ -111,9 +114,7 @@ async def test_the_engine_computes_what_transformers_does(parts: Parts, referenc
     assert_close(await scores(parts), reference.prompt_logprobs(INPUT))
 
 
-async def test_adapters_are_served_beside_the_mapped_base(
-    parts: Parts, reference: Reference, tmp_path: Path
-) -> None:
+async def test_adapters_are_served_beside_the_mapped_base(parts: Parts, reference: Reference, tmp_path: Path) -> None:
     saved = reference.save("small", 4, tmp_path / "small")
     answer = await sample(parts.sampler, scoring(INPUT), saved)
     assert_close(answer.prompt_logprobs, reference.prompt_logprobs(INPUT, "small"))
@@ -137,25 +138,18 @@ async def test_a_dead_holder_leaves_mapped_weights_right_and_all_start_again(
     before = await scores(parts)
     mapped = map_views(parts.base.spec.base_socket(None), torch.device("cpu"))
     contents = {name: tensor.clone() for name, tensor in mapped.items()}
+    long = request(prompt(words(5)), {"max_tokens": 400, "stop": [], "seed": 3})
+    wanted = (await sample(parts.sampler, long, None)).sequences[0].tokens
+    in_flight = asyncio.create_task(sample(parts.sampler, long, None))
+    await asyncio.sleep(0.2)
     pids = parts.pids()
     os.kill(pids[0], signal.SIGKILL)
     async with asyncio.timeout(SIGNALS_S):
-        while parts.base._supervisor.is_alive:
-            await asyncio.sleep(0.02)
-        while not parts.base._supervisor.is_alive:
-            await asyncio.sleep(0.1)
+        await parts.base._supervisor.restarted(0)
     assert all(tensor.equal(contents[name]) for name, tensor in mapped.items())
     # Those that had mapped the first copy were ended before the second was made.
     assert not set(pids) & set(parts.pids())
+    assert np.array_equal((await in_flight).sequences[0].tokens, wanted)
     assert np.array_equal(await scores(parts), before, equal_nan=True)
     await loss_of(parts, "anew", reference)
     assert all(pid is not None for pid in parts.pids())
-
-
-async def test_a_sample_in_flight_outlives_the_holder(parts: Parts) -> None:
-    long = request(prompt(words(5)), {"max_tokens": 400, "stop": [], "seed": 3})
-    wanted = (await sample(parts.sampler, long, None)).sequences[0].tokens
-    running = asyncio.create_task(sample(parts.sampler, long, None))
-    await asyncio.sleep(0.2)
-    os.kill(parts.pids()[0], signal.SIGKILL)
-    assert np.array_equal((await running).sequences[0].tokens, wanted)

@@ -25,7 +25,6 @@ from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1
 from backends.sampler.vllm_patches import targets
 from backends.sampler.vllm_patches.lora import kernels_with_prompt_rows, rows_by_slot
 
-
 CPU_UUID = "cpu"
 """The CPU's name where a GPU has a number that no other has."""
 
@@ -159,7 +158,7 @@ def patch_cpu() -> None:
     targets.CPU_CONVOLUTION.replace(_convolve_contiguous)
 
 
-def _leave_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
+def _leave_weights(layer: torch.nn.Module, **_: object) -> None:
     """Set the function of a linear layer, and leave its weights as they were loaded."""
     layer.cpu_linear = F.linear
 

@@ -21,8 +21,8 @@ from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
-from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
+from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
 from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
