@@ -47,7 +47,7 @@ class Files:
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
         for path in sorted(directory.glob("*.safetensors")):
             if named is None or path.name in named:
-                file = self._opened.enter_context(safe_open(path, "pt"))  # type: ignore[no-untyped-call]
+                file = self._opened.enter_context(safe_open(path, "pt"))
                 self._by_name |= dict.fromkeys(file.keys(), file)
 
     def __enter__(self) -> "Files":
@@ -183,7 +183,7 @@ class JoinedViews(TorchDispatchMode):
     mapped tensors stay on their device."""
 
     def __init__(self, mapped: Mapping[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {_storage(one) for one in mapped.values()}
 
     def __torch_dispatch__(
@@ -209,7 +209,10 @@ class JoinedViews(TorchDispatchMode):
 def stacked(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     """Return torch.stack of tensors that are equally far apart in memory, as a view; None if they are not."""
     first, *others = tensors
-    steps = {after.storage_offset() - before.storage_offset() for before, after in zip(tensors, others, strict=False)}
+    steps = {
+        int(after.storage_offset()) - int(before.storage_offset())
+        for before, after in zip(tensors, others, strict=False)
+    }
     if not others or not _alike(tensors) or len(steps) != 1 or min(steps) < 1:
         return None
     at = dim % (first.dim() + 1)

@@ -62,8 +62,8 @@ def trace_loading(
     names = {_storage(tensor): name for name, tensor in sources.items()}
     copies: dict[str, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
     for source, target in traced.found:
-        if (name := names.get(_storage(source))) is not None and (into := targets.get(_storage(target))) is not None:
-            copies[name].append((into, source, target))
+        if _storage(source) in names and _storage(target) in targets:
+            copies[names[_storage(source)]].append((targets[_storage(target)], source, target))
     views = {}
     for name, found in copies.items():
         into = found[0][0]
@@ -78,7 +78,7 @@ class _Copies(TorchDispatchMode):
     """Records source and target of every copy."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
@@ -94,7 +94,8 @@ class _Copies(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _joined(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Tensor]]) -> View | None:
@@ -108,7 +109,7 @@ def _joined(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Te
         found = _strides(file, source, target)
         if found is None or any(strides.setdefault(dim, step) != step for dim, step in found.items()):
             return None
-    origins = [(_index(file, source.storage_offset()), target.storage_offset()) for source, target in copies]
+    origins = [(_index(file, int(source.storage_offset())), int(target.storage_offset())) for source, target in copies]
     (first, first_offset), *others = origins
     for index, offset in others:
         moved = {dim: to - begin for dim, (begin, to) in enumerate(zip(first, index, strict=True)) if to != begin}
@@ -121,7 +122,7 @@ def _joined(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Te
     stride = tuple(strides.get(dim, 1) for dim in range(file.dim()))
     if any(size > 1 and dim not in strides for dim, size in enumerate(file.shape)) or min(stride, default=1) < 1:
         return None
-    begin = first_offset - sum(at * step for at, step in zip(first, stride, strict=True)) - whole.storage_offset()
+    begin = first_offset - sum(at * step for at, step in zip(first, stride, strict=True)) - int(whole.storage_offset())
     return View(name, tuple(file.shape), stride, begin, tuple(whole.shape), whole.stride()) if begin >= 0 else None
 
 

@@ -81,9 +81,9 @@ def share(tensors: Iterable[Tensor]) -> dict[int, SharedTensor]:
         part.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
     for one in found:
         key = one.untyped_storage()._cdata
-        size_bytes, offset = storages[key].nbytes(), one.storage_offset()
-        layout = tuple(one.shape), tuple(one.stride()), offset
-        shared[id(one)] = SharedTensor(os.getpid(), fd, begins[key], size_bytes, one.dtype, *layout)
+        size_bytes, offset = storages[key].nbytes(), int(one.storage_offset())
+        shape, stride = tuple(one.shape), tuple(one.stride())
+        shared[id(one)] = SharedTensor(os.getpid(), fd, begins[key], size_bytes, one.dtype, shape, stride, offset)
     for one in found:
         place = shared[id(one)]
         part = memory[place.begin : place.begin + place.size_bytes]

@@ -80,8 +80,9 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
 
     @property
     def _loaded(self) -> nn.Module:
-        assert self.model is not None
-        return self.model
+        model: nn.Module | None = self.model
+        assert model is not None
+        return model
 
     def _handle_connection(self, conn: socket.socket) -> None:
         """Answer one request. The weights are never released."""

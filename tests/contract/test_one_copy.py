@@ -72,7 +72,9 @@ def reference() -> Reference:
 
 
 async def scores(parts: Parts) -> np.ndarray:
-    return (await sample(parts.sampler, scoring(INPUT), None)).prompt_logprobs
+    found = (await sample(parts.sampler, scoring(INPUT), None)).prompt_logprobs
+    assert found is not None
+    return found
 
 
 async def loss_of(parts: Parts, model_id: str, reference: Reference) -> np.ndarray:

@@ -158,7 +158,7 @@ def patch_cpu() -> None:
     targets.CPU_CONVOLUTION.replace(_convolve_contiguous)
 
 
-def _leave_weights(layer: torch.nn.Module, **_: object) -> None:
+def _leave_weights(layer: Any, **_: object) -> None:
     """Set the function of a linear layer, and leave its weights as they were loaded."""
     layer.cpu_linear = F.linear
 

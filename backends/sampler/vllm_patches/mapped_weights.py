@@ -1,8 +1,9 @@
 """The engine's model around weights that another process holds.
 
 vLLM makes it on the meta device and then sets the holder's parameters and buffers. Tensors that are neither, but a
-module's own attributes, would stay there without values (the buffers of Qwen3-VL's deepstack features). So the model is
-made in main memory, of which weights that were never written take none, and such attributes are moved to the device.
+module's own attributes, would stay there without values (such as the buffers of a vision tower's features). So the
+model is made in main memory, of which weights that were never written take none, and such attributes are moved to the
+device.
 """
 
 from typing import Any

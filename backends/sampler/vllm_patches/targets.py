@@ -271,7 +271,7 @@ MAPPED_MODEL = Patch(
     "mapped-model",
     "vllm.model_executor.model_loader.weight_cache.ipc_loader:initialize_model",
     "19eee78015113ccf0043990767bce027ec5007caf67c41b12ba750d620830cbc",
-    "A model whose weights are mapped keeps its other tensors on the meta device: a Qwen3-VL fails at its first token.",
+    "A model whose weights are mapped keeps its other tensors on the meta device, and may fail at its first token.",
 )
 MAPPED_LOADING = Patch(
     "mapped-loading",
