@@ -91,7 +91,8 @@ class Parts:
         await self.trainer.delete_model("m")
         placeholder = renderer.config.image_token_id if renderer.takes_images else -1
         text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
-        return np.abs(np.asarray(scored)[1:] - output.loss_fn_outputs[0]["logprobs"][:-1])[text]
+        found: np.ndarray = np.abs(np.asarray(scored)[1:] - output.loss_fn_outputs[0]["logprobs"][:-1])[text]
+        return found
 
 
 def used_bytes() -> int:
@@ -163,7 +164,7 @@ async def test_training_leaves_the_mapped_base_as_it_was(tmp_path: Path) -> None
         before = {name: tensor.clone() for name, tensor in mapped.items()}
         await parts.trainer.create_model("m", LORA, "owner")
         for _ in range(3):
-            await parts.trainer.forward_backward("m", cross_entropy(items))
+            await parts.trainer.forward_backward("m", cross_entropy(items), backward=True)
             await parts.trainer.optim_step("m", AdamParams(learning_rate=0.1))
         await sample(parts.sampler, scoring(prompt(words(30))), None)
         assert all(tensor.equal(before[name]) for name, tensor in mapped.items())
