@@ -74,8 +74,23 @@ class ModelSpec(BaseModelInfo):
     choose."""
     tensor_parallel: int = 1
     """Ranks of each engine, which have its weights between them."""
+    base_copies: int = 2
+    """2: trainer and engine have a copy of the base each; 1: they map one that another process holds."""
+    base_dir: Path | None = None
+    """Directory of the sockets at which the one copy on each GPU is asked for; None: there are two."""
     engine: int | None = None
     """Number of the one engine that this describes; None: it describes all, or the only one."""
+
+    @property
+    def base_gpus(self) -> tuple[int | None, ...]:
+        """The GPUs that have the base, by the server's numbers; one of no number if none was chosen, as on the CPU."""
+        numbers = {gpu for gpus in (self.placement.gpus, *self.placement.engines) for gpu in gpus}
+        return tuple(sorted(numbers)) or (None,)
+
+    def base_socket(self, gpu: int | None) -> Path:
+        """Return the socket at which the one copy on a GPU is asked for."""
+        assert self.base_dir is not None
+        return self.base_dir / ("base.sock" if gpu is None else f"gpu-{gpu}.sock")
 
     def of_engine(self, number: int) -> "ModelSpec":
         """Return the spec of one engine of several: with its own GPUs and a scratch directory that no other empties."""

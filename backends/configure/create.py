@@ -10,6 +10,7 @@ from pathlib import Path
 
 from api_schemas.sampling import SampleRequest
 from backends import tasks
+from backends.base_weights.client import BaseWeights
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, describe_models
 from backends.configure.examine import examine as examine
@@ -17,6 +18,7 @@ from backends.configure.gpus import read_gpus
 from backends.inputs.detokenize import TokenTexts
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
+from backends.processes.launcher import launch_sampler, launch_trainer
 from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, PromptSize, ignore_loading
 from backends.sampler.checks import check_sample
 from backends.sampler.pool import SamplerPool
@@ -30,6 +32,7 @@ class LocalModel:
     """`protocol.BaseModel`; names that share a directory share trainer and sampler."""
 
     info: ModelSpec
+    base: BaseWeights
     trainer: TrainerClient
     sampler: SamplerPool
     renderer: Renderer
@@ -51,7 +54,7 @@ class LocalModel:
 
     def processes(self) -> list[ProcessState]:
         """Implement the protocol."""
-        return [*self.trainer.processes(), *self.sampler.processes()]
+        return [*self.base.processes(), *self.trainer.processes(), *self.sampler.processes()]
 
     async def engine_use(self) -> EngineUse | None:
         """Implement the protocol."""
@@ -64,8 +67,10 @@ def make_models(found: Mapping[str, FoundModel]) -> dict[str, LocalModel]:
     for one in found.values():
         if one.spec.directory not in made:
             texts = TokenTexts(Path(one.spec.directory))
-            model = LocalModel(one.spec, TrainerClient(one.spec), SamplerPool(one.spec), one.renderer, texts)
-            made[one.spec.directory] = model
+            base = BaseWeights(one.spec)
+            trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
+            sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler))
+            made[one.spec.directory] = LocalModel(one.spec, base, trainer, sampler, one.renderer, texts)
     return {name: replace(made[one.spec.directory], info=one.spec) for name, one in found.items()}
 
 
@@ -94,6 +99,7 @@ class LocalBackend:
     async def stop(self) -> None:
         """End every child process."""
         await asyncio.gather(*(part.stop() for model in self._loaded() for part in (model.trainer, model.sampler)))
+        await asyncio.gather(*(model.base.stop() for model in self._loaded()))
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
@@ -139,19 +145,26 @@ async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
     as its own all memory that is filled while it measures.
     """
     locks = {gpu: asyncio.Lock() for model in models for gpu in _engine_gpus(model)}
-    async with tasks.running(model.trainer.start(on_loading) for model in models) as trainers:
+    async with tasks.running(model.base.start(on_loading) for model in models) as bases:
 
-        async def start(model: LocalModel, trainer: asyncio.Task[None]) -> None:
-            began = time.monotonic()
-            log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
-            if gpus := _engine_gpus(model):
-                await asyncio.gather(*trainers)
-                async with contextlib.AsyncExitStack() as held:
-                    for gpu in gpus:  # in the same order for every model
-                        await held.enter_async_context(locks[gpu])
-                    await model.sampler.start(on_loading)
-            else:
-                await asyncio.gather(trainer, model.sampler.start(on_loading))
-            log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
+        async def start_trainer(model: LocalModel, base: asyncio.Task[None]) -> None:
+            await base
+            await model.trainer.start(on_loading)
 
-        await tasks.gather(map(start, models, trainers))
+        async with tasks.running(map(start_trainer, models, bases)) as trainers:
+
+            async def start(model: LocalModel, base: asyncio.Task[None], trainer: asyncio.Task[None]) -> None:
+                began = time.monotonic()
+                log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
+                if gpus := _engine_gpus(model):
+                    await asyncio.gather(*trainers)
+                    async with contextlib.AsyncExitStack() as held:
+                        for gpu in gpus:  # in the same order for every model
+                            await held.enter_async_context(locks[gpu])
+                        await model.sampler.start(on_loading)
+                else:
+                    await base
+                    await asyncio.gather(trainer, model.sampler.start(on_loading))
+                log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
+
+            await tasks.gather(map(start, models, bases, trainers))

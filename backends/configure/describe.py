@@ -87,7 +87,8 @@ def planned(
 ) -> tuple[MemoryPlan, list[FoundModel]]:
     """Return the plan of all models, and the models with what it has chosen for them. Raises BackendFailed, with the
     nearest settings that fit, if they do not all fit."""
-    plan = plan_or_suggest([one.size for one in found], config, machine, chosen_device(config, machine))
+    sizes, device = [one.size for one in found], chosen_device(config, machine)
+    plan = plan_or_suggest(sizes, config, machine, device, config.base_copies)
     return plan, [replace(one, spec=_placed(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
 
 
@@ -118,6 +119,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
     _check_tensor_parallel(renderer, config, source)
+    _check_base_copies(renderer, config, device, source)
     longest = config.max_context_length or CONTEXTS[device][0]
     check_rotation(text_config, min(text_config.max_position_embeddings, longest), source)
     if config.full:
@@ -153,6 +155,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots or MOST_MODELS,
         tensor_parallel=config.tensor_parallel or 1,
+        base_copies=config.base_copies,
         max_images_per_prompt=config.max_images_per_prompt,
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
@@ -246,6 +249,23 @@ def _undivided(renderer: Renderer, config: BackendConfig, size: int) -> str | No
     if num_heads % size or num_kv_heads % size:
         return f"its {num_heads} heads with {num_kv_heads} of keys cannot be divided evenly"
     return None
+
+
+def _check_base_copies(renderer: Renderer, config: BackendConfig, device: Device, source: str) -> None:
+    """Raise BackendFailed for a base of which trainer and engine cannot share one copy."""
+    if config.base_copies == 2:
+        return
+    reason = None
+    if config.full:
+        reason = "with backend.full the trainer changes its own copy"
+    elif (config.tensor_parallel or 1) > 1:
+        reason = f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
+    elif device == "cpu" and renderer.family.has_linear_attention:
+        reason = "on the CPU the engine packs the weights of linear attention anew"
+    if reason is not None:
+        raise BackendFailed(
+            f"{source}: base_copies 1 (setting backend.base_copies) is not supported: {reason}; set it to 2"
+        )
 
 
 def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Dtype:

@@ -142,7 +142,8 @@ class _Search:
         shard it, else replicate it where only that fits. Not all of them fit."""
         demands = {size.name: self._demand(size, wish) for size in self._sizes}
         for ranks, tensor_parallel, is_apart in self._numbers_of_ranks():
-            kinds = [False] if self._config.full else [True] if ranks == 1 else [True, False, True]
+            whole = ranks == 1 or self._base_copies == 1
+            kinds = [False] if self._config.full else [True] if whole else [True, False, True]
             for at, replicates in enumerate(kinds):
                 most = self._layouts(ranks, tensor_parallel, replicates=replicates, is_apart=is_apart)
                 plan = self._with_engines(demands, most)
@@ -224,7 +225,7 @@ class _Search:
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
-        parallel = [config.tensor_parallel] if config.tensor_parallel else parallel
+        parallel = [config.tensor_parallel] if config.tensor_parallel else parallel if self._base_copies == 2 else [1]
         apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
         tries = [(r, t, one) for r in ranks for t in parallel for one in apart]
         fitting = [one for one in tries if _num_used(*one) <= len(self._totals)]
@@ -234,8 +235,9 @@ class _Search:
         """Lay out each model's trainer, and as many engines as it may have at most."""
         if self._device == "cpu":
             engines = ((0,) * tensor_parallel,) * (self._config.engines or 1)
-            # On the CPU ranks share the base: memory is one.
-            return {size.name: Layout((0,) * ranks, engines, replicates=ranks == 1) for size in self._sizes}
+            # On the CPU ranks divide the base, unless they map it: memory is one.
+            whole = ranks == 1 or self._base_copies == 1
+            return {size.name: Layout((0,) * ranks, engines, whole) for size in self._sizes}
         trainers = _spread(self._sizes, self._trainer_gpus, ranks)
         load = [
             sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])

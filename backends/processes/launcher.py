@@ -122,16 +122,36 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
     """Start the process of one engine, on the GPUs of its placement; the engine starts with the first command."""
     number = "" if spec.engine is None else f" engine {spec.engine}"
     sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
+    env = {"VLLM_RPC_BASE_PATH": sockets, **_for_vllm(spec.device, spec.placement.engines[0])}
+    return [await launch(f"sampler {spec.name}{number}", "backends.sampler.process", env, folder=sockets)]
+
+
+async def launch_holders(spec: ModelSpec) -> list[Child]:
+    """Start a process for each GPU of a model, in the order of `spec.base_gpus`, to hold its weights there."""
+    holders: list[Child] = []
+    try:
+        for gpu in spec.base_gpus:
+            number = "" if gpu is None else f" GPU {gpu}"
+            env = _for_vllm(spec.device, () if gpu is None else (gpu,))
+            # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
+            env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
+            holders.append(await launch(f"weights {spec.name}{number}", "backends.sampler.weight_holder", env))
+    except BaseException:
+        await asyncio.gather(*(holder.stop(grace_s=1) for holder in holders))
+        raise
+    return holders
+
+
+def _for_vllm(device: str, gpus: Sequence[int]) -> dict[str, str]:
     env = {
-        "VLLM_RPC_BASE_PATH": sockets,
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
-        **_for_device(spec.device, spec.placement.engines[0]),
+        **_for_device(device, gpus),
     }
-    if spec.device == "cpu":
+    if device == "cpu":
         # An only rank without a process of its own, several on the cores of the server, and no inductor builds of half
         # a minute for a function that counts ranks.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -139,7 +159,7 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
     else:
         # FlashInfer's fused sampler cannot give the log probabilities that we always ask for.
         env |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return [await launch(f"sampler {spec.name}{number}", "backends.sampler.process", env, folder=sockets)]
+    return env
 
 
 def _for_device(device: str, gpus: Sequence[int]) -> dict[str, str]:

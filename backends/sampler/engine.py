@@ -74,10 +74,26 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
         use_tqdm_on_load=False,
         enable_log_requests=False,
         **_device_args(config),
+        **({} if config.base_dir is None else _mapping_args(config)),
         **({} if config.tensor_parallel == 1 else _parallel_args(config, vision)),
         **({} if config.full else _adapter_args(config, vision)),
         **({} if vision is None else _vision_args(config, vision)),
     )
+
+
+def _mapping_args(config: ModelSpec) -> dict[str, Any]:
+    """Have the engine map the weights that the holder on its GPU has."""
+    gpu = next(iter(config.placement.engines[0]), None)
+    args: dict[str, Any] = {
+        "load_format": "ipc_cache",
+        "model_loader_extra_config": {"socket_path": str(config.base_socket(gpu)), "fallback": False},
+    }
+    return args | layout_args(config)
+
+
+def layout_args(config: ModelSpec) -> dict[str, Any]:
+    """Return arguments by which holder and engine lay out experts as the files do."""
+    return {} if config.device == "cpu" else {"moe_backend": "triton"}
 
 
 def _parallel_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:

@@ -25,6 +25,9 @@ from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1
 from backends.sampler.vllm_patches import targets
 from backends.sampler.vllm_patches.lora import kernels_with_prompt_rows, rows_by_slot
 
+CPU_UUID = "cpu"
+"""The CPU's name where a GPU has a number that no other has."""
+
 
 class SlotKernels(PunicaWrapperCPU):  # type: ignore[misc]
     """LoRA kernels that compute slot by slot."""
@@ -153,3 +156,15 @@ def patch_cpu() -> None:
     targets.PUNICA.replace(CPUKernels)
     targets.CPU_EXPERTS.replace(lambda moe_config: (UnquantizedMoeBackend.CPU, ExpertsOnCPU))
     targets.CPU_CONVOLUTION.replace(_convolve_contiguous)
+
+
+def _leave_weights(layer: Any, **_: object) -> None:
+    """Set the function of a linear layer, and leave its weights as they were loaded."""
+    layer.cpu_linear = F.linear
+
+
+def share_on_cpu() -> None:
+    """Apply the changes of a process that holds weights for others in shared memory, or maps them."""
+    targets.CPU_WEIGHTS.replace(_leave_weights)
+    targets.CPU_MAPPING.replace(lambda: None)
+    targets.CPU_MAPPED_DEVICE.replace(lambda: CPU_UUID)

@@ -239,6 +239,47 @@ V2_DISPATCH = Patch(
     "image-features-in-graphs.md",
     device="cuda",
 )
+CPU_WEIGHTS = Patch(
+    "cpu-shared-linears",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    "d0cc00dbd80cb25dcf8385e51b806e69c58a93ac4269734ed7e99fc7a6edf1d2",
+    "A linear's weights are packed anew for the CPU and removed; those that others map stay as they are.",
+    device="cpu",
+)
+CPU_MAPPING = Patch(
+    "cpu-shared-weights",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader:check_ipc_platform_support",
+    "372aeb0627057333b2eda590c9d6ba83ab54dd8a6898dacd8116c9f55fa6061b",
+    "Weights of another process are mapped on CUDA alone; ours are in shared memory on the CPU.",
+    device="cpu",
+)
+CPU_MAPPED_DEVICE = Patch(
+    "cpu-shared-weights-device",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader:get_current_device_uuid",
+    "c5f0400ecd9acc3a7b5a53fc865d7556113c480f04dea8f2acc96bbd69ed536d",
+    "As cpu-shared-weights: the CPU has no number.",
+    device="cpu",
+)
+WEIGHT_HOLDER = Patch(
+    "weight-holder",
+    "vllm.model_executor.model_loader.weight_cache.daemon:WeightCacheDaemon",
+    "0ceb619ed4febb129db19e5842cf07f32d7f99759ac140cdb08d63d1f8d9a779",
+    "Our subclass also tells a trainer where each tensor of the files is, and shares memory on the CPU.",
+    how="overridden",
+)
+MAPPED_MODEL = Patch(
+    "mapped-model",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader:initialize_model",
+    "19eee78015113ccf0043990767bce027ec5007caf67c41b12ba750d620830cbc",
+    "A model whose weights are mapped keeps its other tensors on the meta device, and may fail at its first token.",
+)
+MAPPED_LOADING = Patch(
+    "mapped-loading",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader:IpcModelLoader",
+    "4d0eb8edcb8dcdce019f9307525b87d16fbcea98b5f4f65c6eeeee86aa12d94e",
+    "Maps what the holder gives, and processes nothing again.",
+    how="relied on",
+)
 ANSWERS_OF_RANKS = Patch(
     "answers-of-ranks",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",

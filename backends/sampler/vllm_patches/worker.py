@@ -22,6 +22,7 @@ from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
 from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
+from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
 from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
@@ -29,7 +30,7 @@ from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
-    from backends.sampler.vllm_patches.cpu import patch_cpu
+    from backends.sampler.vllm_patches.cpu import patch_cpu, share_on_cpu
 else:
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
@@ -71,7 +72,12 @@ class Worker(VllmWorker):  # type: ignore[misc]
     routing: RoutingOnCPU | None = None
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the model, and mark the norms that add in float32."""
+        """Load the model, or map its weights, and mark the norms that add in float32."""
+        if self.vllm_config.load_config.load_format == "ipc_cache":
+            map_weights()
+            if current_platform.is_cpu():
+                share_on_cpu()
+                self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
         super().load_model(**kwargs)
         mark(self.model_runner.get_model())
 

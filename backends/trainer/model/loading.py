@@ -6,6 +6,7 @@ without memory. A hook takes each as it is set and leaves a placeholder without 
 transformers can read is sharded, and only the tensor at hand is ever whole.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
+from backends.base_weights.mapped import BaseTensors, JoinedViews, checked_tensors
 from backends.families.family import Family
 from backends.formats.model_files import tensor_bytes
 from backends.model_spec import ModelSpec
@@ -26,8 +28,11 @@ from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root, World, shard
 from backends.trainer.model import attention
 
+log = logging.getLogger(__name__)
 _MAX_NAMES = 5
 """Names listed in one error."""
+_LARGEST_OWN_PART = 0.25
+"""Largest part of a mapped base of which the trainer may have a copy."""
 _LOADING = "Loading weights"
 """Label of transformers' progress bar, which goes over the model's parameters by name, each with its tensors."""
 
@@ -40,16 +45,20 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     """
     dtype = getattr(torch, config.dtype)
     attention_name = family.attention(attention.implementation(world.device, dtype))
+    tensors = None if config.base_dir is None else _mapped(config, world, dtype)
     shards = _Shards(world, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
-        model, found = family.model_class.from_pretrained(
-            config.directory,
-            dtype=dtype,
-            attn_implementation=attention_name,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
-        )
+        arguments = {
+            "dtype": dtype,
+            "attn_implementation": attention_name,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,  # they are named below
+        }
+        if tensors is None:
+            model, found = family.model_class.from_pretrained(config.directory, **arguments)
+        else:
+            model, found = _made_of(tensors, family, config.directory, arguments)
     finally:
         hook.remove()
     _check(found, config.directory)
@@ -60,7 +69,37 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     if is_sharded:
         shard(root, model.get_decoder().layers, world)
     _fill(model, own)
+    if tensors is not None:
+        _require_mapped(tensors, model, config.directory)
     return root
+
+
+def _mapped(config: ModelSpec, world: World, dtype: torch.dtype) -> BaseTensors:
+    """Return the files' tensors, of the holder on this rank's GPU."""
+    gpus = config.placement.gpus
+    base_socket = config.base_socket(gpus[world.rank] if gpus else None)
+    return checked_tensors(Path(config.directory), base_socket, world.device, dtype)
+
+
+def _made_of(tensors: BaseTensors, family: Family, directory: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Have transformers make its model of these tensors, as it would of the files; return it and what it found."""
+    config = AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model_class: Any = type(family.model_class.from_config(config))
+    state = {**tensors.mapped, **tensors.own}
+    with JoinedViews(tensors.mapped):
+        model, found = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
+    return model, found
+
+
+def _require_mapped(tensors: BaseTensors, model: PreTrainedModel, source: str) -> None:
+    """Raise BackendFailed if most of the model is a second copy: the memory was planned for one."""
+    own_bytes = tensors.num_own_bytes(model.parameters())
+    total_bytes = sum(one.nbytes for one in model.parameters())
+    figures = f"{own_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB are a copy of the trainer's own"
+    if own_bytes > _LARGEST_OWN_PART * total_bytes:
+        raise BackendFailed(f"{source}: {figures}: the engine has them otherwise; start with --base-copies 2")
+    log.info("%s: %s", source, figures)
 
 
 class _Shards:

@@ -13,7 +13,7 @@ from backends.configure.describe import describe_models, find
 from backends.configure.memory_plan import Machine, MemoryPlan, ModelSize
 from backends.configure.placement import make_plan, placement
 from backends.families.coverage import LoraMatrices, Numbers
-from backends.model_spec import Device, Placement
+from backends.model_spec import Device, Mesh, Placement
 from backends.protocol import BackendFailed
 from tests.models import make_tiny_vl
 from tests.specs import tiny_spec
@@ -245,3 +245,34 @@ def test_models_that_ranks_of_an_engine_would_compute_wrongly_are_refused_by_nam
     experts = make_tiny_vl(tmp_path / "moe", moe=True)
     with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* wrong parts of a mixture's adapters"):
         find("a", experts, config, machine)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [({"full": True}, "the trainer changes its own copy"), ({"tensor_parallel": 2}, "no GPU has the whole base")],
+)
+def test_one_copy_of_a_base_is_refused_by_name_where_it_cannot_be_shared(
+    others: dict[str, object], reason: str
+) -> None:
+    source = Path(DIRECTORIES[TINY_VL])
+    config = BackendConfig(models={"a": str(source)}, device="cpu", base_copies=1)
+    machine = Machine(64 * GIB)
+    assert find("a", source, config, machine).spec.base_copies == 1
+    with pytest.raises(BackendFailed, match=rf"base_copies 1 .* not supported: .*{reason}"):
+        find("a", source, config.model_copy(update=others), machine)
+
+
+def test_ranks_that_map_one_copy_have_the_whole_base_each() -> None:
+    config = BackendConfig(models={"a": str(DIRECTORIES[TINY_VL])}, device="cpu", ranks=2)
+    meshes = [
+        describe_models(config.model_copy(update={"base_copies": copies}), Machine(64 * GIB))["a"].spec.mesh
+        for copies in (1, 2)
+    ]
+    assert meshes == [Mesh(replicate=2), Mesh(shard=2)]
+
+
+def test_every_gpu_of_a_model_has_its_own_holder(tmp_path: Path) -> None:
+    spec = replace(tiny_spec(tmp_path), base_dir=tmp_path, placement=Placement((0, 2), engines=((2,), (3,))))
+    assert spec.base_gpus == (0, 2, 3)
+    assert len({spec.base_socket(gpu) for gpu in spec.base_gpus}) == 3
+    assert tiny_spec(tmp_path).base_gpus == (None,)

@@ -1,0 +1,83 @@
+"""Drives the processes that hold a base model's weights, one on each of its GPUs, for trainer and engines to map.
+
+An engine or a rank that starts again maps the weights again. If a holder dies, what is mapped stays right, but a new
+holder loads a second copy: so all that have mapped the first one are ended before.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from backends.base_weights.commands import Hold
+from backends.model_spec import ModelSpec
+from backends.processes.launcher import StartWorkers, launch_holders
+from backends.processes.rpc import Child
+from backends.processes.supervisor import GRACE_S, Supervisor
+from backends.protocol import OnLoading, ProcessState
+
+
+class BaseWeights:
+    """The one copy of a base on each of its GPUs. Without any effect for a model with two copies."""
+
+    def __init__(self, spec: ModelSpec, start_workers: StartWorkers = launch_holders) -> None:
+        self.spec = spec
+        """The model's, with the directory in which it is held."""
+        self._is_held = spec.base_copies == 1
+        self._users: list[Child] = []
+        """Processes that have mapped the weights, or will."""
+        if self._is_held:  # mkdtemp's directories are the user's alone
+            self.spec = replace(spec, base_dir=Path(tempfile.mkdtemp(prefix="tinker-base-")))
+        self._supervisor = Supervisor(
+            f"{spec.name}: what holds its weights",
+            partial(self._start, start_workers),
+            self._load,
+            restart=self._restart,
+        )
+
+    async def start(self, on_loading: OnLoading) -> None:
+        """Load the weights. Raises BackendFailed."""
+        if self._is_held:
+            await self._supervisor.start(on_loading)
+
+    async def stop(self) -> None:
+        """End the holders, after all that map their weights."""
+        await self._supervisor.stop()
+        if self.spec.base_dir is not None:
+            await asyncio.to_thread(shutil.rmtree, self.spec.base_dir, ignore_errors=True)
+
+    def processes(self) -> list[ProcessState]:
+        """Return the states of the holders that were started last."""
+        return self._supervisor.processes()
+
+    def mapped_by(self, start_workers: StartWorkers) -> StartWorkers:
+        """Return `start_workers` for processes that map the weights: they wait for the holders, and end with them."""
+        if not self._is_held:
+            return start_workers
+
+        async def start(spec: ModelSpec) -> list[Child]:
+            await self._supervisor.running()
+            children = await start_workers(spec)
+            self._users = [*(one for one in self._users if not one.died.is_set()), *children]
+            return children
+
+        return start
+
+    async def _start(self, start_workers: Callable[[ModelSpec], Awaitable[list[Child]]]) -> list[Child]:
+        await asyncio.gather(*(one.stop(GRACE_S) for one in self._users))
+        self._users = []
+        return await start_workers(self.spec)
+
+    async def _restart(self) -> None:
+        await self._supervisor.running()
+
+    async def _load(self, holders: list[Child]) -> None:
+        await asyncio.gather(
+            *(
+                holder.call(Hold(self.spec, gpu), on_part=partial(self._supervisor.on_loading, holder.name))
+                for holder, gpu in zip(holders, self.spec.base_gpus, strict=True)
+            )
+        )

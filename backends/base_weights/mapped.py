@@ -1,0 +1,252 @@
+"""Map a base's weights from the process that holds them, and compare them with the files. Imports no vLLM: that would
+switch off the trainer's fastest attention."""
+
+import json
+import logging
+import pickle
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backends.base_weights.name_map import View
+from backends.base_weights.shared_memory import SharedTensor
+from backends.protocol import BackendFailed
+
+log = logging.getLogger(__name__)
+GET_VIEWS = {"cmd": "get_views"}
+"""A request to the holder, answered with `tensors` and `views`."""
+_LENGTH = struct.Struct("!Q")
+"""The length of a message, as vLLM's weight cache sends it."""
+_TIMEOUT_S = 300.0
+_SMALL = 1 << 20
+"""Numbers of a tensor that is no matrix of a layer."""
+_SAMPLED = 1 << 14
+"""Numbers of the largest tensor that is compared whole."""
+_ROWS = 4
+"""Rows of each block that is compared."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Files:
+    """The tensors of a model's safetensors files, by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self._opened = ExitStack()
+        self._by_name: dict[str, Any] = {}
+        index = directory / "model.safetensors.index.json"
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
+        for path in sorted(directory.glob("*.safetensors")):
+            if named is None or path.name in named:
+                file = self._opened.enter_context(safe_open(path, "pt"))
+                self._by_name |= dict.fromkeys(file.keys(), file)
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def layouts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and type of each tensor of a type that models compute in."""
+        slices = {name: self.slice(name) for name in self._by_name}
+        return {
+            name: (tuple(one.get_shape()), _DTYPES[one.get_dtype()])
+            for name, one in slices.items()
+            if one.get_dtype() in _DTYPES
+        }
+
+    def names(self) -> list[str]:
+        """Return all names."""
+        return list(self._by_name)
+
+    def slice(self, name: str) -> Any:
+        """Return a tensor whose parts are read when they are indexed."""
+        return self._by_name[name].get_slice(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor."""
+        read: Tensor = self._by_name[name].get_tensor(name)
+        return read
+
+
+def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
+    """Ask the holder for its weights; return each tensor of the files that is among them, by its name there.
+
+    They share the holder's memory, and must not be written to. Raises BackendFailed.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_TIMEOUT_S)
+            connection.connect(str(base_socket))
+            request = pickle.dumps(GET_VIEWS)
+            connection.sendall(_LENGTH.pack(len(request)) + request)
+            with connection.makefile("rb") as stream:
+                (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+                answer = pickle.loads(stream.read(length))  # from our own process, in the user's own directory
+    except (OSError, struct.error, EOFError) as error:
+        raise BackendFailed(f"the process that holds the weights does not answer at {base_socket}: {error}") from None
+    if answer["status"] != "ok":
+        raise BackendFailed(f"the process that holds the weights gives none: {answer['message']}")
+    views: Mapping[str, View] = answer["views"]
+    wholes = {name: _mapped(shared, device) for name, shared in answer["tensors"].items()}
+    return {name: view.of(wholes[view.tensor]) for name, view in views.items()}
+
+
+def _mapped(shared: SharedTensor | tuple[Callable[..., Tensor], tuple[Any, ...]], device: torch.device) -> Tensor:
+    if isinstance(shared, SharedTensor):
+        return shared.mapped()
+    rebuild, args = shared
+    # torch's seventh argument is the number of the GPU, which another process may count otherwise.
+    return rebuild(*args[:6], device.index, *args[7:])
+
+
+@dataclass(frozen=True)
+class BaseTensors:
+    """All tensors of a model's files, by name."""
+
+    mapped: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+    """Read into memory of this process."""
+
+    def num_own_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """Return the bytes of those parameters that are in no mapped memory."""
+        storages = {_storage(one) for one in self.mapped.values()}
+        return sum(one.nbytes for one in parameters if _storage(one) not in storages)
+
+
+def checked_tensors(directory: Path, base_socket: Path, device: torch.device, dtype: torch.dtype) -> BaseTensors:
+    """Return all tensors of the model's files, mapped where the holder has them, else read into own memory.
+
+    Raises BackendFailed where a sample of a mapped tensor is not what the files say: numbers would be wrong.
+    """
+    views = map_views(base_socket, device)
+    mapped, own = {}, {}
+    with Files(directory) as files:
+        layouts = files.layouts()
+        for name in files.names():
+            view = views.get(name)
+            if view is not None and _is_as_good(view, layouts[name][1], dtype):
+                require_same(name, view, layouts[name][0], files.slice(name))
+                mapped[name] = view
+            else:
+                log.info("%s: %s has a copy of its own in the trainer", directory, name)
+                own[name] = files.tensor(name)
+    return BaseTensors(mapped, own)
+
+
+def _is_as_good(view: Tensor, file_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+    """Return whether the trainer may have a tensor as the engine has it. A small one, which it may keep more exactly
+    than its matrices, only if nothing was rounded."""
+    is_exact = torch.promote_types(view.dtype, file_dtype) == view.dtype
+    return is_exact or (view.dtype == dtype and view.numel() > _SMALL)
+
+
+def require_same(name: str, view: Tensor, shape: Sequence[int], file: Any) -> None:
+    """Raise BackendFailed unless blocks of rows of a mapped tensor are bitwise those of the file."""
+    if tuple(view.shape) != tuple(shape):
+        raise BackendFailed(f"{name} has shape {tuple(view.shape)} where it is held, and {tuple(shape)} in the files")
+    for index in _blocks(name, view):
+        read = file[index] if index else file[...]
+        wanted, got = read.to(view.dtype).contiguous(), view[index].contiguous().cpu()
+        if not torch.equal(got.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)):
+            raise BackendFailed(
+                f"{name} is not what the files say where it is held (compared at {index or 'all of it'}): the engine"
+                " has laid it out otherwise; start with --base-copies 2"
+            )
+
+
+def _blocks(name: str, view: Tensor) -> Iterator[tuple[slice, ...]]:
+    """Yield parts to compare: the first and the last rows of the first and the last matrix, and some between."""
+    if view.numel() <= _SAMPLED or view.dim() < 2:
+        yield ()
+        return
+    *stacked, rows, _ = view.shape
+    chosen = random.Random(name)
+    between = [chosen.randrange(size) for size in stacked], chosen.randrange(rows)
+    for matrix, row in (([0] * len(stacked), 0), between, ([size - 1 for size in stacked], rows - _ROWS)):
+        begin = max(0, min(row, rows - _ROWS))
+        yield (*(slice(at, at + 1) for at in matrix), slice(begin, begin + _ROWS))
+
+
+class JoinedViews(TorchDispatchMode):
+    """While it is active, neighbours in mapped memory are stacked and concatenated by a view of all, not by a copy; and
+    mapped tensors stay on their device."""
+
+    def __init__(self, mapped: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {_storage(one) for one in mapped.values()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator."""
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if func in (aten.stack.default, aten.cat.default) and self.has(args[0][0]):
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            joined = (stacked if func is aten.stack.default else concatenated)(args[0], dim)
+            if joined is not None:
+                return joined
+        if func is aten._to_copy.default and self.has(args[0]) and kwargs.get("dtype") in (None, args[0].dtype):
+            return args[0].as_strided(args[0].shape, args[0].stride(), args[0].storage_offset())
+        return func(*args, **kwargs)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is mapped."""
+        return not tensor.is_meta and _storage(tensor) in self._storages
+
+
+def stacked(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return torch.stack of tensors that are equally far apart in memory, as a view; None if they are not."""
+    first, *others = tensors
+    steps = {
+        int(after.storage_offset()) - int(before.storage_offset())
+        for before, after in zip(tensors, others, strict=False)
+    }
+    if not others or not _alike(tensors) or len(steps) != 1 or min(steps) < 1:
+        return None
+    at = dim % (first.dim() + 1)
+    shape, stride = list(first.shape), list(first.stride())
+    shape.insert(at, len(tensors))
+    stride.insert(at, steps.pop())
+    return first.as_strided(shape, stride, first.storage_offset())
+
+
+def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return torch.cat of tensors that follow each other in memory, as a view; None if they do not."""
+    first, *others = tensors
+    at = dim % first.dim()
+    if not others or not _alike(tensors, but=at):
+        return None
+    offset = first.storage_offset()
+    for before, after in zip(tensors, others, strict=False):
+        offset += before.shape[at] * before.stride(at)
+        if after.storage_offset() != offset:
+            return None
+    shape = list(first.shape)
+    shape[at] = sum(one.shape[at] for one in tensors)
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+def _alike(tensors: Sequence[Tensor], but: int | None = None) -> bool:
+    """Return whether all are in one storage and have one layout, but for the size of one dimension."""
+    layouts = {
+        (_storage(one), one.dtype, one.stride(), tuple(size for dim, size in enumerate(one.shape) if dim != but))
+        for one in tensors
+    }
+    return len(layouts) == 1
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, which is the same for all that share it."""
+    return tensor.untyped_storage().data_ptr()

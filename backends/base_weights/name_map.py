@@ -1,0 +1,153 @@
+"""Find where the engine puts each tensor of a model's files, by watching the engine's own loading on meta tensors.
+
+Query, key and value are row slices of one tensor there, experts are slices of a stack, and some tensors are transposed.
+The map is not written down for any kind of model: each copy from a tensor of the files into one of the engine's is
+recorded, and copies of one tensor are joined if they are one view. Knows neither vLLM nor transformers.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor of the files as a view of one of the engine's."""
+
+    tensor: str
+    """Name of the engine's."""
+    shape: tuple[int, ...]
+    """Shape in the files."""
+    stride: Strides
+    """In numbers, for each dimension of `shape`."""
+    offset: int
+    """Numbers from the beginning of the engine's tensor."""
+    whole_shape: tuple[int, ...]
+    whole_stride: Strides
+    """Layout of the engine's tensor when it was loaded."""
+
+    def fits(self, whole: Tensor) -> bool:
+        """Return whether the engine's tensor still has the layout that it was loaded in."""
+        return whole.shape == self.whole_shape and whole.stride() == self.whole_stride
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the view of the engine's tensor. Shares its memory."""
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+
+def trace_loading(
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    parameters: Mapping[str, Tensor],
+    files: Mapping[str, tuple[Sequence[int], torch.dtype]],
+) -> dict[str, View]:
+    """Return the view for each tensor of the files that `load` copies unchanged into one of `parameters`.
+
+    `load` takes names and tensors of the files, as vLLM's load_weights does, and `parameters` are on the meta device.
+    A tensor that is computed with before it is copied, or whose copies are no single view, is left out.
+    """
+    sources = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (shape, dtype) in files.items()}
+    targets: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        targets.setdefault(_storage(parameter), name)  # of tied tensors, the first name
+    with _Copies() as traced:
+        load(iter(sources.items()))
+    names = {_storage(tensor): name for name, tensor in sources.items()}
+    copies: dict[str, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
+    for source, target in traced.found:
+        if _storage(source) in names and _storage(target) in targets:
+            copies[names[_storage(source)]].append((targets[_storage(target)], source, target))
+    views = {}
+    for name, found in copies.items():
+        into = found[0][0]
+        if all(other == into for other, _, _ in found):
+            view = _joined(into, sources[name], parameters[into], [pair for _, *pair in found])
+            if view is not None:
+                views[name] = view
+    return views
+
+
+class _Copies(TorchDispatchMode):
+    """Records source and target of every copy."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator."""
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            self.found.append((source, target))
+            if source.is_meta:  # a few parameters are made with memory, whatever device is the default
+                return target
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _joined(name: str, file: Tensor, whole: Tensor, copies: Sequence[Sequence[Tensor]]) -> View | None:
+    """Return the one view that all copies of `file` are parts of; None if there is none."""
+    if any(source.shape != target.shape for source, target in copies):
+        return None  # repeated
+    if sum(source.numel() for source, _ in copies) != file.numel():
+        return None
+    strides: dict[int, int] = {}
+    for source, target in copies:
+        found = _strides(file, source, target)
+        if found is None or any(strides.setdefault(dim, step) != step for dim, step in found.items()):
+            return None
+    origins = [(_index(file, int(source.storage_offset())), int(target.storage_offset())) for source, target in copies]
+    (first, first_offset), *others = origins
+    for index, offset in others:
+        moved = {dim: to - begin for dim, (begin, to) in enumerate(zip(first, index, strict=True)) if to != begin}
+        rest = offset - first_offset - sum(by * strides[dim] for dim, by in moved.items() if dim in strides)
+        unknown = [dim for dim in moved if dim not in strides]
+        if len(unknown) == 1 and rest % moved[unknown[0]] == 0:
+            strides[unknown[0]] = rest // moved[unknown[0]]
+        elif unknown or rest:
+            return None
+    stride = tuple(strides.get(dim, 1) for dim in range(file.dim()))
+    if any(size > 1 and dim not in strides for dim, size in enumerate(file.shape)) or min(stride, default=1) < 1:
+        return None
+    begin = first_offset - sum(at * step for at, step in zip(first, stride, strict=True)) - int(whole.storage_offset())
+    return View(name, tuple(file.shape), stride, begin, tuple(whole.shape), whole.stride()) if begin >= 0 else None
+
+
+def _strides(file: Tensor, source: Tensor, target: Tensor) -> dict[int, int] | None:
+    """Return the target's stride for each dimension of `file` in which `source`, a part of it, has several numbers."""
+    by_stride = {step: dim for dim, (step, size) in enumerate(zip(file.stride(), file.shape, strict=True)) if size > 1}
+    found = {}
+    for size, step, target_step in zip(source.shape, source.stride(), target.stride(), strict=True):
+        left = size
+        while left > 1:  # a dimension of the source may be several of the file
+            dim = by_stride.get(step)
+            if dim is None:
+                return None
+            found[dim] = target_step
+            here = math.gcd(left, file.shape[dim]) if left > file.shape[dim] else left
+            if left > here and here != file.shape[dim]:
+                return None
+            left, step, target_step = left // here, step * here, target_step * here
+    return found
+
+
+def _index(file: Tensor, offset: int) -> tuple[int, ...]:
+    """Return the index of the number at an offset of the file's contiguous tensor."""
+    index = []
+    for step in file.stride():
+        index.append(offset // step if step else 0)
+        offset -= index[-1] * step
+    return tuple(index)

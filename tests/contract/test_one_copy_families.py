@@ -1,0 +1,84 @@
+"""One copy of the base of every family: what the engine loads is what the trainer maps.
+
+pytest -m slow tests/contract/test_one_copy_families.py
+"""
+
+import importlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backends.base_weights.mapped import Files, map_views
+from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec
+from backends.trainer.distributed import World
+from backends.trainer.model.loading import load
+from tests.models import FAMILIES, make_tiny_text, make_tiny_vl
+from tests.sampling import sampler_config
+
+pytestmark = pytest.mark.slow
+ALL = {
+    **FAMILIES,
+    "Qwen3": make_tiny_text,
+    "Qwen3-VL": make_tiny_vl,
+    "Qwen3-VL, tied": lambda directory: make_tiny_vl(directory, tie=True),
+}
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def _engine_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM's groups of ranks, and what is changed inside it, for one test."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    from backends.sampler.vllm_patches import targets
+
+    for patch in (targets.CPU_WEIGHTS, targets.CPU_MAPPING, targets.CPU_MAPPED_DEVICE):
+        module, _, name = patch.target.partition(":")
+        monkeypatch.setattr(importlib.import_module(module), name, getattr(importlib.import_module(module), name))
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+@pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.parametrize("family", ALL)
+def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(family: str, tmp_path: Path) -> None:
+    source = ALL[family](tmp_path / "model")
+    for path in source.glob("*.safetensors"):  # as models are published
+        save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path, {"format": "pt"})
+    spec = held(replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16"), tmp_path / "base")
+    mapped = map_views(spec.base_socket(None), ALONE.device)
+    with Files(source) as files:
+        assert mapped.keys() == set(files.names())
+        for name, tensor in mapped.items():
+            assert tensor.equal(files.tensor(name).to(tensor.dtype)), name
+    kind = Renderer(str(source), image_cache_bytes=0, max_image_pixels=10**7).family
+    ours = load(spec, kind, ALONE, is_sharded=False).model
+    wanted = load(replace(spec, base_dir=None), kind, ALONE, is_sharded=False).model
+    memory = next(iter(mapped.values())).untyped_storage().data_ptr()
+    parameters = dict(ours.named_parameters())
+    for name, tensor in wanted.named_parameters():
+        assert parameters[name].equal(tensor) and parameters[name].dtype == tensor.dtype, name
+        # What the trainer has in another precision than the engine is its own, and small.
+        is_mapped = parameters[name].untyped_storage().data_ptr() == memory
+        assert is_mapped or tensor.numel() < 1000, name
+
+
+def held(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """The spec of a model whose base a thread of this process holds."""
+    from backends.sampler.weight_holder import WeightHolder
+
+    directory.mkdir(mode=0o700)
+    spec = replace(spec, base_copies=1, base_dir=directory)
+    holder = WeightHolder(spec, None)
+    holder.load_model()
+    ready = threading.Event()
+    threading.Thread(target=holder.serve_forever, args=(ready.set,), daemon=True).start()
+    assert ready.wait(10)
+    return spec

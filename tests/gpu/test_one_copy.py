@@ -1,0 +1,170 @@
+"""One copy of the base on a GPU: a holder, a trainer and an engine that map it, and their deaths.
+
+pytest tests/gpu/test_one_copy.py -s
+"""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from api_schemas.training import AdamParams
+from backends.base_weights.client import BaseWeights
+from backends.base_weights.mapped import Files, map_views
+from backends.inputs.rendering import Renderer
+from backends.model_spec import ModelSpec, Placement
+from backends.processes.launcher import launch_sampler, launch_trainer
+from backends.protocol import ignore_loading
+from backends.sampler.pool import SamplerPool
+from backends.trainer.client import TrainerClient
+from tests.factories import cross_entropy, image, prompt, words
+from tests.gpu.agreement import LARGEST, MEAN, scoring_datum
+from tests.models import make_tiny_of, make_tiny_vl
+from tests.sampling import sample, sampler_config, scoring
+from tests.trainers import LORA
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+"""Weights of 5 GiB in bfloat16: far more than processes need beside them."""
+RESTART_S = 60
+
+
+def spec_of(source: Path, scratch: Path) -> ModelSpec:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    placement = Placement(gpus=(0,), sampler_fraction=0.3, engines=((0,),))
+    return replace(
+        sampler_config(source, scratch),
+        device="cuda",
+        dtype="bfloat16",
+        placement=placement,
+        kv_cache_bytes=1 << 30,
+        base_copies=1,
+        max_context_length=2048,
+    )
+
+
+class Parts:
+    def __init__(self, spec: ModelSpec) -> None:
+        self.base = BaseWeights(spec)
+        self.trainer = TrainerClient(self.base.spec, self.base.mapped_by(launch_trainer))
+        self.sampler = SamplerPool(self.base.spec, self.base.mapped_by(launch_sampler))
+        self.socket = self.base.spec.base_socket(0)
+
+    async def __aenter__(self) -> "Parts":
+        await self.base.start(ignore_loading)
+        await self.trainer.start()
+        await self.sampler.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(self.trainer.stop(), self.sampler.stop())
+        await self.base.stop()
+
+    def holder(self) -> int:
+        return self.base._supervisor.children[0].process.pid
+
+    async def difference(self, source: Path) -> np.ndarray:
+        """Absolute, nats, of trainer and sampler."""
+        renderer = Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
+        pictures = [image(96, 64, 1)] if renderer.takes_images else []
+        model_input = prompt(words(200, 5), *pictures, words(100, 6))
+        scored = (await sample(self.sampler, scoring(model_input), None)).prompt_logprobs
+        await self.trainer.create_model("m", LORA, "owner")
+        item = scoring_datum(model_input, renderer)
+        output = await self.trainer.forward_backward("m", cross_entropy([item]), backward=False)
+        await self.trainer.delete_model("m")
+        placeholder = renderer.config.image_token_id if renderer.takes_images else -1
+        text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
+        found: np.ndarray = np.abs(np.asarray(scored)[1:] - output.loss_fn_outputs[0]["logprobs"][:-1])[text]
+        return found
+
+
+def used_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("kind", ["dense", "vision", "mixture", "mixture with vision"])
+async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: str, tmp_path: Path) -> None:
+    source = {
+        "dense": lambda at: make_tiny_of("qwen3", at, tie_word_embeddings=True),
+        "vision": make_tiny_vl,
+        "mixture": lambda at: make_tiny_of("qwen3_moe", at, num_experts=8, moe_intermediate_size=96),
+        "mixture with vision": lambda at: make_tiny_vl(at, moe=True),
+    }[kind](tmp_path / "model")
+    async with Parts(spec_of(source, tmp_path / "scratch")) as parts:
+        mapped = map_views(parts.socket, DEVICE)
+        with Files(source) as files:
+            assert mapped.keys() == set(files.names())
+            for name, tensor in mapped.items():
+                assert tensor.cpu().equal(files.tensor(name).to(tensor.dtype)), name
+        del mapped
+        found = await parts.difference(source)
+        print(f"{kind}: mean {found.mean():.4f}, largest {found.max():.4f} nats")
+        assert found.mean() < MEAN and found.max() < LARGEST
+
+
+async def test_memory_has_one_copy_and_all_outlive_deaths(tmp_path: Path) -> None:
+    source = make_tiny_of("qwen3", tmp_path / "model", **LARGE)
+    weight_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors")) // 2  # files are float32
+    spec = spec_of(source, tmp_path / "scratch")
+    before = used_bytes()
+    async with Parts(spec) as parts:
+        taken = used_bytes() - before
+        print(f"{weight_bytes / 2**30:.1f} GiB of weights, {taken / 2**30:.1f} GiB taken with 1 GiB of KV cache")
+        assert taken < 2 * weight_bytes
+        mapped = map_views(parts.socket, DEVICE)
+        name, tensor = max(mapped.items(), key=lambda one: one[1].numel())
+        contents = tensor.cpu()
+        first = await parts.difference(source)
+
+        began, engine = time.monotonic(), parts.sampler.engines[0].supervisor.children[0].process.pid
+        os.kill(engine, signal.SIGKILL)
+        await parts.sampler.engines[0].running()
+        print(f"the engine is back after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < RESTART_S
+
+        holder, began = parts.holder(), time.monotonic()
+        os.kill(holder, signal.SIGKILL)
+        await parts.base._supervisor.restarted(0)
+        await parts.trainer.restarted(0)
+        await parts.sampler.engines[0].running()
+        print(f"all are back after {time.monotonic() - began:.1f} s")
+        assert tensor.cpu().equal(contents), name
+        assert not psutil.pid_exists(holder)
+        del mapped, tensor
+        torch.cuda.ipc_collect()
+        assert used_bytes() - before < 2 * weight_bytes
+        again = await parts.difference(source)
+        assert again.mean() < MEAN and first.mean() < MEAN
+
+
+async def test_training_leaves_the_mapped_base_as_it_was(tmp_path: Path) -> None:
+    source = make_tiny_vl(tmp_path / "model")
+    renderer = Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
+    items = [scoring_datum(prompt(words(20, seed), image(64, 64, seed), words(9, seed)), renderer) for seed in range(4)]
+    async with Parts(spec_of(source, tmp_path / "scratch")) as parts:
+        mapped = map_views(parts.socket, DEVICE)
+        before = {name: tensor.clone() for name, tensor in mapped.items()}
+        await parts.trainer.create_model("m", LORA, "owner")
+        for _ in range(3):
+            await parts.trainer.forward_backward("m", cross_entropy(items), backward=True)
+            await parts.trainer.optim_step("m", AdamParams(learning_rate=0.1))
+        await sample(parts.sampler, scoring(prompt(words(30))), None)
+        assert all(tensor.equal(before[name]) for name, tensor in mapped.items())
