@@ -105,7 +105,7 @@ def same(answer: str, truth: str) -> bool:
         return True
     if len(answer) > MAX_ANSWER:
         return False
-    return math_verify.verify(math_verify.parse(f"${truth}$"), math_verify.parse(f"${answer}$"))
+    return bool(math_verify.verify(math_verify.parse(f"${truth}$"), math_verify.parse(f"${answer}$")))
 
 
 def figure(seed: int) -> tuple[Image.Image, str, str]:

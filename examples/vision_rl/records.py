@@ -119,6 +119,7 @@ def _published(row: dict[str, Any], where: str) -> Record:
             image = images[number - 1]
             data = image.get("bytes") if isinstance(image, dict) else None
             _require(isinstance(data, bytes), where, f"images[{number - 1}] has the bytes of its file")
+            assert isinstance(data, bytes)
             parts.append({"type": "image", "image": _decoded(data, where)})
         if text.strip():
             parts.append({"type": "text", "text": text.strip()})

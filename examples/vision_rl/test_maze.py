@@ -24,7 +24,9 @@ def played(env: MazeEnv, *answers: dict[str, Any]) -> list[MessageStepResult]:
 
 
 def last_picture(step: MessageStepResult) -> Image.Image:
-    (image,) = [part["image"] for part in step.next_messages[-1]["content"] if part["type"] == "image"]
+    images = [part["image"] for part in step.next_messages[-1]["content"] if part["type"] == "image"]
+    image: Image.Image = images[0]
+    assert len(images) == 1
     return image
 
 

@@ -52,6 +52,7 @@ def test_a_picture_has_a_square_of_its_colour_on_gray() -> None:
             counted = {colour: count for count, colour in image.getcolors() or []}
             assert counted.pop((128, 128, 128)) + sum(counted.values()) == SIDE * SIDE
             (shade,) = counted
+            assert isinstance(shade, tuple)
             assert all(abs(a - b) <= SPREAD for a, b in zip(shade, COLOURS[name], strict=True))
 
 

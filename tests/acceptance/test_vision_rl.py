@@ -29,7 +29,7 @@ def test_two_turns_of_squares_are_learned_and_measured_again(cookbook: Cookbook,
     validation = run.column("test/env/all/reward/total")
     path = run.checkpoints[-1]["sampler_path"]
     said, _ = cookbook.call(
-        [PYTHON, EXAMPLES / "evaluate.py", "squares", f"weights={path}", "episodes=256", *MODEL],
+        [PYTHON, EXAMPLES / "evaluate_policy.py", "squares", f"weights={path}", "episodes=256", *MODEL],
     )
     found = json.loads(said.splitlines()[-1])
     assert (found["episodes"], found["turns"]) == (256, 2.0)

@@ -1,7 +1,7 @@
 """Measure the reward of saved weights on the validation episodes of a task, without training.
 
-    python evaluate.py squares weights=tinker://RUN/sampler_weights/NAME base_url=http://127.0.0.1:8000
-    python evaluate.py maze base_url=http://127.0.0.1:8000            (the base model)
+    python evaluate_policy.py squares weights=tinker://RUN/sampler_weights/NAME base_url=http://127.0.0.1:8000
+    python evaluate_policy.py maze base_url=http://127.0.0.1:8000            (the base model)
 
 Prints one line of JSON: episodes, mean reward, its standard error, turns of an episode, and the means of the task's own
 metrics. The episodes are those that `teach.py` validates on.
@@ -44,8 +44,8 @@ async def evaluate(task_name: str, options: Options) -> dict[str, float]:
     task = TASKS[task_name]
     served = Served(options.model_name, Path(options.model_dir), options.renderer_name)
     service = tinker.ServiceClient(base_url=options.base_url)
-    named = {"base_model": options.model_name} if options.weights is None else {"model_path": options.weights}
-    client = await service.create_sampling_client_async(**named)
+    base_model = options.model_name if options.weights is None else None
+    client = await service.create_sampling_client(options.weights, base_model)
     policy = TinkerTokenCompleter(client, task.max_tokens, options.temperature)
     groups = held_out(task, served, options.records, options.episodes).get_batch(0)
     played = await asyncio.gather(*(do_group_rollout(group, policy) for group in groups))
@@ -67,5 +67,5 @@ async def evaluate(task_name: str, options: Options) -> dict[str, float]:
 if __name__ == "__main__":
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
     if len(sys.argv) < 2 or sys.argv[1] not in TASKS:
-        sys.exit(f"usage: python evaluate.py {'|'.join(TASKS)} [weights=PATH] [base_url=URL] [NAME=VALUE ...]")
+        sys.exit(f"usage: python evaluate_policy.py {'|'.join(TASKS)} [weights=PATH] [base_url=URL] [NAME=VALUE ...]")
     print(json.dumps(asyncio.run(evaluate(sys.argv[1], chz.entrypoint(Options, argv=sys.argv[2:])))))
