@@ -1,7 +1,9 @@
 """Plan the models' memory; if they do not fit, name the nearest settings and cards with which they would."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from backends.config import BackendConfig
@@ -42,50 +44,47 @@ def suggestions(
 ) -> list[Suggestion]:
     """Return each single change that is enough, the smallest of its kind."""
 
-    def fits(changed: BackendConfig, on: Machine = machine) -> bool:
+    def fits(one: Suggestion) -> bool:
+        changed = config.model_copy(update=one.settings)
+        on = machine if one.gpus is None else _of_cards(machine, one.gpus)
         try:
             make_plan(sizes, changed, on, device, base_copies)
         except BackendFailed:
             return False
         return True
 
-    def first(tries: Iterator[Suggestion]) -> list[Suggestion]:
-        for one in tries:
-            changed = config.model_copy(update=one.settings)
-            if fits(changed, machine if one.gpus is None else _of_cards(machine, one.gpus)):
-                return [one]
-        return []
-
     found: list[Suggestion] = []
-    for tries in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config)):
-        found += first(tries)
+    for less_and_less in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config, machine)):
+        nearest = bisect_left(less_and_less, True, key=fits)
+        found += less_and_less[nearest : nearest + 1]
     if device == "cuda":
-        found += first(_more_cards(machine)) + first(_larger_cards(machine))
+        for tries in (_more_cards(machine), _larger_cards(machine)):
+            found += list(islice(filter(fits, tries), 1))
     return found
 
 
-def _contexts(sizes: Sequence[ModelSize], config: BackendConfig, device: Device) -> Iterator[Suggestion]:
+def _contexts(sizes: Sequence[ModelSize], config: BackendConfig, device: Device) -> list[Suggestion]:
     most = config.max_context_length or CONTEXTS[device][-1]
     longest = min(most, max(size.longest_context for size in sizes))
-    for context in range((longest - 1) // _CONTEXT_STEP * _CONTEXT_STEP, _LEAST_CONTEXT - 1, -_CONTEXT_STEP):
-        yield Suggestion(f"--max-context {context}", {"max_context_length": context})
+    contexts = range((longest - 1) // _CONTEXT_STEP * _CONTEXT_STEP, _LEAST_CONTEXT - 1, -_CONTEXT_STEP)
+    return [Suggestion(f"--max-context {context}", {"max_context_length": context}) for context in contexts]
 
 
-def _ranks(config: BackendConfig) -> Iterator[Suggestion]:
-    for rank in LORA_RANKS:
-        if config.max_lora_rank and not config.full and rank < config.max_lora_rank:
-            yield Suggestion(f"--max-lora-rank {rank}", {"max_lora_rank": rank})
+def _ranks(config: BackendConfig) -> list[Suggestion]:
+    smaller = [rank for rank in LORA_RANKS if config.max_lora_rank and not config.full and rank < config.max_lora_rank]
+    return [Suggestion(f"--max-lora-rank {rank}", {"max_lora_rank": rank}) for rank in smaller]
 
 
-def _models(config: BackendConfig) -> Iterator[Suggestion]:
-    for count in range((config.models_at_once or 1) - 1, 0, -1):
-        yield Suggestion(f"--models-at-once {count}", {"models_at_once": count})
+def _models(config: BackendConfig) -> list[Suggestion]:
+    counts = range((config.models_at_once or 1) - 1, 0, -1)
+    return [Suggestion(f"--models-at-once {count}", {"models_at_once": count}) for count in counts]
 
 
-def _caches(config: BackendConfig) -> Iterator[Suggestion]:
-    for size_gib in range((config.kv_cache_bytes or 0) // GIB, 0, -1):
-        if size_gib * GIB != config.kv_cache_bytes:
-            yield Suggestion(f"--kv-cache {size_gib}", {"kv_cache_bytes": size_gib * GIB})
+def _caches(config: BackendConfig, machine: Machine) -> list[Suggestion]:
+    """Suggest whole GiB, none larger than a memory."""
+    most = min(config.kv_cache_bytes or 0, max(machine.main_bytes, *machine.gpu_bytes, 0))
+    caches = [size_gib for size_gib in range(most // GIB, 0, -1) if size_gib * GIB != config.kv_cache_bytes]
+    return [Suggestion(f"--kv-cache {size_gib}", {"kv_cache_bytes": size_gib * GIB}) for size_gib in caches]
 
 
 def _more_cards(machine: Machine) -> Iterator[Suggestion]:

@@ -191,6 +191,7 @@ REFUSED = [
     ("8b-text", "A100-40", 2, {}),
     ("8b-text", "H100", 2, {"models_at_once": 16, "max_lora_rank": 128}),
     ("8b-text", "H100", 2, {"kv_cache_bytes": 50 * GIB}),
+    ("8b-text", "H100", 2, {"kv_cache_bytes": 1 << 50}),  # found at once
     ("32b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 64}),
     ("30b-a3b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 32}),
     ("70b", "H100:4", 2, {}),

@@ -81,6 +81,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -
     own = tmp_path / "own"
     await (await launch("busy", "tests.busy_child", {})).stop()  # the event loop opens what it keeps
     descriptors = _num_descriptors()
+    others = set(psutil.Process().children(recursive=True))  # of other tests in this process
     num_cancelled = 0
     for num_turns in range(1, 13):
         own.mkdir()
@@ -95,7 +96,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind(tmp_path: Path) -
             await starting.result().stop()
         assert not own.exists()
     assert num_cancelled
-    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    children = [child.pid for child in set(psutil.Process().children(recursive=True)) - others]
     await asyncio.sleep(1)
     assert survivors(children) == []
     assert _num_descriptors() <= descriptors
