@@ -44,7 +44,7 @@ async def test_several_models_load_side_by_side_with_a_line_each(
         lines = [record.getMessage() for record in caplog.records if record.name == "backends.configure.create"]
         for line, name in zip(lines, ("seeing", "blind"), strict=False):
             assert re.fullmatch(
-                rf"{name}: loading trainer and sampler, 0.00 GiB of weights each, .*ranks up to 128", line
+                rf"{name}: loading trainer and sampler, 0.00 GiB of weights each, .*ranks up to 128, 8 slots", line
             )
         ready = {name: int(s) for name, s in re.findall(r"(\w+): ready after (\d+) s", "\n".join(lines[2:]))}
         assert ready.keys() == {"seeing", "blind"}
