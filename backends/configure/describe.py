@@ -88,7 +88,7 @@ def planned(
     """Return the plan of all models, and the models with what it has chosen for them. Raises BackendFailed, with the
     nearest settings that fit, if they do not all fit."""
     sizes, device = [one.size for one in found], chosen_device(config, machine)
-    plan = plan_or_suggest(sizes, config, machine, device, config.base_copies)
+    plan = plan_or_suggest(sizes, config, machine, device)
     return plan, [replace(one, spec=_placed(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
 
 

@@ -27,20 +27,18 @@ class Suggestion:
     gpus: str | None = None
 
 
-def plan_or_suggest(
-    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, base_copies: int = 2
-) -> MemoryPlan:
+def plan_or_suggest(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:
     """Return the plan. Raises BackendFailed with every figure and the nearest that fits, each as the flag to give."""
     try:
-        return make_plan(sizes, config, machine, device, base_copies)
+        return make_plan(sizes, config, machine, device)
     except BackendFailed as error:
-        found = suggestions(sizes, config, machine, device, base_copies)
+        found = suggestions(sizes, config, machine, device)
         flags = " or ".join(one.flag for one in found) or "nothing nearer than a smaller model"
         raise BackendFailed(f"{error}; nearest that fits: {flags}") from None
 
 
 def suggestions(
-    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, base_copies: int = 2
+    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device
 ) -> list[Suggestion]:
     """Return each single change that is enough, the smallest of its kind."""
 
@@ -48,7 +46,7 @@ def suggestions(
         changed = config.model_copy(update=one.settings)
         on = machine if one.gpus is None else _of_cards(machine, one.gpus)
         try:
-            make_plan(sizes, changed, on, device, base_copies)
+            make_plan(sizes, changed, on, device)
         except BackendFailed:
             return False
         return True

@@ -53,12 +53,10 @@ def this_machine() -> Machine:
     return Machine(psutil.virtual_memory().available, sizes, names)
 
 
-def make_plan(
-    sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device, base_copies: int = 2
-) -> MemoryPlan:
+def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:
     """Return the plan of all models, with what is left over given out. Raises BackendFailed with every figure of the
     fullest GPU if they do not fit."""
-    search = _Search(sizes, config, machine, device, base_copies)
+    search = _Search(sizes, config, machine, device)
     tried: list[MemoryPlan] = []
     for wish in _bases(config, device):
         tried = []
@@ -126,9 +124,8 @@ class _Search:
         config: BackendConfig,
         machine: Machine,
         device: Device,
-        base_copies: int,
     ) -> None:
-        self._sizes, self._config, self._device, self._base_copies = sizes, config, device, base_copies
+        self._sizes, self._config, self._device = sizes, config, device
         self._totals = (machine.main_bytes,) if device == "cpu" else tuple(machine.gpu_bytes)
         gpus = range(len(self._totals))
         self._trainer_gpus = config.trainer_gpus or tuple(gpus)
@@ -142,8 +139,7 @@ class _Search:
         shard it, else replicate it where only that fits. Not all of them fit."""
         demands = {size.name: self._demand(size, wish) for size in self._sizes}
         for ranks, tensor_parallel, is_apart in self._numbers_of_ranks():
-            whole = ranks == 1 or self._base_copies == 1
-            kinds = [False] if self._config.full else [True] if whole else [True, False, True]
+            kinds = [False] if self._config.full else [True] if self._is_whole(ranks) else [True, False, True]
             for at, replicates in enumerate(kinds):
                 most = self._layouts(ranks, tensor_parallel, replicates=replicates, is_apart=is_apart)
                 plan = self._with_engines(demands, most)
@@ -225,19 +221,22 @@ class _Search:
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
-        parallel = [config.tensor_parallel] if config.tensor_parallel else parallel if self._base_copies == 2 else [1]
+        parallel = [config.tensor_parallel] if config.tensor_parallel else parallel if config.base_copies == 2 else [1]
         apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
         tries = [(r, t, one) for r in ranks for t in parallel for one in apart]
         fitting = [one for one in tries if _num_used(*one) <= len(self._totals)]
         yield from sorted(fitting, key=lambda one: (_num_used(*one), one[2], -one[0], one[1]))
+
+    def _is_whole(self, ranks: int) -> bool:
+        """Return whether each of so many ranks has the whole base in any case: an only rank, and one that maps it."""
+        return ranks == 1 or self._config.base_copies == 1
 
     def _layouts(self, ranks: int, tensor_parallel: int, *, replicates: bool, is_apart: bool) -> dict[str, Layout]:
         """Lay out each model's trainer, and as many engines as it may have at most."""
         if self._device == "cpu":
             engines = ((0,) * tensor_parallel,) * (self._config.engines or 1)
             # On the CPU ranks divide the base, unless they map it: memory is one.
-            whole = ranks == 1 or self._base_copies == 1
-            return {size.name: Layout((0,) * ranks, engines, whole) for size in self._sizes}
+            return {size.name: Layout((0,) * ranks, engines, self._is_whole(ranks)) for size in self._sizes}
         trainers = _spread(self._sizes, self._trainer_gpus, ranks)
         load = [
             sum(size.base_bytes for size in self._sizes if gpu in trainers[size.name])
@@ -276,7 +275,7 @@ class _Search:
         return self._counted({size.name: self._demand(size, wish) for size in self._sizes}, plan.layouts)
 
     def _counted(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
-        parts = plan_parts(self._sizes, demands, layouts, self._device, self._base_copies)
+        parts = plan_parts(self._sizes, demands, layouts, self._device, self._config.base_copies)
         return MemoryPlan(self._device, self._totals, demands, dict(layouts), parts)
 
 

@@ -50,8 +50,8 @@ def machine(gpus: str) -> Machine:
     return Machine(0, sizes, names)
 
 
-def plan(name: str, gpus: str, base_copies: int = 2, **settings: object) -> MemoryPlan:
-    return plan_or_suggest([shape(name)], BackendConfig(**settings), machine(gpus), "cuda", base_copies)  # type: ignore[arg-type]
+def plan(name: str, gpus: str, **settings: object) -> MemoryPlan:
+    return plan_or_suggest([shape(name)], BackendConfig(**settings), machine(gpus), "cuda")  # type: ignore[arg-type]
 
 
 def part(found: MemoryPlan, process: str, name: str, gpu: int = 0) -> int:
@@ -198,14 +198,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "gpus", "base_copies", "settings"), REFUSED)
+@pytest.mark.parametrize(("name", "gpus", "copies", "settings"), REFUSED)
 def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
-    name: str, gpus: str, base_copies: int, settings: dict[str, object]
+    name: str, gpus: str, copies: int, settings: dict[str, object]
 ) -> None:
-    config = BackendConfig(**settings)  # type: ignore[arg-type]
+    config = BackendConfig(base_copies=copies, **settings)  # type: ignore[arg-type]
     with pytest.raises(BackendFailed, match="nearest that fits: ") as refused:
-        plan_or_suggest([shape(name)], config, machine(gpus), "cuda", base_copies)
-    found = suggestions([shape(name)], config, machine(gpus), "cuda", base_copies)
+        plan_or_suggest([shape(name)], config, machine(gpus), "cuda")
+    found = suggestions([shape(name)], config, machine(gpus), "cuda")
     assert found
     for one in found:
         assert one.flag in str(refused.value)
@@ -213,8 +213,8 @@ def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
         arguments = [] if other_gpus else one.flag.split()
         given = read_settings(parse(["doctor", "--model", "a=org/name", *arguments])).backend
         changed = config.model_copy(update=given.model_dump(exclude_unset=True, exclude={"models"}))
-        make_plan([shape(name)], changed, machine(other_gpus[1] if other_gpus else gpus), "cuda", base_copies)
+        make_plan([shape(name)], changed, machine(other_gpus[1] if other_gpus else gpus), "cuda")
         if "max_context_length" in one.settings and one.settings["max_context_length"] + 1024 < 32768:
             longer = {"max_context_length": one.settings["max_context_length"] + 1024}
             with pytest.raises(BackendFailed):
-                make_plan([shape(name)], config.model_copy(update=longer), machine(gpus), "cuda", base_copies)
+                make_plan([shape(name)], config.model_copy(update=longer), machine(gpus), "cuda")
