@@ -20,6 +20,7 @@ from backends.formats.model_files import (
     check_tokenizer,
     count_parameters,
     fingerprint,
+    head_width,
     kv_bytes_per_token,
     local_directory,
     state_bytes_per_sequence,
@@ -124,10 +125,10 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     check_rotation(text_config, min(text_config.max_position_embeddings, longest), source)
     if config.full:
         _check_full(numbers, source)
-    count_parameters(directory)
+    count_parameters(directory)  # refuses a directory without weights
     size = replace(
         model_size(name, renderer.config, numbers, dtype),
-        packs=not renderer.family.has_linear_attention,
+        can_be_captured=not renderer.family.has_linear_attention,
         trains_all=config.full,
         tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),
     )
@@ -202,9 +203,8 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
     """Estimate the bytes that a layer saves of a token: its input in float32, the norms' outputs, queries, keys, values
     and attention's output, gate and up. 73.0 KiB for 4 billion parameters, where 73.7 were measured on an H200."""
     hidden = text_config.hidden_size
-    head_dim = getattr(text_config, "head_dim", None) or hidden // text_config.num_attention_heads
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
-    numbers = 2 * heads * head_dim + 2 * key_heads * head_dim + hidden
+    numbers = 2 * (heads + key_heads) * head_width(text_config) + hidden
     if chosen := getattr(text_config, "num_experts_per_tok", 0):
         # Of each (token, expert) pair the input, gate, up, their product, and the output.
         inner = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size

@@ -64,8 +64,8 @@ class ModelSize:
     """Bytes that the vision tower takes for a token of an image, by estimate; 0 without images."""
     longest_context: int = 1 << 20
     """The model's own limit, in tokens."""
-    packs: bool = True
-    """True if a microbatch may have several samples."""
+    can_be_captured: bool = True
+    """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
     trains_all: bool = False
     tensor_parallels: tuple[int, ...] = (1,)
     """Numbers of ranks that an engine can have."""
@@ -229,7 +229,7 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     microbatch = size.activation_bytes(demand.context, recomputes=True)
     images = int(size.image_token_bytes * min(demand.context, ENGINE_TOKENS))
     parts["microbatch or optim_step"] = max(microbatch, images, step_bytes)
-    if size.packs and (num_ranks == 1 or replicates) and not size.trains_all:
+    if size.can_be_captured and (num_ranks == 1 or replicates) and not size.trains_all:
         parts["graphs"] = int(_SMALLEST_GRAPH_TOKENS * (1 + size.num_layers) * size.layer_token_bytes)
     parts["left free"] = int(sum(parts.values()) * MARGIN / (1 - MARGIN))
     parts["context"] = TRAINER_CONTEXT_BYTES + (NCCL_BYTES if num_ranks > 1 else 0)

@@ -103,13 +103,17 @@ def _read_header(path: Path) -> Iterator[_Tensor]:
             yield _Tensor(name, entry["dtype"], entry["shape"], 8 + length + begin, end - begin)
 
 
+def head_width(text_config: Any) -> int:
+    """Return the numbers of a head's query or key."""
+    # Older architectures' configs name no head_dim.
+    return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
+
+
 def kv_bytes_per_token(text_config: Any, dtype: str) -> int:
     """Bytes of one token's keys and values in all layers that keep them: not those of linear attention."""
-    # Older architectures' configs name no head_dim.
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     num_layers = sum(kind != "linear_attention" for kind in kinds)
-    return int(2 * num_layers * text_config.num_key_value_heads * head_dim * BYTES_PER_NUMBER[dtype])
+    return int(2 * num_layers * text_config.num_key_value_heads * head_width(text_config) * BYTES_PER_NUMBER[dtype])
 
 
 def state_bytes_per_sequence(text_config: Any, dtype: str) -> int:
