@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from backends.model_spec import ModelSpec
 from backends.processes.messages import STREAM_LIMIT
@@ -101,21 +101,16 @@ async def launch_trainer(spec: ModelSpec) -> list[Child]:
     if device == "cuda":
         # Sequences of varying lengths would fragment memory into pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    ranks: list[Child] = []
     # Rank 0 inherits a socket that listens already: otherwise another process could take the port before rank 0 does.
     with socket.create_server(("127.0.0.1", 0), backlog=num_ranks) as meeting:
         env |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.fileno())}
-        try:
-            for rank in range(num_ranks):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                fds = [meeting.fileno()] if rank == 0 else []
-                ranks.append(
-                    await launch(f"trainer {spec.name} rank {rank}", "backends.trainer.process", env | own, fds)
-                )
-        except BaseException:
-            await asyncio.gather(*(rank.stop(grace_s=1) for rank in ranks))
-            raise
-    return ranks
+
+        def launch_rank(rank: int) -> Awaitable[Child]:
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            fds = [meeting.fileno()] if rank == 0 else []
+            return launch(f"trainer {spec.name} rank {rank}", "backends.trainer.process", env | own, fds)
+
+        return await _all_or_none(map(launch_rank, range(num_ranks)))
 
 
 async def launch_sampler(spec: ModelSpec) -> list[Child]:
@@ -128,18 +123,27 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
 
 async def launch_holders(spec: ModelSpec) -> list[Child]:
     """Start a process for each GPU of a model, in the order of `spec.base_gpus`, to hold its weights there."""
-    holders: list[Child] = []
+
+    def launch_holder(gpu: int | None) -> Awaitable[Child]:
+        number = "" if gpu is None else f" GPU {gpu}"
+        env = _for_vllm(spec.device, () if gpu is None else (gpu,))
+        # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
+        return launch(f"weights {spec.name}{number}", "backends.sampler.weight_holder", env)
+
+    return await _all_or_none(map(launch_holder, spec.base_gpus))
+
+
+async def _all_or_none(launches: Iterator[Awaitable[Child]]) -> list[Child]:
+    """Await one launch after the other; if one fails, end those before."""
+    children: list[Child] = []
     try:
-        for gpu in spec.base_gpus:
-            number = "" if gpu is None else f" GPU {gpu}"
-            env = _for_vllm(spec.device, () if gpu is None else (gpu,))
-            # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
-            env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
-            holders.append(await launch(f"weights {spec.name}{number}", "backends.sampler.weight_holder", env))
+        for one in launches:
+            children.append(await one)  # noqa: PERF401 - an error leaves those before it
     except BaseException:
-        await asyncio.gather(*(holder.stop(grace_s=1) for holder in holders))
+        await asyncio.gather(*(child.stop(grace_s=1) for child in children))
         raise
-    return holders
+    return children
 
 
 def _for_vllm(device: str, gpus: Sequence[int]) -> dict[str, str]:
