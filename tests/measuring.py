@@ -4,14 +4,11 @@ import math
 from collections.abc import Iterable
 from itertools import chain
 
-import torch
 from torch import Tensor
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from backends.sampler.vllm_patches.worker import Worker
+from backends.sampler.weight_holder import made_on_meta
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
@@ -42,13 +39,8 @@ class Measures(Worker):
     def _loaded_bytes(self) -> int:
         """Of the weights as they are loaded: on the CPU vLLM then packs them into another library's memory."""
         self.vllm_config.compilation_config.static_forward_context.clear()  # has the running model's layers
-        with (
-            set_current_vllm_config(self.vllm_config),
-            set_default_torch_dtype(self.vllm_config.model_config.dtype),
-            torch.device("meta"),
-        ):
-            model = initialize_model(vllm_config=self.vllm_config)
-        return sum(one.nbytes for one in model.parameters())  # a tied one is counted once
+        with made_on_meta(self.vllm_config) as model:
+            return sum(one.nbytes for one in model.parameters())  # a tied one is counted once
 
 
 def replaced_padding(spec: MambaSpec) -> int:

@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,15 @@ def join_alone(config: VllmConfig, meeting: str) -> None:
 
 def find_views(config: VllmConfig, files: Files) -> dict[str, View]:
     """Return where vLLM's model has each tensor of the files; no weights are read."""
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-        model = initialize_model(vllm_config=config, model_config=config.model_config)
+    with made_on_meta(config) as model:
         return trace_loading(model.load_weights, _parameters(model), files.layouts())
+
+
+@contextmanager
+def made_on_meta(config: VllmConfig) -> Iterator[Any]:
+    """Make vLLM's model without memory, in a block in which it may load its weights."""
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        yield initialize_model(vllm_config=config, model_config=config.model_config)
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
