@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import chz
 import geometry
@@ -35,6 +35,7 @@ from tinker_cookbook.supervised.data import conversation_to_datum
 from tinker_cookbook.utils import ml_log
 
 TINY_VL = Path(__file__).resolve().parents[2] / "tinker_server" / "tiny_vl"
+AnyOptions = TypeVar("AnyOptions")
 WARM_CHECKPOINT = "warm"
 WINDOW = 10
 """Steps of the warm start whose loss says when it ends."""
@@ -84,10 +85,9 @@ TASKS = {
 
 
 @chz.chz
-class Options:
-    """The command line."""
+class Asked:
+    """The served model and the questions, which every command takes."""
 
-    log_path: str
     base_url: str | None = None
     model_name: str = "tinker-server/tiny-vl"
     model_dir: str = str(TINY_VL)
@@ -95,6 +95,18 @@ class Options:
     renderer_name: str = "qwen3_vl_instruct"
     records: str | None = None
     """File of questions, for geometry; validation rows are in validation.* beside it."""
+
+    @property
+    def served(self) -> Served:
+        """The model with its files here."""
+        return Served(self.model_name, Path(self.model_dir), self.renderer_name)
+
+
+@chz.chz
+class Options(Asked):
+    """The command line."""
+
+    log_path: str
     lora_rank: int = 32
     seed: int = 0
     warm_batch_size: int = 32
@@ -199,7 +211,7 @@ def main(task_name: str, options: Options) -> None:
     """Warm up, then train."""
     cli_utils.check_log_dir(options.log_path, options.behavior_if_log_dir_exists)
     task = TASKS[task_name]
-    served = Served(options.model_name, Path(options.model_dir), options.renderer_name)
+    served = options.served
     config = train.Config(
         log_path=f"{options.log_path}/rl",
         model_name=options.model_name,
@@ -219,8 +231,13 @@ def main(task_name: str, options: Options) -> None:
     asyncio.run(train.main(config))
 
 
-if __name__ == "__main__":
+def from_command_line(options: type[AnyOptions], usage: str) -> tuple[str, AnyOptions]:
+    """Return the task and the options that the command line names, or end with the usage."""
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
     if len(sys.argv) < 2 or sys.argv[1] not in TASKS:
-        sys.exit(f"usage: python teach.py {'|'.join(TASKS)} log_path=DIR [base_url=URL] [NAME=VALUE ...]")
-    main(sys.argv[1], chz.entrypoint(Options, argv=sys.argv[2:]))
+        sys.exit(f"usage: python {Path(sys.argv[0]).name} {'|'.join(TASKS)} {usage} [NAME=VALUE ...]")
+    return sys.argv[1], chz.entrypoint(options, argv=sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main(*from_command_line(Options, "log_path=DIR [base_url=URL]"))
