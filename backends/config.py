@@ -73,7 +73,7 @@ class BackendConfig(BaseModel):
     max_images_per_prompt: int = Field(default=64, ge=1)
     """Images in one sampling prompt."""
     scratch_dir: Path = Path("scratch")
-    """Directory of the sampler's own links to adapters in use; emptied at start."""
+    """Directory of the sampler's own links to adapters in use, emptied at start, and of compiled kernels, kept."""
 
 
 @dataclass(frozen=True)

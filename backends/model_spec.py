@@ -8,6 +8,8 @@ from backends.protocol import BaseModelInfo
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
+ENGINE_GRAPHS_BYTES = 1 << 30
+"""What an engine's captured CUDA graphs take of its part of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class ModelSpec(BaseModelInfo):
     """A sampler that has work and takes no step for so long is ended."""
     scratch_dir: Path
     """The sampler's own links to adapters in use, on its machine; each of several engines has a part of it."""
+    compiled_dir: Path | None = None
+    """Directory in which torch, Triton and vLLM keep compiled kernels from one start to the next; None: their own."""
     routing_dir: Path | None = None
     """Directory in which the sampler records the experts of tokens, for a trainer on the same machine; None: routers
     choose."""

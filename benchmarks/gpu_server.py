@@ -1,9 +1,12 @@
-"""A whole server on one GPU, through the SDK, as a user starts it: training, an RL step, a death of the trainer.
+"""A whole server on one GPU, through the SDK, as a user starts it: two starts, training, sampling, RL steps, deaths of
+trainer and engine, and the GPU's memory.
 
-    python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3] [--replay-routing]
+    python benchmarks/gpu_server.py [--shape 4b|8b|30b-a3b] [--layers N] [--rounds 3] [--base-copies 1|2]
+        [--replay-routing] [--once]
 
 Random weights in the shape of a Qwen3-VL, LoRA of rank 32; what is not said here is at its default. MFU as in
-`benchmarks/gpu.py`; its peak is measured before the server starts.
+`benchmarks/gpu.py`; its peak is measured before the server starts. The second start finds the compiled kernels of the
+first in its data directory; `--once` leaves it out.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +44,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--base-copies", help="as the server's option (its default)")
     parser.add_argument("--replay-routing", action="store_true", help="as the server's switch, of a mixture")
+    parser.add_argument("--once", action="store_true", help="without the second start")
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -49,21 +55,64 @@ def main() -> None:
         peak = peak_flops()
         model = make_model(scratch / "model", shape)
         torch.cuda.empty_cache()
-        began = time.perf_counter()
         switches = ["--replay-routing"] if given.replay_routing else []
-        server = Server(scratch / "data", {NAME: model}, "--device", "cuda", *switches).start()
+        switches += [] if given.base_copies is None else ["--base-copies", given.base_copies]
+        print(f"{torch.cuda.get_device_name()}, {peak / 1e12:.0f} TFLOP/s", flush=True)
+        server = Server(scratch / "data", {NAME: model}, "--device", "cuda", *switches)
         try:
-            name = torch.cuda.get_device_name()
-            print(f"{name}, {peak / 1e12:.0f} TFLOP/s; ready after {time.perf_counter() - began:.0f} s", flush=True)
+            for start in ("first",) if given.once else ("first", "second"):
+                if start == "second":
+                    server.stop()
+                first_answer(server, start)
             training = server.client().create_lora_training_client(NAME, rank=RANK).result()
             train(training, shape, peak, given.rounds)
+            print_memory()
             saves(training, given.rounds).show("from trained weights to a token of them")
+            sample(server, given.rounds)
             for number in range(given.rounds):
                 rl_step(training, number)
             recover(server, training)
         finally:
             server.stop()
             print(*(line for line in server.log.read_text().splitlines() if "GiB" in line), sep="\n")
+
+
+def first_answer(server: Server, start: str) -> None:
+    """Start the server, and time it to the first sample of its base."""
+    began = time.perf_counter()
+    server.start()
+    ready_s = time.perf_counter() - began
+    sampling = server.client().create_sampling_client(base_model=NAME)
+    sampling.sample(types.ModelInput.from_ints([1, 2, 3]), 1, types.SamplingParams(max_tokens=1)).result()
+    print(f"{start} start: ready after {ready_s:.0f} s, answer after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def print_memory() -> None:
+    """Print what all processes together have of the GPU, but for this one's context."""
+    free, total = torch.cuda.mem_get_info()
+    print(f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken", flush=True)
+
+
+def sample(server: Server, rounds: int) -> None:
+    """Time groups of samples of the base, and of four adapters in turn."""
+    service = server.client()
+    adapters = []
+    for seed in range(4):
+        trained = service.create_lora_training_client(NAME, rank=RANK, seed=seed).result()
+        trained.forward_backward([text(64, np.random.default_rng(seed))], "cross_entropy").result()
+        trained.optim_step(STEP).result()
+        adapters.append(trained.save_weights_and_get_sampling_client().result())
+    random, params = np.random.default_rng(0), types.SamplingParams(max_tokens=COMPLETION, stop=[])
+
+    def draw(clients: list[tinker.SamplingClient]) -> None:
+        prompts = [types.ModelInput.from_ints(random.integers(1, 250, PROMPT).tolist()) for _ in range(GROUPS)]
+        chosen = itertools.cycle(clients)
+        waiting = [next(chosen).sample(prompt, GROUP_SIZE, params) for prompt in prompts]
+        assert all(len(one.tokens) == COMPLETION for future in waiting for one in future.result().sequences)
+
+    for name, clients in (("base", [service.create_sampling_client(base_model=NAME)]), ("four adapters", adapters)):
+        rate = GROUPS * GROUP_SIZE * COMPLETION / timed(partial(draw, clients), rounds)
+        print(f"{GROUPS * GROUP_SIZE} x {COMPLETION} samples of {name}: {rate:.0f} tokens/s", flush=True)
 
 
 def timed(work: Callable[[], object], rounds: int) -> float:
@@ -143,16 +192,25 @@ def rl_step(training: tinker.TrainingClient, number: int) -> None:
 
 
 def recover(server: Server, training: tinker.TrainingClient) -> None:
-    """Kill the trainer's process, and compare the scores before and after."""
+    """Kill the trainer's process, then the engine's, and compare the scores before and after."""
     data = [text(256, np.random.default_rng(2))]
-    before = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    victim = next(child for child in children if child.cmdline()[1:3] == ["-m", "backends.trainer.process"])
-    began = time.perf_counter()
-    victim.kill()
-    after = training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
-    worst = np.abs(np.subtract(before, after)).max()
-    print(f"trainer killed: next result after {time.perf_counter() - began:.1f} s, {worst:.2g} nats from before")
+    prompt = types.ModelInput.from_ints(data[0].model_input.to_ints())
+    sampling = training.save_weights_and_get_sampling_client().result()
+
+    def trained() -> np.ndarray:
+        return training.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+
+    def sampled() -> np.ndarray:
+        return np.asarray(sampling.compute_logprobs(prompt).result()[1:])
+
+    for name, module, scores in (("trainer", "trainer.process", trained), ("engine", "sampler.process", sampled)):
+        before = scores()
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        victim = next(child for child in children if child.cmdline()[1:3] == ["-m", f"backends.{module}"])
+        began = time.perf_counter()
+        victim.kill()
+        worst = np.abs(np.subtract(before, scores())).max()
+        print(f"{name} killed: next result after {time.perf_counter() - began:.1f} s, {worst:.2g} nats from before")
 
 
 if __name__ == "__main__":

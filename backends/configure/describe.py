@@ -163,6 +163,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         kv_cache_bytes=config.kv_cache_bytes,
         silence_s=SAMPLER_SILENCE_S[device],
         scratch_dir=scratch_dir,
+        compiled_dir=(config.scratch_dir / "compiled").absolute(),
         # Beside the sampler's own directory, which it empties when it starts.
         routing_dir=scratch_dir.with_name(f"{number}-routing").absolute() if replays_routing else None,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from backends.config import MemoryPart, Process
 from backends.families.coverage import Numbers
+from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.trainer.model.recompute import MARGIN
 from backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
@@ -29,7 +30,6 @@ PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
 """Tokens of one step of an engine on CUDA (`engine.py`)."""
-_ENGINE_GRAPHS_BYTES = 1 << 30
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
@@ -271,7 +271,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
     if size.image_token_bytes:
         parts["images"] = int(size.image_token_bytes * step_tokens)
-    return parts | {"graphs": _ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
+    return parts | {"graphs": ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
 
 
 def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:

@@ -38,6 +38,8 @@ _WITHOUT_BARS = {"TQDM_DISABLE": "1"}
 _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation when other
 processes want the cores: a training step of 2 s took 14 s."""
+_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+"""Folder of `ModelSpec.compiled_dir` by the variable that names it."""
 
 
 async def launch(
@@ -95,7 +97,7 @@ async def launch_trainer(spec: ModelSpec) -> list[Child]:
     """Start the ranks of a trainer, with the variables that torchrun would set. Rank i takes the i-th GPU of its
     placement, by the server's numbers; without any, ranks see all that the server sees."""
     num_ranks, device, gpus = spec.mesh.size, spec.device, spec.placement.gpus
-    env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", **_for_device(device, gpus)}
+    env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", **_for_device(spec, gpus)}
     # Threads of transformers would convert tensors far ahead of their use, and fill main memory with them.
     env["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if device == "cuda":
@@ -117,7 +119,7 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
     """Start the process of one engine, on the GPUs of its placement; the engine starts with the first command."""
     number = "" if spec.engine is None else f" engine {spec.engine}"
     sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
-    env = {"VLLM_RPC_BASE_PATH": sockets, **_for_vllm(spec.device, spec.placement.engines[0])}
+    env = {"VLLM_RPC_BASE_PATH": sockets, **_for_vllm(spec, spec.placement.engines[0])}
     return [await launch(f"sampler {spec.name}{number}", "backends.sampler.process", env, folder=sockets)]
 
 
@@ -126,7 +128,7 @@ async def launch_holders(spec: ModelSpec) -> list[Child]:
 
     def launch_holder(gpu: int | None) -> Awaitable[Child]:
         number = "" if gpu is None else f" GPU {gpu}"
-        env = _for_vllm(spec.device, () if gpu is None else (gpu,))
+        env = _for_vllm(spec, () if gpu is None else (gpu,))
         # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
         return launch(f"weights {spec.name}{number}", "backends.sampler.weight_holder", env)
@@ -146,16 +148,16 @@ async def _all_or_none(launches: Iterator[Awaitable[Child]]) -> list[Child]:
     return children
 
 
-def _for_vllm(device: str, gpus: Sequence[int]) -> dict[str, str]:
+def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
     env = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "VLLM_MEDIA_CONNECTOR": IMAGES_AS_SENT,
-        **_for_device(device, gpus),
+        **_for_device(spec, gpus),
     }
-    if device == "cpu":
+    if spec.device == "cpu":
         # An only rank without a process of its own, several on the cores of the server, and no inductor builds of half
         # a minute for a function that counts ranks.
         env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -166,12 +168,12 @@ def _for_vllm(device: str, gpus: Sequence[int]) -> dict[str, str]:
     return env
 
 
-def _for_device(device: str, gpus: Sequence[int]) -> dict[str, str]:
-    if device == "cpu":
+def _for_device(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
+    if spec.device == "cpu":
         return _SHARING_CORES
-    if not gpus:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_names(gpus))}
+    folder = spec.compiled_dir
+    caches = {} if folder is None else {variable: str(folder / name) for variable, name in _CACHES.items()}
+    return caches | ({"CUDA_VISIBLE_DEVICES": ",".join(gpu_names(gpus))} if gpus else {})
 
 
 def gpu_names(gpus: Sequence[int]) -> list[str]:

@@ -24,6 +24,7 @@ from backends.processes.launcher import launch_sampler, launch_trainer
 from backends.protocol import ignore_loading
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
+from benchmarks.gpu import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, scoring_datum
 from tests.models import make_tiny_of, make_tiny_vl
@@ -32,15 +33,6 @@ from tests.trainers import LORA
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
-LARGE = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-"""Weights of 5 GiB in bfloat16: far more than processes need beside them."""
 RESTART_S = 60
 
 
@@ -121,8 +113,9 @@ async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: s
 
 
 async def test_memory_has_one_copy_and_all_outlive_deaths(tmp_path: Path) -> None:
-    source = make_tiny_of("qwen3", tmp_path / "model", **LARGE)
-    weight_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors")) // 2  # files are float32
+    source = make_model(tmp_path / "model", replace(SHAPES["4b"], num_layers=16))  # far more than processes need
+    weight_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    torch.cuda.empty_cache()
     spec = spec_of(source, tmp_path / "scratch")
     before = used_bytes()
     async with Parts(spec) as parts:

@@ -33,6 +33,8 @@ _MAX_NAMES = 5
 """Names listed in one error."""
 _LARGEST_OWN_PART = 0.25
 """Largest part of a mapped base of which the trainer may have a copy."""
+_SMALL_OWN_BYTES = 256 << 20
+"""A copy that may be larger than that part: a tiny model's, whose files are float32."""
 _LOADING = "Loading weights"
 """Label of transformers' progress bar, which goes over the model's parameters by name, each with its tensors."""
 
@@ -97,7 +99,7 @@ def _require_mapped(tensors: BaseTensors, model: PreTrainedModel, source: str) -
     own_bytes = tensors.num_own_bytes(model.parameters())
     total_bytes = sum(one.nbytes for one in model.parameters())
     figures = f"{own_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB are a copy of the trainer's own"
-    if own_bytes > _LARGEST_OWN_PART * total_bytes:
+    if own_bytes > max(_SMALL_OWN_BYTES, _LARGEST_OWN_PART * total_bytes):
         raise BackendFailed(f"{source}: {figures}: the engine has them otherwise; start with --base-copies 2")
     log.info("%s: %s", source, figures)
 
