@@ -112,6 +112,11 @@ class RunStore:
         """Record that a model is in memory again."""
         await self._set(model_id, status="active")
 
+    async def set_labels(self, model_id: str, owner: str, name: str, notes: str, tags: list[str]) -> None:
+        """Name and describe a run of the owner, for people; empty texts remove what was there. Raises UnknownModel."""
+        await self.require(model_id, owner)
+        await self._set(model_id, name=name or None, notes=notes or None, tags=tags or None)
+
     async def _set(
         self, model_id: str, also: Callable[[AsyncSession], Awaitable[None]] | None = None, **values: object
     ) -> None:

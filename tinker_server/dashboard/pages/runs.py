@@ -13,9 +13,10 @@ from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import base_of, page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.operations.recording import is_optim_step
-from tinker_server.store.catalog import Page, RunRecord, RunSearch, Scope
+from tinker_server.store.catalog import Page, RunRecord, Scope
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
+from tinker_server.store.run_search import RunSearch
 from tinker_server.web.deps import Server, Services
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -96,7 +97,7 @@ async def _listed(server: Services, viewer: Viewer, search: str, number: int) ->
     training = {run_id for run_id, runs in working if runs}
     waiting = {run_id for run_id, _ in working} - training
     busy = {TRAINING: sorted(training), WAITING: sorted(waiting)}
-    found = RunSearch(search.lower().split(), STATES, busy)
+    found = RunSearch(search.split(), STATES, busy)
     records, total = await server.catalog.runs(asked, time.time(), found)
     last = await server.steps.recent([record.run.model_id for record in records])
     listed = [
