@@ -64,34 +64,26 @@ class ClientMetricStore:
         async with self._db.read() as session:
             return cast("int | None", await session.scalar(select(func.max(_OF.step)).where(_OF.model_id == model_id)))
 
-    async def latest(self, model_id: str, names: Sequence[str]) -> list[Metric]:
-        """Return the last value of each of these metrics, in the order of `names`."""
-        newest = (
-            select(_OF.name, func.max(_OF.step).label("step"))
-            .where(_OF.model_id == model_id, _OF.name.in_(names))
-            .group_by(_OF.name)
-            .subquery()
-        )
-        query = select(_OF.name, _OF.step, _OF.at, _OF.value).join(
-            newest, (newest.c.name == _OF.name) & (newest.c.step == _OF.step)
-        )
-        async with self._db.read() as session:
-            found = [Metric(*row) for row in await session.execute(query.where(_OF.model_id == model_id))]
-        return sorted(found, key=lambda metric: names.index(metric.name))
+    async def points(
+        self, model_id: str, names: Sequence[str], bounds: tuple[int, int], most: int
+    ) -> dict[str, list[Metric]]:
+        """Return the steps within `bounds` (first, last) of each of these metrics in order, by name.
 
-    async def points(self, model_id: str, name: str, bounds: tuple[int, int], most: int) -> list[Metric]:
-        """Return a metric's steps within `bounds` (first, last) in order, as means of at most `most` groups."""
+        Neighbours are averaged so that no metric has more than `most` points.
+        """
         first, last = bounds
-        mine = (_OF.model_id == model_id) & (_OF.name == name) & _OF.step.between(first, last)
+        group = (_OF.step - first) // max(1, -(-(last - first + 1) // most))
+        query = (
+            select(_OF.name, func.max(_OF.step), func.max(_OF.at), func.avg(_OF.value))
+            .where(_OF.model_id == model_id, _OF.name.in_(names), _OF.step.between(first, last))
+            .group_by(_OF.name, group)
+            .order_by(_OF.name, func.max(_OF.step))
+        )
+        found: dict[str, list[Metric]] = {name: [] for name in names}
         async with self._db.read() as session:
-            span = (await session.execute(select(func.min(_OF.step), func.max(_OF.step)).where(mine))).one()
-            if span[0] is None:
-                return []
-            size = max(1, -(-(span[1] - span[0] + 1) // most))
-            group = (_OF.step - span[0]) // size
-            query = select(func.max(_OF.step), func.max(_OF.at), func.avg(_OF.value)).where(mine).group_by(group)
-            rows = await session.execute(query.order_by(func.max(_OF.step)))
-            return [Metric(name, *row) for row in rows]
+            for row in await session.execute(query):
+                found[row[0]].append(Metric(*row))
+        return found
 
     async def pages(self, model_id: str, at_once: int) -> AsyncIterator[list[Metric]]:
         """Yield all of a run, by name and step, in pages of `at_once`."""
