@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Text, case, cast, func, or_
+from sqlalchemy import ColumnElement, SQLColumnExpression, Text, case, cast, func, or_
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tinker_server.store.tables import SessionRow, TrainingRunRow
@@ -51,7 +51,7 @@ def has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
         yield or_(*either)
 
 
-def _contains(value: ColumnElement[Any] | InstrumentedAttribute[Any], word: str) -> ColumnElement[bool]:
+def _contains(value: SQLColumnExpression[Any], word: str) -> ColumnElement[bool]:
     """Return the condition that a text, or a JSON value as text, contains the word in any case."""
     return func.lower(cast(value, Text)).contains(word.lower(), autoescape=True)
 
