@@ -11,8 +11,9 @@ from tests.dashboard import Owner, with_keys
 
 
 @pytest.fixture(scope="module")
-def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
-    server, made = with_keys(tmp_path_factory.mktemp("runs"), "alice", "bob")
+def owners(module_database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
+    folder = tmp_path_factory.mktemp("runs")
+    server, made = with_keys(folder, "alice", "bob", database_url=module_database_url)
     with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
         yield alice.sign_in(), bob.sign_in()
     server.stop()
