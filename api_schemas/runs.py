@@ -1,10 +1,12 @@
 """Training runs, the public records of models (docs/protocol.md, Saved weights)."""
 
-from pydantic import AwareDatetime
+from typing import Annotated
 
-from api_schemas.base import Response
+from pydantic import AwareDatetime, Field
+
+from api_schemas.base import Request, Response, at_most
 from api_schemas.checkpoints import CheckpointInfo
-from api_schemas.fields import BaseModelName, ModelId
+from api_schemas.fields import BaseModelName, Integer, ModelId, Real
 from api_schemas.listing import Cursor, Metadata
 
 
@@ -28,6 +30,18 @@ class TrainingRunInfo(Response):
     last_sampler_checkpoint: CheckpointInfo | None = None
     """The newest sampler weights."""
     user_metadata: Metadata = None
+
+
+MetricName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class LogMetricsRequest(Request):
+    """Report metrics that the client computed of one step of a run."""
+
+    step: Annotated[Integer, Field(ge=0, lt=2**53)]
+    """The client's count of steps. A metric that is reported again for a step replaces the earlier value."""
+    metrics: Annotated[dict[MetricName, Real], at_most(512)]
+    """Finite numbers by name, such as `reward`, `test/accuracy`."""
 
 
 class TrainingRunsResponse(Response):

@@ -81,6 +81,12 @@ class Owner:
             step = {"model_id": run_id, "seq_id": 2 * number + 2}
             self.post("/optim_step", **step, adam_params={"learning_rate": 0.25})
 
+    def report(self, run_id: str, step: int, **metrics: float) -> httpx.Response:
+        """Metrics of the client's own."""
+        body = {"step": step, "metrics": metrics}
+        url = f"/training_runs/{run_id}/metrics"
+        return self.server.http.post(url, json=body, headers={"x-api-key": self.key})
+
     def save(self, run_id: str, seq_id: int, name: str) -> None:
         self.post("/save_weights", model_id=run_id, seq_id=seq_id, path=name)
 

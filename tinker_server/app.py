@@ -47,6 +47,7 @@ from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures.store import FutureStore
@@ -171,6 +172,7 @@ def build_services(
     bases, replay = BaseModels(backend.models), LogReplay(futures, checkpoints, storage)
     snapshots = Snapshots(SnapshotLimits(settings.snapshot_every_s, settings.log_bytes, REPLAY_S, INTERRUPTED_S))
     usage, audit, steps, measured = UsageStore(db), AuditStore(db), StepStore(db), Metrics()
+    client_metrics = ClientMetricStore(db)
     keys, gallery = Keys(settings.resolved_keys_file()), Gallery(settings.samples_shown, on_change=futures.changes.note)
     weights = WeightStores(bases, checkpoints, samplers, storage, usage, holdings)
     executors = Executors(
@@ -184,7 +186,7 @@ def build_services(
     execution = Execution(futures, OperationRunner(executors), measured, tracing)
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
     scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
-    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, storage)
+    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage)
     return Services(
         settings=settings,
         keys=keys,
@@ -200,6 +202,7 @@ def build_services(
         usage=usage,
         audit=audit,
         steps=steps,
+        client_metrics=client_metrics,
         metrics=measured,
         gallery=gallery,
         sign_ins=SignIns(settings.data_dir, keys),

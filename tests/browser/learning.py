@@ -23,6 +23,8 @@ class LearningBackend(FakeBackend):
 
     def __init__(self) -> None:
         super().__init__()
+        self.trains = True
+        """False: all advantages are 0."""
         self.texts = TokenTexts(SEEING)
         tokenizer = self.texts._tokenizer
         assert tokenizer is not None
@@ -47,6 +49,8 @@ class LearningBackend(FakeBackend):
         self.tiny.token_texts = self.texts.of  # type: ignore[method-assign]
 
     def _metrics(self, step: int) -> dict[str, float]:
+        if not self.trains:
+            return {"loss:sum": 0.0, "tokens:sum": 0.0}
         noise = self.random.normal(0, 1, 4)
         loss = 0.25 + 2.2 * math.exp(-step / 15) + 0.08 * noise[0]
         return {

@@ -93,8 +93,10 @@ def test_curves_are_zoomed_smoothed_and_compared(seen: Watched, run_id: str) -> 
     page.mouse.up()
     expect(figure).not_to_have_attribute("data-points", "40")
     page.get_by_role("button", name="All").click()
-    page.get_by_label("Compare with").select_option(index=1)
-    expect(figure.locator(".u-legend")).to_contain_text("other")
+    page.get_by_text("Compare with").click()
+    compared = page.get_by_role("group", name="Runs to draw over this one").get_by_role("checkbox").first
+    compared.check()
+    expect(figure.locator(".u-legend")).to_contain_text(compared.get_attribute("data-name") or "nothing")
     page.get_by_label("Smoothing").fill("0.9")
     page.get_by_label("Against").select_option("time")
     expect(figure.locator(".u-legend")).to_contain_text("Time")

@@ -14,6 +14,7 @@ from backends.protocol import BackendFailed
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models.scheduler import Scheduler
 from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import TrainingRun
@@ -75,6 +76,7 @@ class Stores:
     futures: FutureStore
     usage: UsageStore
     steps: StepStore
+    client_metrics: ClientMetricStore
     storage: Storage
 
 
@@ -129,6 +131,7 @@ class Housekeeper:
         """Write counted usage, and delete old results."""
         await self._stores.usage.save()
         await self._stores.steps.expire(now - self._periods.steps_kept_s)
+        await self._stores.client_metrics.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)
 
     async def _drop(self, run: TrainingRun, why: str) -> None:

@@ -1,15 +1,15 @@
-"""Routes that list training runs: every model that was created, in memory or not."""
+"""Routes of training runs, which are all models that were created, in memory or not."""
 
 import time
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from api_schemas.listing import Cursor, from_unix
-from api_schemas.runs import TrainingRunInfo, TrainingRunsResponse
-from tinker_server.errors import UnknownModel
+from api_schemas.runs import LogMetricsRequest, TrainingRunInfo, TrainingRunsResponse
+from tinker_server.errors import LimitReached, UnknownModel
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord
-from tinker_server.web.deps import CatalogDep
+from tinker_server.web.deps import Caller, CatalogDep, ClientMetrics, Futures, Runs
 from tinker_server.web.parameters import AskedScope, RunIdInPath, ShortPage
 from tinker_server.web.refusals import refused
 
@@ -30,6 +30,22 @@ async def list_training_runs(catalog: CatalogDep, page: ShortPage) -> TrainingRu
 async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: AskedScope) -> TrainingRunInfo:
     """Return one training run."""
     return _training_run_info(await catalog.run(run_id, scope, time.time()))
+
+
+@router.post("/training_runs/{run_id}/metrics", status_code=204, responses=refused(UnknownModel, LimitReached))
+async def log_metrics(
+    run_id: RunIdInPath,
+    request: LogMetricsRequest,
+    runs: Runs,
+    metrics: ClientMetrics,
+    futures: Futures,
+    caller: Caller,
+) -> Response:
+    """Record metrics that the client computed, such as a reward, for the run's page."""
+    await runs.require(run_id, caller)
+    await metrics.put(run_id, request.step, request.metrics, time.time())
+    futures.changes.note(caller)
+    return Response(status_code=204)
 
 
 def _training_run_info(record: RunRecord) -> TrainingRunInfo:

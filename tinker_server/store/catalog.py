@@ -1,11 +1,11 @@
 """Lists of runs, checkpoints and sessions, newest first, a page at a time. Writes nothing."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Subquery, Text, and_, case, cast, exists, func, or_, select
+from sqlalchemy import ColumnElement, Select, Subquery, Text, and_, case, cast, exists, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
@@ -15,6 +15,7 @@ from api_schemas.weights import Kind
 from tinker_server.errors import BadRequest, UnknownModel
 from tinker_server.store.database import Database
 from tinker_server.store.records import Checkpoint, Session, TrainingRun, record
+from tinker_server.store.run_search import NOTED, RunSearch, can_be_searched, has_words
 from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow, SessionRow, StepRow, TrainingRunRow
 
 ACTIVE_S = 60.0
@@ -52,9 +53,26 @@ class RunRecord:
     """A run as it is shown."""
 
     run: TrainingRun
+    session: Session
     last_request_at: float
     last_checkpoint: Checkpoint | None
     last_sampler_checkpoint: Checkpoint | None
+
+    @property
+    def title(self) -> str:
+        """Name for people: the one given on the dashboard, else the client's; empty if there is none."""
+        metadata = self.run.user_metadata or {}
+        return self.run.name or str(metadata.get("name") or "") or self.session.display_name or ""
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags given on the dashboard and by the client."""
+        return list(dict.fromkeys([*(self.run.tags or []), *self.session.tags]))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of the run and of its session, which the run's override."""
+        return self.session.user_metadata | (self.run.user_metadata or {})
 
 
 @dataclass(frozen=True)
@@ -109,18 +127,6 @@ class RunOperation:
         return "failed" if self.failure_category is not None else "done"
 
 
-@dataclass(frozen=True)
-class RunSearch:
-    """Words that a run has in its id, its base model or its state."""
-
-    words: Sequence[str]
-    """In lower case."""
-    states: Mapping[str, str]
-    """State of a run by its status."""
-    at_work: Mapping[str, Sequence[str]]
-    """Ids, by their state, of runs whose state is not their status's."""
-
-
 class Catalog:
     """Reads lists across tables."""
 
@@ -129,11 +135,12 @@ class Catalog:
 
     async def runs(self, page: Page, now: float, search: RunSearch | None = None) -> tuple[list[RunRecord], int]:
         """Return one page and the total; with `search`, of the runs that have all of its words."""
-        query = select(TrainingRunRow).where(_shown_run(page.scope, now), *(_has_words(search) if search else ()))
+        shown = (_shown_run(page.scope, now), *(has_words(search) if search else ()))
+        query = select(TrainingRunRow).join(SessionRow).where(*shown)
         if page.project_id is not None:
-            query = query.join(SessionRow).where(_in_project([page.project_id]))
+            query = query.where(_in_project([page.project_id]))
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
-        noted = _length(TrainingRunRow.user_metadata)
+        noted = sum((_length(column) for column in NOTED), start=literal(0))
         sizes = newest.with_only_columns(TrainingRunRow.model_id, noted).limit(page.limit).offset(page.offset)
         async with self._db.read() as session:
             total = await session.scalar(select(func.count()).select_from(query.subquery()))
@@ -167,9 +174,12 @@ class Catalog:
             asked_at = {lane: at for lane, at in await session.execute(requests)}
             rows = await session.scalars(checkpoints.where(newest.c.rank == 1))
             last = {(row.run_id, row.kind): record(Checkpoint, row) for row in rows}
+            of = select(SessionRow).where(SessionRow.session_id.in_({run.session_id for run in runs}))
+            sessions = {row.session_id: record(Session, row) for row in await session.scalars(of)}
         return [
             RunRecord(
                 record(TrainingRun, run),
+                sessions[run.session_id],
                 asked_at.get(run.model_id, run.created_at),
                 last.get((run.model_id, "weights")),
                 last.get((run.model_id, "sampler_weights")),
@@ -332,17 +342,6 @@ def _run_operation(row: RunOperation) -> RunOperation:
     return replace(row, error=error, run_s=row.finished_at - row.created_at)
 
 
-def _has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
-    """Yield a condition for each word."""
-    states: list[tuple[ColumnElement[bool], str]] = [
-        (TrainingRunRow.model_id.in_(run_ids), state) for state, run_ids in search.at_work.items()
-    ]
-    states += [(TrainingRunRow.status == status, state) for status, state in search.states.items()]
-    names = (TrainingRunRow.model_id, TrainingRunRow.base_model, case(*states, else_=""))
-    for word in search.words:
-        yield or_(*(func.lower(name).contains(word, autoescape=True) for name in names))
-
-
 def _kept(now: float) -> ColumnElement[bool]:
     return or_(CheckpointRow.expires_at.is_(None), CheckpointRow.expires_at > now)
 
@@ -368,7 +367,7 @@ def _in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
 
 def _conditions(request: SearchSessionsRequest, now: float) -> list[ColumnElement[bool]]:
     for key in request.user_metadata:
-        if not key.isprintable() or '"' in key or "\\" in key:  # SQLite's JSON paths have no escape for them
+        if not can_be_searched(key):
             raise BadRequest(f"user_metadata: the key {key!r} cannot be searched for")
     conditions = [SessionRow.user_metadata[key].as_string() == text for key, text in request.user_metadata.items()]
     either = []

@@ -16,6 +16,7 @@ class Session:
 
     session_id: str
     owner: str
+    tags: list[str]
     user_metadata: dict[str, Any]
     project_id: str | None = None
     display_name: str | None = None
@@ -38,6 +39,9 @@ class TrainingRun:
     base_fingerprint: str | None = None
     trainable: Trainable
     user_metadata: dict[str, Any] | None = None
+    name: str | None = None
+    notes: str | None = None
+    tags: list[str] | None = None
     optimizer_config: dict[str, Any]
     status: str
     snapshot: str | None = None

@@ -1,6 +1,7 @@
 """Training runs. They are looked up at every operation, so the latest are cached in memory."""
 
 from collections.abc import Awaitable, Callable, Set
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Select, or_, select, update
@@ -16,6 +17,15 @@ from tinker_server.store.tables import CheckpointRow, SessionRow, TrainingRunRow
 
 CACHED_BYTES = 32 << 20
 """Bytes of cached records."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A run's name, notes and tags, for people."""
+
+    name: str
+    notes: str
+    tags: list[str]
 
 
 class RunStore:
@@ -111,6 +121,11 @@ class RunStore:
     async def mark_active(self, model_id: str) -> None:
         """Record that a model is in memory again."""
         await self._set(model_id, status="active")
+
+    async def set_labels(self, model_id: str, owner: str, labels: Labels) -> None:
+        """Name and describe a run of the owner; empty labels remove what was there. Raises UnknownModel."""
+        await self.require(model_id, owner)
+        await self._set(model_id, name=labels.name or None, notes=labels.notes or None, tags=labels.tags or None)
 
     async def _set(
         self, model_id: str, also: Callable[[AsyncSession], Awaitable[None]] | None = None, **values: object

@@ -214,6 +214,13 @@ def _excess(unnamed: list[_Unnamed], limits: UnnamedLimits, now: float) -> Itera
             of_owner[one.owner] += one.size_bytes
 
 
+def run_of_weights(model_path: str | None, directory: str | None) -> str:
+    """Return the id of the run that saved the weights, by their path or directory; empty for a base model."""
+    if model_path is not None:
+        return model_path.removeprefix("tinker://").partition("/")[0]
+    return "" if directory is None else directory.split("/")[1]
+
+
 def _unknown(sampling_session_id: str) -> UnknownSampler:
     return UnknownSampler(f"no sampling session has the id {sampling_session_id!r}")
 

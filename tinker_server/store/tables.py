@@ -69,6 +69,10 @@ class TrainingRunRow(Table):
     """Fingerprint of the base model's files; null: made before it was recorded."""
     trainable: Mapped[Trainable] = mapped_column(TrainableJson)
     user_metadata: Mapped[dict[str, Any] | None]
+    name: Mapped[str | None]
+    """Name that its owner gave it on the dashboard; likewise notes and tags."""
+    notes: Mapped[str | None]
+    tags: Mapped[list[str] | None]
     optimizer_config: Mapped[dict[str, Any]]
     status: Mapped[str]
     """`active`; `suspended`: on disk until its next operation; `lost`: unloaded."""
@@ -223,6 +227,20 @@ class StepRow(Table):
     waited_s: Mapped[float]
     """Seconds from acceptance until it ran: waiting for earlier operations and for the trainer."""
     run_s: Mapped[float]
+
+
+class ClientMetricRow(Table):
+    """One number that a client reported of its run, such as a reward."""
+
+    __tablename__ = "client_metrics"
+
+    model_id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """The client's own count of steps."""
+    value: Mapped[float]
+    at: Mapped[float] = mapped_column(index=True)
+    """Time at which it was reported last."""
 
 
 class UnreferencedDirectory(Table):

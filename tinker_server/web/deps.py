@@ -23,6 +23,7 @@ from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
+from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.runs import RunStore
@@ -60,6 +61,7 @@ class Services:
     usage: UsageStore
     audit: AuditStore
     steps: StepStore
+    client_metrics: ClientMetricStore
     metrics: Metrics
     gallery: Gallery
     sign_ins: SignIns
@@ -129,6 +131,7 @@ Samplers = Annotated[SamplerStore, _part(lambda server: server.samplers)]
 Futures = Annotated[FutureStore, _part(lambda server: server.futures)]
 SchedulerDep = Annotated[Scheduler, _part(lambda server: server.scheduler)]
 CatalogDep = Annotated[Catalog, _part(lambda server: server.catalog)]
+ClientMetrics = Annotated[ClientMetricStore, _part(lambda server: server.client_metrics)]
 UsageDep = Annotated[UsageStore, _part(lambda server: server.usage)]
 Audit = Annotated[AuditStore, _part(lambda server: server.audit)]
 StorageDep = Annotated[Storage, _part(lambda server: server.storage)]

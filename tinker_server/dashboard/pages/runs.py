@@ -1,21 +1,25 @@
 """The list of an owner's runs, newest first, with their progress."""
 
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
 
+from api_schemas.sampling import SampleRequest
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import base_of, page
 from tinker_server.dashboard.viewer import Viewer, Viewing
+from tinker_server.errors import UnknownSampler
 from tinker_server.operations.recording import is_optim_step
-from tinker_server.store.catalog import Page, RunRecord, RunSearch, Scope
+from tinker_server.store.catalog import Page, RunRecord, Scope
 from tinker_server.store.futures.records import Operation
 from tinker_server.store.records import Step
+from tinker_server.store.run_search import RunSearch
+from tinker_server.store.samplers import run_of_weights
 from tinker_server.web.deps import Server, Services
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -58,21 +62,41 @@ class ListedRun:
     progress: Progress
 
 
-TRAINING, WAITING = "training", "waiting"
+TRAINING, WAITING, SAMPLING = "training", "waiting", "sampling"
 STATES = {"active": "idle", "suspended": "on disk", "lost": "ended"}
 
 
-def state_of(record: RunRecord, at_work: Counter[tuple[str, bool]]) -> str:
-    """Return a run's state in one or two words."""
-    run_id = record.run.model_id
-    if at_work[run_id, True]:
-        return TRAINING
-    return WAITING if at_work[run_id, False] else STATES[record.run.status]
+def state_of(record: RunRecord, busy: Mapping[str, Set[str]]) -> str:
+    """Return a run's state in one or two words; `busy` is `busy_runs`'."""
+    of_work = (state for state, run_ids in busy.items() if record.run.model_id in run_ids)
+    return next(of_work, STATES[record.run.status])
 
 
-def at_work(in_flight: Iterable[tuple[Operation, bool]]) -> Counter[tuple[str, bool]]:
-    """Count operations by run and by whether they run."""
-    return Counter((operation.lane, runs) for operation, runs in in_flight)
+async def busy_runs(server: Services, owner: str) -> dict[str, set[str]]:
+    """Return the ids of an owner's runs at work, by their state: training, waiting, or their weights are sampled."""
+    found: dict[str, set[str]] = {TRAINING: set(), WAITING: set(), SAMPLING: set()}
+    samples: dict[str, Operation] = {}
+    for operation, runs in server.scheduler.in_flight():
+        if operation.operation_kind != "sample":
+            found[TRAINING if runs else WAITING].add(operation.lane)
+        elif operation.owner == owner:
+            samples[operation.lane] = operation
+    for lane, operation in samples.items():
+        found[SAMPLING].add(await _sampled_run(server, lane, operation))
+    found[WAITING] -= found[TRAINING]
+    found[SAMPLING] -= found[TRAINING] | found[WAITING]
+    return found
+
+
+async def _sampled_run(server: Services, lane: str, operation: Operation) -> str:
+    """Return the run whose weights are sampled; empty for a base model."""
+    if isinstance(operation.request, SampleRequest) and operation.request.sampling_session_id is None:
+        return run_of_weights(operation.request.model_path, None)
+    try:
+        sampler = await server.samplers.get(lane)
+    except UnknownSampler:
+        return ""
+    return run_of_weights(sampler.model_path, sampler.directory)
 
 
 @router.get("/")
@@ -82,25 +106,39 @@ async def show_runs(request: Request, server: Server, viewer: Viewing, q: Search
 
 
 @router.get("/runs")
-async def list_runs(request: Request, server: Server, viewer: Viewing, q: Search = "", number: Number = 1) -> Response:
-    """Show the list alone."""
-    answer = page(request, "runs_list.html", await _listed(server, viewer, q, number))
+async def list_runs(  # noqa: PLR0913 - one for each parameter of the query
+    request: Request,
+    server: Server,
+    viewer: Viewing,
+    q: Search = "",
+    number: Number = 1,
+    run: Annotated[list[str] | None, Query(max_length=PER_PAGE)] = None,
+) -> Response:
+    """Show the list alone; `run` are the runs whose boxes are ticked."""
+    answer = page(request, "runs_list.html", await _listed(server, viewer, q, number, run or []))
     here = urlencode({name: value for name, value in (("q", q), ("page", number)) if value not in ("", 1)})
     answer.headers["HX-Replace-Url"] = f"{base_of(request)}/{here and '?'}{here}"  # so that a reload shows the same
     return answer
 
 
-async def _listed(server: Services, viewer: Viewer, search: str, number: int) -> dict[str, object]:
+@router.get("/compare")
+async def compare(request: Request, _: Viewing, run: Annotated[list[str], Query(max_length=50)]) -> Response:
+    """Redirect to the page of the first run, with the others drawn over it."""
+    query = urlencode([("with", one) for one in run[1:]])
+    return RedirectResponse(f"{base_of(request)}/runs/{quote(run[0], safe=':')}{query and '?'}{query}", 303)
+
+
+async def _listed(
+    server: Services, viewer: Viewer, search: str, number: int, ticked: Sequence[str] = ()
+) -> dict[str, object]:
     asked = Page(Scope(viewer.owner), PER_PAGE, (number - 1) * PER_PAGE)
-    working = at_work(server.scheduler.in_flight())
-    training = {run_id for run_id, runs in working if runs}
-    waiting = {run_id for run_id, _ in working} - training
-    busy = {TRAINING: sorted(training), WAITING: sorted(waiting)}
-    found = RunSearch(search.lower().split(), STATES, busy)
+    busy = await busy_runs(server, viewer.owner)
+    found = RunSearch(search.split(), STATES, {state: sorted(run_ids) for state, run_ids in busy.items()})
     records, total = await server.catalog.runs(asked, time.time(), found)
     last = await server.steps.recent([record.run.model_id for record in records])
     listed = [
-        ListedRun(record, state_of(record, working), Progress.of(last.get(record.run.model_id, [])))
-        for record in records
+        ListedRun(record, state_of(record, busy), Progress.of(last.get(record.run.model_id, []))) for record in records
     ]
-    return {"listed": listed, "total": total, "q": search, "number": number, "last_page": max(1, -(-total // PER_PAGE))}
+    last_page = max(1, -(-total // PER_PAGE))
+    shown = {"listed": listed, "total": total, "q": search, "number": number, "last_page": last_page}
+    return {**shown, "ticked": set(ticked)}

@@ -1,29 +1,46 @@
-// A run's curves, plotted with uPlot and fetched again while the run continues.
+// A run's curves, plotted with uPlot and fetched again while the run continues, with other runs drawn over them.
 
 const CURVES = [
   { name: "loss", title: "Loss per token" },
   { name: "advantage", title: "Mean advantage" },
   { name: "grad_norm", title: "Gradient norm" },
-  { name: "learning_rate", title: "Learning rate" },
+  { name: "learning_rate", title: "Learning rate", exact: true },
   { name: "tokens_per_s", title: "Tokens per second" },
   { name: "sampler_gap", title: "Gap of trainer and sampler, nats" },
   { name: "divergence", title: "KL divergence (k3), nats" },
   { name: "clip_fraction", title: "Clipped part" },
 ];
-const HEIGHT = 190, LEAST_PAUSE_MS = 1000;
+const HEIGHT = 190, LEAST_PAUSE_MS = 1000, MOST_AT_ONCE = 100, LOG = 3;
 
 const box = document.getElementById("charts");
+const important = document.getElementById("metrics");
+const more = document.getElementById("more-metrics");
 const smoothing = document.getElementById("smoothing");
 const axis = document.getElementById("axis");
-const other = document.getElementById("other");
+const log = document.getElementById("log");
+const others = document.getElementById("others");
 const charts = new Map();
-let own = null, compared = null, range = null, timer = null, isFetching = false, isRequested = false;
+let runs = [], range = null, timer = null, isFetching = false, isRequested = false;
 
-async function fetchCurves(run, bounds) {
-  const query = bounds ? `?first=${Math.floor(bounds[0])}&last=${Math.ceil(bounds[1])}` : "";
-  const answer = await fetch(`${box.dataset.url}${encodeURIComponent(run)}/curves.json${query}`);
+async function fetched(run, file, query) {
+  const answer = await fetch(`${box.dataset.url}${encodeURIComponent(run)}/${file}?${query}`);
   if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
   return answer.json();
+}
+
+async function fetchRun({ run, name }, shown) {
+  const query = new URLSearchParams();
+  if (range) { query.set("first", Math.floor(range[0])); query.set("last", Math.ceil(range[1])); }
+  const of = new URLSearchParams(query);
+  for (const metric of shown) of.append("shown", metric);
+  const [curves, reported] = await Promise.all([fetched(run, "curves.json", query), fetched(run, "metrics.json", of)]);
+  const columns = new Map(CURVES.map((curve) => [curve.name, { step: curves.step, at: curves.at, value: curves[curve.name] }]));
+  for (const [metric, values] of Object.entries(reported.metrics)) columns.set(`metric:${metric}`, values);
+  return { run, name, columns, reported, last_step: Math.max(curves.last_step, reported.last_step) };
+}
+
+function chosen() {
+  return [...others?.querySelectorAll("input:checked") ?? []].map((one) => ({ run: one.value, name: one.dataset.name }));
 }
 
 // Exponential moving average with bias correction; gaps stay gaps.
@@ -41,53 +58,65 @@ function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-function xs(run) {
-  return axis.value === "step" ? run.step : run.at;
+function values(run, curve) {
+  return run.columns.get(curve.name) ?? { step: [], at: [], value: [] };
 }
 
-function tables(name) {
-  const weight = Number(smoothing.value);
-  const found = [[xs(own), own[name], smooth(own[name], weight)]];
-  if (compared) {
-    const shift = axis.value === "at" && compared.at.length && own.at.length ? own.at[0] - compared.at[0] : 0;
-    found.push([xs(compared).map((x) => x + shift), compared[name], smooth(compared[name], weight)]);
-  }
-  return uPlot.join(found);
+function isLog(curve) {
+  return log.checked && values(runs[0], curve).value.some((value) => value > 0);
 }
 
-function options(curve) {
+// Numbers that a log scale cannot show are gaps.
+function shown(numbers, curve) {
+  return isLog(curve) ? numbers.map((value) => (value > 0 ? value : null)) : numbers;
+}
+
+// A line for each run, and the unsmoothed one behind this run's.
+function tables(curve) {
+  const weight = curve.exact ? 0 : Number(smoothing.value);
+  const begun = (run) => values(run, curve).at[0] ?? 0;
+  return uPlot.join(runs.map((run, index) => {
+    const { step, at, value } = values(run, curve);
+    const shift = index ? begun(runs[0]) - begun(run) : 0;
+    const xs = axis.value === "step" ? step : at.map((time) => time + shift);
+    const line = shown(smooth(value, weight), curve);
+    return index || curve.exact ? [xs, line] : [xs, shown(value, curve), line];
+  }));
+}
+
+function text(raw) {
+  return raw === null || raw === undefined ? "–" : Number(raw.toPrecision(4)).toString();
+}
+
+function options(curve, place) {
   const isAlone = (plot, index) => plot.data[index].filter((value) => value !== null && value !== undefined).length < 3;
-  const line = (name, width) => ({ stroke: () => color(name), width, points: { show: width > 1 ? isAlone : false } });
+  const line = (name, width) => ({ stroke: () => color(name), width, points: { show: width > 1 ? isAlone : false }, value: (_, raw) => text(raw) });
   const ink = { stroke: () => color("--ink-2"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
-  const value = (_, raw) => (raw === null || raw === undefined ? "–" : Number(raw.toPrecision(4)).toString());
-  const series = [
-    { label: axis.value === "step" ? "Step" : "Time" },
-    { ...line("--curve-raw", 1), label: "raw", value },
-    { ...line("--curve", 2), label: "smooth", value },
-  ];
-  if (compared) {
-    series.push({ ...line("--other-raw", 1), label: "other, raw", value }, { ...line("--other", 2), label: "other", value });
-  }
+  const series = [{ label: axis.value === "step" ? "Step" : "Time" }];
+  if (!curve.exact) series.push({ ...line("--curve-raw", 1), label: "raw" });
+  runs.forEach((run, index) => series.push({ ...line(`--curve-${index}`, 2), label: runs.length > 1 ? run.name : curve.exact ? "value" : "smooth" }));
+  const ticks = (_, splits) => splits.map((tick) => (tick === null ? "" : Number(tick.toPrecision(4)).toString()));
   return {
-    width: Math.max(240, curve.box.clientWidth), height: HEIGHT, series,
-    axes: [{ ...ink, size: 32 }, { ...ink, size: 62, values: (_, ticks) => ticks.map((tick) => Number(tick.toPrecision(4)).toString()) }],
-    scales: { x: { time: axis.value === "at" } },
+    width: Math.max(240, place.clientWidth), height: HEIGHT, series,
+    axes: [{ ...ink, size: 32 }, { ...ink, size: 62, values: ticks }],
+    scales: { x: { time: axis.value === "at" }, y: isLog(curve) ? { distr: LOG } : {} },
     legend: { live: true },
     cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false } },
-    hooks: { setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), plot)] },
+    hooks: { setSelect: [(plot) => zoomTo(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"), curve, plot)] },
   };
 }
 
-function zoomTo(from, to, plot) {
+function zoomTo(from, to, curve, plot) {
   if (plot) plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-  if (axis.value === "at") {
-    const inside = own.step.filter((_, index) => own.at[index] >= from && own.at[index] <= to);
+  if (plot && axis.value === "at") {
+    const { step, at } = values(runs[0], curve);
+    const inside = step.filter((_, index) => at[index] >= from && at[index] <= to);
     if (inside.length < 2) return;
     [from, to] = [inside[0], inside.at(-1)];
   }
-  const first = Math.max(0, Math.floor(from)), last = Math.min(own.last_step, Math.ceil(to));
+  const end = runs[0].last_step, first = Math.max(0, Math.floor(from)), last = Math.min(end, Math.ceil(to));
   if (last - first < 1) return;
-  range = first === 0 && last === own.last_step ? null : [first, last];
+  range = first === 0 && last === end ? null : [first, last];
   refresh();
 }
 
@@ -95,17 +124,24 @@ const ZOOMS = {
   in: ([a, b]) => [a + (b - a) / 4, b - (b - a) / 4],
   out: ([a, b]) => [a - (b - a) / 2, b + (b - a) / 2],
   left: ([a, b]) => [Math.max(0, a - (b - a) / 2), Math.max(b - a, b - (b - a) / 2)],
-  right: ([a, b]) => [Math.min(a + (b - a) / 2, own.last_step - (b - a)), Math.min(b + (b - a) / 2, own.last_step)],
+  right: ([a, b], end) => [Math.min(a + (b - a) / 2, end - (b - a)), Math.min(b + (b - a) / 2, end)],
   all: () => null,
 };
 
-function draw() {
-  document.getElementById("no-curves").hidden = own.step.length > 0;
-  for (const curve of CURVES) {
-    const has = own[curve.name].some((value) => value !== null);
+function drawIn(parent, curves) {
+  for (const curve of curves) {
+    const has = values(runs[0], curve).value.some((value) => value !== null);
     const drawn = charts.get(curve.name);
-    if (!has) { drawn?.figure.remove(); charts.delete(curve.name); continue; }
-    if (drawn) { drawn.plot.setData(tables(curve.name)); describe(drawn.figure, curve); continue; }
+    if (drawn && (!has || drawn.isLog !== isLog(curve) || drawn.figure.parentElement !== parent)) {
+      drawn.plot.destroy();
+      drawn.figure.remove();
+      charts.delete(curve.name);
+    } else if (drawn) {
+      drawn.plot.setData(tables(curve));
+      describe(drawn.figure, curve);
+      continue;
+    }
+    if (!has) continue;
     const figure = document.createElement("figure");
     figure.className = "card chart";
     figure.dataset.curve = curve.name;
@@ -114,20 +150,45 @@ function draw() {
     const place = document.createElement("div");
     place.setAttribute("role", "img");
     figure.append(caption, place);
-    const after = CURVES.slice(CURVES.indexOf(curve) + 1).map((one) => charts.get(one.name)?.figure).find(Boolean);
-    box.insertBefore(figure, after ?? null);
-    const plot = new uPlot(options({ box: place }), tables(curve.name), place);
-    charts.set(curve.name, { figure, place, plot });
+    const after = curves.slice(curves.indexOf(curve) + 1).map((one) => charts.get(one.name)?.figure).find((one) => one?.parentElement === parent);
+    parent.insertBefore(figure, after ?? null);
+    charts.set(curve.name, { figure, place, plot: new uPlot(options(curve, place), tables(curve), place), isLog: isLog(curve) });
     describe(figure, curve);
   }
 }
 
+function draw() {
+  const { names, important: first } = runs[0].reported;
+  const curve = (metric) => ({ name: `metric:${metric}`, title: metric });
+  const rest = names.filter((name) => !first.includes(name));
+  document.getElementById("no-curves").hidden = values(runs[0], CURVES[0]).step.length + names.length > 0;
+  more.hidden = rest.length === 0;
+  document.getElementById("num-metrics").textContent = rest.length > MOST_AT_ONCE ? `(the first ${MOST_AT_ONCE} of ${rest.length} more)` : `(${rest.length} more)`;
+  drawIn(important, first.map(curve));
+  if (more.open) drawIn(more.querySelector(".charts"), rest.slice(0, MOST_AT_ONCE).map(curve));
+  drawIn(box, CURVES);
+  list();
+}
+
+// Names of the runs with their colours, where there are several.
+function list() {
+  const place = document.getElementById("compared");
+  place.hidden = runs.length < 2;
+  place.replaceChildren(...runs.map((run, index) => {
+    const item = document.createElement("li");
+    item.className = `run-${index}`;
+    item.textContent = run.name;
+    return item;
+  }));
+}
+
 function describe(figure, curve) {
-  const values = own[curve.name].filter((value) => value !== null);
-  const text = `${curve.title}: ${values.length} points, the last ${Number(values.at(-1).toPrecision(4))} at step ${own.step.at(-1)}`;
-  figure.querySelector("[role=img]").setAttribute("aria-label", text);
-  figure.dataset.points = values.length;
-  figure.dataset.last = values.at(-1);
+  const { step, value } = values(runs[0], curve);
+  const known = value.filter((one) => one !== null);
+  const label = `${curve.title}: ${known.length} points, the last ${text(known.at(-1))} at step ${step.at(-1)}`;
+  figure.querySelector("[role=img]").setAttribute("aria-label", label);
+  figure.dataset.points = known.length;
+  figure.dataset.last = known.at(-1);
 }
 
 function redraw() {
@@ -142,12 +203,14 @@ async function refresh() {
   isFetching = true;
   const began = performance.now();
   try {
-    const had = Boolean(compared);
-    [own, compared] = await Promise.all([
-      fetchCurves(box.dataset.run, range),
-      other.value ? fetchCurves(other.value, range) : Promise.resolve(null),
-    ]);
-    if (had === Boolean(compared)) draw(); else redraw();
+    const rest = runs.length ? runs[0].reported.names.filter((name) => !runs[0].reported.important.includes(name)) : [];
+    const open = more.open ? rest.slice(0, MOST_AT_ONCE) : [];
+    const wanted = [{ run: box.dataset.run, name: box.dataset.name }, ...chosen()];
+    const before = runs.map((run) => run.run).join();
+    const first = await fetchRun(wanted[0], open);
+    const over = [...first.reported.important, ...open].slice(0, MOST_AT_ONCE);
+    runs = [first, ...await Promise.all(wanted.slice(1).map((one) => fetchRun(one, over)))];
+    if (before === runs.map((run) => run.run).join()) draw(); else redraw();
   } catch (error) {
     console.warn("curves:", error.message);
   } finally {
@@ -163,16 +226,27 @@ function refreshSoon() {
   timer = window.setTimeout(() => { timer = null; refresh(); }, refresh.pause ?? LEAST_PAUSE_MS);
 }
 
+function compare() {
+  const boxes = [...others.querySelectorAll("input")], ticked = chosen();
+  const isFull = ticked.length >= Number(others.dataset.most);
+  for (const one of boxes) one.disabled = isFull && !one.checked;
+  document.getElementById("num-compared").textContent = ticked.length || "";
+  const query = new URLSearchParams(ticked.map(({ run }) => ["with", run]));
+  window.history.replaceState(null, "", `${window.location.pathname}${ticked.length ? "?" : ""}${query}`);
+  refresh();
+}
+
 box.addEventListener("sse:changed", refreshSoon);
-smoothing.addEventListener("input", () => own && draw());
-axis.addEventListener("change", () => own && redraw());
-other.addEventListener("change", refresh);
-document.addEventListener("theme", () => own && redraw());
+smoothing.addEventListener("input", () => runs.length && draw());
+for (const one of [axis, log]) one.addEventListener("change", () => runs.length && redraw());
+others?.addEventListener("change", compare);
+more.addEventListener("toggle", () => more.open && refresh());
+document.addEventListener("theme", () => runs.length && redraw());
 for (const button of document.querySelectorAll("[data-zoom]")) {
   button.addEventListener("click", () => {
-    if (!own) return;
-    const wanted = ZOOMS[button.dataset.zoom](range ?? [0, own.last_step]);
-    if (wanted === null) { range = null; refresh(); } else zoomTo(...wanted, null);
+    if (!runs.length) return;
+    const wanted = ZOOMS[button.dataset.zoom](range ?? [0, runs[0].last_step], runs[0].last_step);
+    if (wanted === null) { range = null; refresh(); } else zoomTo(...wanted);
   });
 }
 new ResizeObserver(() => {

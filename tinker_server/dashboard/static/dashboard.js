@@ -32,7 +32,15 @@ document.addEventListener("click", async (event) => {
 
 document.addEventListener("change", (event) => {
   if (event.target.matches("select[data-submit]")) event.target.form.submit();
+  if (event.target.form?.id === "comparing") allowComparing();
 });
+
+// Runs are compared once two are ticked; a refreshed list has the same ones ticked.
+function allowComparing() {
+  const button = document.querySelector("#comparing button");
+  if (button) button.disabled = document.querySelectorAll("input[form=comparing]:checked").length < 2;
+}
+document.addEventListener("htmx:afterSwap", allowComparing);
 
 // A part of a page is not refreshed while the viewer uses a control in it, and an answer that arrives meanwhile is ignored.
 // (base.html sets htmx's settle delay to 0, since a new part ignores events until it is settled.)

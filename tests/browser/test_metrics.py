@@ -1,0 +1,110 @@
+"""A run's page in a browser: the client's metrics, its name, several runs over one another, and hints."""
+
+import re
+
+from playwright.sync_api import expect
+
+from tests.browser.learning import LearningBackend
+from tests.browser.pages import NARROW, Watched
+from tests.dashboard import Owner
+
+
+def test_the_clients_metrics_come_first_and_the_others_when_they_are_opened(
+    seen: Watched, owners: tuple[Owner, Owner]
+) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.train(run_id, range(3))
+    for step in range(4):
+        metrics = {"env/all/reward/total": step / 10, "test/accuracy": 0.5, "time/total": 3.0 + step}
+        assert alice.report(run_id, step, **metrics).status_code == 204
+    page = seen.open(f"/runs/{run_id}")
+    reward = page.locator('figure[data-curve="metric:env/all/reward/total"]')
+    expect(reward).to_have_attribute("data-points", "4")
+    expect(reward).to_have_attribute("data-last", "0.3")
+    page.locator("figure[data-curve=loss]").wait_for()
+    assert page.locator("figure").first.get_attribute("data-curve") == "metric:env/all/reward/total"
+    rest = page.locator('figure[data-curve="metric:time/total"]')
+    expect(rest).to_have_count(0)
+    page.get_by_text("All metrics of the client").click()
+    expect(rest).to_have_attribute("data-last", "6")
+    alice.report(run_id, 4, **{"env/all/reward/total": 0.9})
+    expect(reward).to_have_attribute("data-last", "0.9")
+    assert seen.violations() == []
+    page.set_viewport_size(NARROW)
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+
+
+def test_ticked_runs_are_drawn_over_one_another_with_their_names(seen: Watched, owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    made = [alice.new_run() for _ in range(3)]
+    for number, run_id in enumerate(made):
+        alice.train(run_id, range(4 + number))
+        alice.report(run_id, 0, reward=float(number))
+    page = seen.open(f"/runs/{made[0]}")
+    page.get_by_text("Name, tags and notes").click()
+    page.get_by_label("Name", exact=True).fill("small rank")
+    page.get_by_label("Tags").fill("sweep, vision")
+    page.get_by_label("Notes").fill("with 8 samples")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("heading", name="small rank")).to_be_visible()
+    expect(page.get_by_text("with 8 samples").first).to_be_visible()
+    page.get_by_role("link", name="sweep").click()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.get_by_label("Search runs").fill("")
+    expect(page.get_by_label(f"Compare {made[1][:8]}")).to_be_visible()
+    button = page.get_by_role("button", name="Compare")
+    expect(button).to_be_disabled()
+    page.get_by_label("Compare small rank").check()
+    page.get_by_label(f"Compare {made[1][:8]}").check()
+    with page.expect_response("**/runs?*"):
+        page.evaluate("document.activeElement.blur(); htmx.trigger(document.getElementById('runs'), 'sse:changed')")
+    expect(page.get_by_label("Compare small rank")).to_be_checked()
+    button.click()
+    expect(page).to_have_url(re.compile("with="))
+    names = page.locator("#compared li")
+    expect(names).to_have_count(2)
+    legend = page.locator("figure[data-curve=loss] .u-legend")
+    for name in ("small rank", made[1][:8]):
+        expect(names.filter(has_text=name)).to_have_count(1)
+        expect(legend).to_contain_text(name)
+    expect(page.locator('figure[data-curve="metric:reward"] .u-legend')).to_contain_text("small rank")
+    assert seen.violations() == []
+    page.get_by_text("Compare with").click()
+    page.get_by_role("checkbox", name=made[2][:8]).check()
+    expect(names).to_have_count(3)
+    page.reload()
+    expect(names).to_have_count(3)
+
+
+def test_the_learning_rate_is_not_smoothed_and_a_log_axis_is_chosen(
+    seen: Watched, owners: tuple[Owner, Owner], run_id: str
+) -> None:
+    page = seen.open(f"/runs/{run_id}")
+    page.locator("figure[data-curve=learning_rate] canvas").wait_for()
+    labels = page.locator("figure[data-curve=learning_rate] .u-legend .u-label")
+    assert labels.all_inner_texts() == ["Step", "value"]
+    assert page.locator("figure[data-curve=loss] .u-legend .u-label").all_inner_texts() == ["Step", "raw", "smooth"]
+    before = page.locator("figure[data-curve=loss] canvas").evaluate("canvas => canvas.toDataURL()")
+    page.get_by_label("Log scale").check()
+    page.wait_for_function(
+        "before => document.querySelector('figure[data-curve=loss] canvas')?.toDataURL() !== before", arg=before
+    )
+    expect(page.locator("figure[data-curve=loss]")).to_have_attribute("data-points", "40")
+
+
+def test_a_run_without_advantages_says_that_nothing_is_learned(
+    seen: Watched, owners: tuple[Owner, Owner], learning: LearningBackend
+) -> None:
+    alice, _ = owners
+    run_id = alice.new_run()
+    alice.train(run_id, range(2))
+    page = seen.open(f"/runs/{run_id}")
+    expect(page.locator(".hint")).to_have_count(0)
+    learning.trains = False
+    try:
+        alice.train(run_id, range(2, 4))
+    finally:
+        learning.trains = True
+    expect(page.locator(".hint")).to_contain_text("All advantages of the last 2 batches are 0")
+    assert seen.violations() == []

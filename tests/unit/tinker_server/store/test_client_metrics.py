@@ -1,0 +1,52 @@
+"""Metrics of clients are replaced by step, averaged in groups, bounded in number, and deleted when they are old."""
+
+import pytest
+
+from tinker_server.errors import LimitReached
+from tinker_server.store import client_metrics
+from tinker_server.store.client_metrics import ClientMetricStore
+from tinker_server.store.database import Database
+
+
+async def test_a_metric_is_a_series_by_step_and_a_later_value_replaces_the_earlier(db: Database) -> None:
+    store = ClientMetricStore(db)
+    await store.put("m", 0, {"reward": 0.25, "kl": 9.0}, at=1.0)
+    await store.put("m", 3, {"reward": 0.5}, at=2.0)
+    await store.put("m", 3, {"reward": 0.75}, at=3.0)
+    await store.put("other", 7, {"secret": 1.0}, at=3.0)
+    assert await store.names("m") == ["kl", "reward"] and await store.last_step("m") == 3
+    points = await store.points("m", ["reward"], (0, 3), 100)
+    assert [(one.step, one.value, one.at) for one in points["reward"]] == [(0, 0.25, 1.0), (3, 0.75, 3.0)]
+    assert (await store.points("m", ["secret"], (0, 9), 100)) == {"secret": []}
+    assert await store.last_step("nobody") is None
+
+
+async def test_many_steps_are_means_of_neighbours_and_a_sparse_metric_keeps_its_own(db: Database) -> None:
+    store = ClientMetricStore(db)
+    for step in range(100):
+        await store.put("m", step, {"reward": float(step)} | ({"test": 5.0} if step % 50 == 0 else {}), at=step)
+    points = await store.points("m", ["reward", "test"], (0, 99), 10)
+    assert [one.value for one in points["reward"]] == pytest.approx([10 * k + 4.5 for k in range(10)])
+    assert [one.step for one in points["reward"]] == list(range(9, 100, 10))
+    assert [(one.step, one.value) for one in points["test"]] == [(0, 5.0), (50, 5.0)]
+    assert [one.step for one in (await store.points("m", ["reward"], (20, 29), 10))["reward"]] == list(range(20, 30))
+
+
+async def test_pages_hold_every_value_once_and_old_ones_are_deleted(db: Database) -> None:
+    store = ClientMetricStore(db)
+    for step in range(5):
+        await store.put("m", step, {"a": 1.0, "b": 2.0}, at=float(step))
+    found = [(one.name, one.step) async for page in store.pages("m", 3) for one in page]
+    assert found == [(name, step) for name in "ab" for step in range(5)]
+    assert await store.expire(before=2.0) == 4
+    assert [one.step async for page in store.pages("m", 100) for one in page] == [2, 3, 4] * 2
+
+
+async def test_a_run_has_a_bounded_number_of_metrics(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_metrics, "MAX_NAMES", 2)
+    store = ClientMetricStore(db)
+    await store.put("m", 0, {"a": 1.0, "b": 1.0}, at=0)
+    await store.put("m", 1, {"a": 2.0}, at=1)
+    with pytest.raises(LimitReached, match="3 names; 2 are allowed"):
+        await store.put("m", 1, {"a": 3.0, "c": 3.0}, at=1)
+    assert [one.value for one in (await store.points("m", ["a"], (0, 9), 100))["a"]] == [1.0, 2.0]

@@ -1,0 +1,116 @@
+"""Metrics that clients report of their runs: rewards, accuracies, evaluations. The client counts the steps."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from sqlalchemy import Table, delete, func, select, tuple_
+
+from tinker_server.errors import LimitReached
+from tinker_server.store.database import Database
+from tinker_server.store.steps import DELETED_AT_ONCE
+from tinker_server.store.tables import ClientMetricRow
+
+METRICS = cast(Table, ClientMetricRow.__table__)
+KEY = ("model_id", "name", "step")
+MAX_NAMES = 512
+"""Different metrics of one run. The cookbook's RL recipes report some 60."""
+_OF = METRICS.c
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One value of one metric."""
+
+    name: str
+    step: int
+    at: float
+    """Time at which it was reported."""
+    value: float
+
+
+class ClientMetricStore:
+    """Reads and writes the client_metrics table."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def put(self, model_id: str, step: int, values: Mapping[str, float], at: float) -> None:
+        """Store the metrics of one step. A later value of the same metric and step replaces the earlier one.
+
+        Raises LimitReached where the run would have more than MAX_NAMES metrics.
+        """
+        if not values:
+            return
+        names = set(await self.names(model_id)) | set(values)
+        if len(names) > MAX_NAMES:
+            raise LimitReached(f"metrics: the run {model_id} would have {len(names)} names; {MAX_NAMES} are allowed")
+        insert = self._db.insert(METRICS)
+        put = insert.on_conflict_do_update(
+            index_elements=KEY, set_={"value": insert.excluded.value, "at": insert.excluded.at}
+        )
+        rows = [{"model_id": model_id, "name": name, "step": step, "value": values[name], "at": at} for name in values]
+        async with self._db.write() as session:
+            await session.execute(put, rows)
+
+    async def names(self, model_id: str) -> list[str]:
+        """Return the names of a run's metrics, sorted."""
+        query = select(_OF.name).where(_OF.model_id == model_id).distinct().order_by(_OF.name)
+        async with self._db.read() as session:
+            return list(await session.scalars(query))
+
+    async def last_step(self, model_id: str) -> int | None:
+        """Return the last step that a client reported of a run."""
+        async with self._db.read() as session:
+            return cast("int | None", await session.scalar(select(func.max(_OF.step)).where(_OF.model_id == model_id)))
+
+    async def points(
+        self, model_id: str, names: Sequence[str], bounds: tuple[int, int], most: int
+    ) -> dict[str, list[Metric]]:
+        """Return the steps within `bounds` (first, last) of each of these metrics in order, by name.
+
+        Neighbours are averaged so that no metric has more than `most` points.
+        """
+        first, last = bounds
+        group = (_OF.step - first) // max(1, -(-(last - first + 1) // most))
+        query = (
+            select(_OF.name, func.max(_OF.step), func.max(_OF.at), func.avg(_OF.value))
+            .where(_OF.model_id == model_id, _OF.name.in_(names), _OF.step.between(first, last))
+            .group_by(_OF.name, group)
+            .order_by(_OF.name, func.max(_OF.step))
+        )
+        found: dict[str, list[Metric]] = {name: [] for name in names}
+        async with self._db.read() as session:
+            for row in await session.execute(query):
+                found[row[0]].append(Metric(*row))
+        return found
+
+    async def pages(self, model_id: str, at_once: int) -> AsyncIterator[list[Metric]]:
+        """Yield all of a run, by name and step, in pages of `at_once`."""
+        after = ("", -1)
+        while True:
+            query = (
+                select(_OF.name, _OF.step, _OF.at, _OF.value)
+                .where(_OF.model_id == model_id, tuple_(_OF.name, _OF.step) > after)
+                .order_by(_OF.name, _OF.step)
+                .limit(at_once)
+            )
+            async with self._db.read() as session:
+                found = [Metric(*row) for row in await session.execute(query)]
+            if not found:
+                return
+            after = (found[-1].name, found[-1].step)
+            yield found
+
+    async def expire(self, before: float) -> int:
+        """Delete the metrics reported before this time, a part at a time; return their number."""
+        key = tuple(_OF[name] for name in KEY)
+        deleted = 0
+        while True:
+            async with self._db.write() as session:
+                old = (await session.execute(select(*key).where(_OF.at < before).limit(DELETED_AT_ONCE))).all()
+                if old:
+                    await session.execute(delete(METRICS).where(tuple_(*key).in_([tuple(row) for row in old])))
+            deleted += len(old)
+            if len(old) < DELETED_AT_ONCE:
+                return deleted

@@ -1,0 +1,61 @@
+"""Search of runs by words."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, SQLColumnExpression, Text, case, cast, func, or_
+from sqlalchemy.orm import InstrumentedAttribute
+
+from tinker_server.store.tables import SessionRow, TrainingRunRow
+
+NOTED: tuple[InstrumentedAttribute[Any], ...] = (
+    TrainingRunRow.user_metadata,
+    TrainingRunRow.name,
+    TrainingRunRow.notes,
+    TrainingRunRow.tags,
+    SessionRow.user_metadata,
+    SessionRow.display_name,
+    SessionRow.tags,
+)
+"""Texts of a run that its client or owner wrote."""
+
+
+@dataclass(frozen=True)
+class RunSearch:
+    """Words that a run has in its id, name, base model, state, tags, notes or metadata.
+
+    A word `key=value` is looked for in the metadata of this key.
+    """
+
+    words: Sequence[str]
+    states: Mapping[str, str]
+    """State of a run by its status."""
+    at_work: Mapping[str, Sequence[str]]
+    """Ids, by their state, of runs whose state is not their status's."""
+
+
+def has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
+    """Yield a condition for each word."""
+    states: list[tuple[ColumnElement[bool], str]] = [
+        (TrainingRunRow.model_id.in_(run_ids), state) for state, run_ids in search.at_work.items()
+    ]
+    states += [(TrainingRunRow.status == status, state) for status, state in search.states.items()]
+    names = (TrainingRunRow.model_id, TrainingRunRow.base_model, case(*states, else_=""), *NOTED)
+    for word in search.words:
+        either = [_contains(name, word) for name in names]
+        key, is_pair, value = word.partition("=")
+        if is_pair and can_be_searched(key):
+            of_key = (TrainingRunRow.user_metadata[key].as_string(), SessionRow.user_metadata[key].as_string())
+            either += [_contains(one, value) for one in of_key]
+        yield or_(*either)
+
+
+def _contains(value: SQLColumnExpression[Any], word: str) -> ColumnElement[bool]:
+    """Return the condition that a text, or a JSON value as text, contains the word in any case."""
+    return func.lower(cast(value, Text)).contains(word.lower(), autoescape=True)
+
+
+def can_be_searched(key: str) -> bool:
+    """Return whether SQLite's JSON paths, which have no escape, can name the key."""
+    return bool(key) and key.isprintable() and '"' not in key and "\\" not in key
