@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend, OnLoading, ignore_loading
+from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
@@ -184,10 +185,12 @@ def build_services(
     execution = Execution(futures, OperationRunner(executors), measured, tracing)
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
     scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
-    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, storage)
+    key_uses = KeyUses(settings.data_dir, keys)
+    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, storage, key_uses)
     return Services(
         settings=settings,
         keys=keys,
+        key_uses=key_uses,
         models=bases,
         sessions=sessions,
         runs=runs,
@@ -240,7 +243,8 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
-        for save in (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save):
+        counted = (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save)
+        for save in (*counted, services.key_uses.save):
             stack.push_async_callback(_saved, save)
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)

@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,15 @@ from pydantic import ValidationError
 
 from backends.config import BackendConfig
 from tinker_server import VERSION
-from tinker_server.auth import keys
+from tinker_server.auth import key_uses, keys
+from tinker_server.auth.key import SCOPES
+from tinker_server.commands.tables import keys_table, show
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import described, from_environment, from_file, merged
 
+DAY_S, MAX_DAYS = 24 * 3600, 36_500
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -69,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     removing = actions.add_parser("remove", parents=[common], help="remove all keys of a name; its data stay")
     for action in (adding, removing):
         action.add_argument("name", help="owner of everything that is created with the key")
+    scope_help = "what the key is for: all, sample (sampling and chats alone) or metrics (/metrics alone) (all)"
+    adding.add_argument("--scope", choices=SCOPES, default="all", help=scope_help)
+    adding.add_argument("--admin", action="store_true", help="it may also see and stop the work of all owners")
+    adding.add_argument("--expires-days", type=_days, metavar="DAYS", help="days until it is unknown (it stays)")
+    removing.add_argument("--key", metavar="ID", help="remove the key of this id alone, as `list` shows it")
     actions.add_parser("list", parents=[common], help="list the names and the number of their keys")
     _add_operators(commands, common, [database, models])
     shtab.add_argument_to(parser, "--print-completion", help="print a completion script for a shell")
@@ -112,27 +119,38 @@ def _gib(text: str) -> int:
     return int(float(text) * 2**30)
 
 
-_numbers.__name__, _gib.__name__ = "list of numbers", "number of GiB"  # argparse shows them in its errors
+def _days(text: str) -> float:
+    """Return a positive number of days. Raises ValueError."""
+    days = float(text)
+    if not 0 < days <= MAX_DAYS:
+        raise ValueError(text)
+    return days
 
 
-def change_keys(arguments: argparse.Namespace, path: Path) -> None:
+# argparse shows these in its errors
+_numbers.__name__, _gib.__name__ = "list of numbers", "number of GiB"
+_days.__name__ = f"number of days, more than 0 and at most {MAX_DAYS}"
+
+
+def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
     """Run `tinker-server keys` on the keys file. Raises StartFailed."""
+    path = settings.resolved_keys_file()
     try:
         match arguments.action:
             case "add":
-                said = keys.add(path, arguments.name)
+                valid_s = None if arguments.expires_days is None else arguments.expires_days * DAY_S
+                is_admin, scope = arguments.admin, arguments.scope
+                print(keys.add(path, arguments.name, scope=scope, is_admin=is_admin, valid_s=valid_s))
             case "remove":
-                count = keys.remove(path, arguments.name)
+                count = keys.remove(path, arguments.name, arguments.key)
                 if count == 0:
-                    raise StartFailed(f"{path} has no key of the name {arguments.name!r}")
-                said = f"removed {count} of {arguments.name}"
+                    which = "" if arguments.key is None else f" with the id {arguments.key}"
+                    raise StartFailed(f"{path} has no key of the name {arguments.name!r}{which}")
+                print(f"removed {count} of {arguments.name}")
             case _:
-                counts = Counter(keys.read(path).values())
-                said = "\n".join(f"{name} {count}" for name, count in counts.items())
+                show(keys_table(list(keys.read(path).values()), key_uses.read(settings.data_dir)))
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
-    if said:
-        print(said)
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:

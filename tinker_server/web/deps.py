@@ -8,10 +8,13 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 
 from backends.protocol import Backend
+from tinker_server.auth.key import Key
+from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
 from tinker_server.chat.answering import Chats
+from tinker_server.errors import AdministratorsOnly
 from tinker_server.models.admission import Admission
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Snapshots
@@ -48,6 +51,7 @@ class Services:
 
     settings: Settings
     keys: Keys
+    key_uses: KeyUses
     models: BaseModels
     sessions: SessionStore
     runs: RunStore
@@ -95,6 +99,19 @@ async def caller(request: Request, _: ApiKey) -> str:
 
 
 Caller = Annotated[str, Depends(caller)]
+
+
+async def administrator(request: Request, caller: Caller) -> str:
+    """Return the administrator's own name. Raises AdministratorsOnly for any other key."""
+    key: Key = request.state.key
+    if not key.is_admin:
+        raise AdministratorsOnly(
+            f"the API key {key.id} of {key.name} is no administrator's: `tinker-server keys add NAME --admin` makes one"
+        )
+    return caller
+
+
+Administrator = Annotated[str, Depends(administrator)]
 
 
 async def _services(request: Request) -> Services:
