@@ -37,6 +37,7 @@ from tinker_server.routes import (
     futures,
     health,
     metrics,
+    owners,
     runs,
     sampling,
     service,
@@ -112,7 +113,7 @@ def create_app(
     app.add_middleware(Measured)  # the last one added runs first
     install(app)
     api = APIRouter(prefix="/api/v1")
-    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
+    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin, owners):
         api.include_router(room.router, dependencies=[Depends(caller)])
     for open_to_all in (health, files):
         api.include_router(open_to_all.router)
@@ -209,6 +210,7 @@ def build_services(
         backend=backend,
         admission=admission,
         storage=storage,
+        holdings=holdings,
         snapshots=snapshots,
         chats=Chats(weights, admission, gallery),
         copying=Copying(sessions, runs, checkpoints, storage, holdings),

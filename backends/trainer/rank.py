@@ -55,8 +55,8 @@ class TrainerRank:
     # ---- models
 
     def create_model(self, model_id: str, lora: Trainable, snapshot: Path | None = None) -> int:
-        """Create a model, afresh or from its snapshot, and return the bytes that it takes of this rank's device while it
-        trains. If it raises, nothing of the model is left on any rank."""
+        """Create a model, afresh or from its snapshot, and return the bytes of this rank's device that it takes while
+        it trains. If it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
         self.models[model_id] = model = agreed(lambda: self._new_model(lora), self._world)
         if snapshot is not None:

@@ -28,6 +28,7 @@ from tinker_server.store.catalog import Catalog
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
@@ -70,6 +71,7 @@ class Services:
     backend: Backend
     admission: Admission
     storage: Storage
+    holdings: Holdings
     snapshots: Snapshots
     chats: Chats
     copying: Copying

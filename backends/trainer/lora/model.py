@@ -111,7 +111,7 @@ class LoraModel:
 
     @property
     def training_bytes(self) -> int:
-        """Device memory of this rank for masters with two moments, a whole gradient and, with several ranks, the working
+        """Device memory of this rank for masters, two moments, a whole gradient and, with several ranks, the working
         copy, in bytes."""
         masters = (1 + len(MOMENTS)) * sum(one.nbytes for one in self.parameters)
         return masters + self.size_bytes + (0 if self._world.size == 1 else sum(one.nbytes for one in self._weights))

@@ -165,7 +165,9 @@ def test_an_expired_key_is_unknown_and_opens_no_weights(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     short, lasting = keys.add(file, "alice", valid_s=1.0), keys.add(file, "bob")
     known = Keys(file)
-    time.sleep(max(0.0, known.all()[0].expires_at - time.time()) + 0.01)
+    expires_at = known.all()[0].expires_at
+    assert expires_at is not None
+    time.sleep(max(0.0, expires_at - time.time()) + 0.01)
     assert known.find(short) is None and known.owner_of(lasting) == "bob"
     assert known.find_by_fingerprint(known.all()[0].fingerprint) is None
     with pytest.raises(BadRequest, match="weights_access_token"):
