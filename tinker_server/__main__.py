@@ -16,6 +16,7 @@ from backends.protocol import BackendFailed
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
+from tinker_server.commands.admin import administrate
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
 from tinker_server.commands.status import Status
@@ -42,6 +43,9 @@ def main() -> int:
                 print(asked.as_json())
             else:
                 show(asked.as_tables())
+            return 0
+        if arguments.command == "admin":
+            administrate(arguments)
             return 0
         settings = read_settings(arguments)
         log_config.configure(settings.log_level, settings.log_format)

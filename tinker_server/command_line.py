@@ -83,13 +83,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
-    """Add the commands for operators: status, doctor, backup, restore."""
-    asking = commands.add_parser("status", help="show a running server's runs, queue and memory")
+    """Add the commands for operators: status, admin, doctor, backup, restore."""
+    remote = argparse.ArgumentParser(add_help=False)
     url, key = (os.environ.get(name) for name in ("TINKER_BASE_URL", "TINKER_API_KEY"))  # the SDK's own
     here = "http://127.0.0.1:8000"
-    asking.add_argument("--url", default=url or here, help=f"its address ($TINKER_BASE_URL, or {here})")
-    asking.add_argument("--key", default=key or "tml-local", help="API key whose runs are shown ($TINKER_API_KEY)")
+    remote.add_argument("--url", default=url or here, help=f"the server's address ($TINKER_BASE_URL, or {here})")
+    remote.add_argument("--key", default=key or "tml-local", help="API key to ask with ($TINKER_API_KEY)")
+    status_help = "show a running server's queue and memory, and the runs of the key's owner"
+    asking = commands.add_parser("status", parents=[remote], help=status_help)
     asking.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
+    _add_administration(commands, remote)
     doctor_help = "report what this machine can serve; loads nothing"
     doctor = commands.add_parser("doctor", parents=[common, *served], help=doctor_help)
     doctor.add_argument("--gpu", help="plan for these GPUs, as H200:2, in place of this machine's")
@@ -99,6 +102,25 @@ def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[
     ):
         one = commands.add_parser(name, parents=[common, served[0]], help=text)
         one.add_argument("directory", type=Path, help="directory of the backup")
+
+
+def _add_administration(commands: Any, remote: argparse.ArgumentParser) -> None:
+    """Add the command for administrators, whose key must have that role."""
+    admin_help = "all owners of a running server, with an administrator's key"
+    actions = commands.add_parser("admin", help=admin_help).add_subparsers(dest="action", required=True)
+    owners = actions.add_parser(
+        "owners", parents=[remote], help="list owners with their memory, disk, queue and tokens"
+    )
+    owners.add_argument("--hours", type=int, default=24, help="hours for which tokens are counted (24)")
+    runs = actions.add_parser("runs", parents=[remote], help="list the newest runs of all owners")
+    runs.add_argument("--owner", help="only the runs of this owner (all)")
+    unload_help = "move a run's model to disk; its next operation brings it back"
+    stop_help = "end the session of a run for good: what was not saved is lost"
+    unloading = actions.add_parser("unload", parents=[remote], help=unload_help)
+    stopping = actions.add_parser("stop", parents=[remote], help=stop_help)
+    for action in (unloading, stopping):
+        action.add_argument("run", help="id of the run")
+    stopping.add_argument("--reason", default="", help="reason, which the owner's client shows")
 
 
 def _add_sizes(models: argparse.ArgumentParser) -> None:

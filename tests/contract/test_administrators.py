@@ -3,6 +3,7 @@
 pytest tests/contract/test_administrators.py
 """
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tinker import types
 from tests.dashboard import PROTOBUF, Owner
 from tests.fake_server import Running, forward_backward_body
 from tests.fakes import SIZE_BYTES
+from tinker_server.__main__ import main
 from tinker_server.auth import keys
 from tinker_server.web.gate import OWN_KEY, SAMPLING, SAMPLING_BELOW
 
@@ -257,3 +259,28 @@ def test_an_administrator_sees_all_keys_and_their_last_use(house: House) -> None
     known = keys.read(house.server.settings.resolved_keys_file())
     assert {one["key_id"] for one in found} == {key.id for key in known.values()}
     assert house.root_key not in str(found) and not any(key.hashed in str(found) for key in known.values())
+
+
+def test_the_command_line_lists_unloads_and_stops_with_an_administrators_key_alone(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: str, key: str = house.root_key) -> tuple[int, str, str]:
+        words = ["tinker-server", "admin", *arguments, "--url", house.server.url, "--key", key]
+        monkeypatch.setattr(sys, "argv", words)
+        code = main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    run_id = house.alice.new_run()
+    code, listed, _ = run("owners")
+    assert code == 0 and all(name in listed for name in ("alice", "bob", "prometheus", "tokens since"))
+    code, listed, _ = run("runs", "--owner", "alice")
+    assert code == 0 and run_id in listed and "memory" in listed
+    for words in (["owners"], ["runs"], ["unload", run_id], ["stop", run_id]):
+        code, _, said = run(*words, key=house.bob_key)
+        assert code == 2 and "answers 403" in said
+    assert run("unload", run_id)[:2] == (0, f"{run_id} is on disk; its next operation brings it back\n")
+    assert house.runs()[run_id]["place"] == "disk"
+    assert run("stop", run_id, "--reason", "spent")[:2] == (0, f"stopped {run_id}; 0 operations were cancelled\n")
+    assert house.runs()[run_id]["place"] == "ended"
+    assert "no model has the id" in run("stop", "nothing")[2]
