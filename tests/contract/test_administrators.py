@@ -284,3 +284,25 @@ def test_the_command_line_lists_unloads_and_stops_with_an_administrators_key_alo
     assert run("stop", run_id, "--reason", "spent")[:2] == (0, f"stopped {run_id}; 0 operations were cancelled\n")
     assert house.runs()[run_id]["place"] == "ended"
     assert "no model has the id" in run("stop", "nothing")[2]
+
+
+def test_the_page_of_owners_is_there_for_administrators_alone_and_unloads_and_stops(house: House) -> None:
+    run_id = house.alice.new_run()
+    with Owner(house.server, house.bob_key).sign_in() as bob:
+        assert 'href="/owners"' not in bob.get("/").text
+        for path in ("/owners", "/owners/now"):
+            answer = bob.get(path)
+            assert answer.status_code == 404 and "alice" not in answer.text
+        for action in ("unload", "stop"):
+            assert bob.change("POST", f"/owners/runs/{run_id}/{action}").status_code == 404
+    assert house.runs()[run_id]["place"] == "memory"
+    with Owner(house.server, house.root_key).sign_in() as root:
+        assert 'href="/owners"' in root.get("/").text
+        shown = root.get("/owners").text
+        assert all(text in shown for text in (run_id, "alice", "prometheus", "3.0 MiB", "administrator"))
+        assert root.get(f"/runs/{run_id}").status_code == 404, "the run's own page stays its owner's"
+        assert root.pages.post(f"/owners/runs/{run_id}/stop").status_code == 403, "without the page's token"
+        assert root.change("POST", f"/owners/runs/{run_id}/unload").status_code == 200
+        assert house.runs()[run_id]["place"] == "disk"
+        assert root.change("POST", f"/owners/runs/{run_id}/stop").status_code == 200
+    assert house.runs()[run_id]["place"] == "ended"
