@@ -32,6 +32,7 @@ OF_NOBODY = {
     "/billing/usage/checkpoints/current",
     "/training_runs",
     "/checkpoints",
+    "/checkpoints/search",
     "/sessions",
     "/sessions/search",
 }

@@ -5,7 +5,7 @@ import contextlib
 import importlib.resources
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 
-from tinker_server.errors import DatabaseUnavailable, DiskFull, StartFailed, Superseded
+from tinker_server.errors import BadRequest, DatabaseUnavailable, DiskFull, StartFailed, Superseded
 from tinker_server.store.lease import Lease, sole_use
 from tinker_server.store.outage import Outage
 from tinker_server.store.postgresql import CONNECT_S, Connections
@@ -297,3 +297,10 @@ def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None
     command.upgrade(config, revision)
     if lease is not None and not is_there:
         lease.take(connection)
+
+
+def require_searchable(names: Iterable[str]) -> None:
+    """Raise BadRequest for a key of user_metadata that SQLite's JSON paths cannot name: they have no escape."""
+    for name in names:
+        if not name.isprintable() or '"' in name or "\\" in name:
+            raise BadRequest(f"user_metadata: the key {name!r} cannot be searched for")
