@@ -28,7 +28,7 @@ def saved(owners: tuple[Owner, Owner]) -> list[str]:
     """Paths of alice's weights, the newest first; the second is published."""
     alice, _ = owners
     run_id = alice.new_run()
-    paths = []
+    paths: list[str] = []
     for seq_id in range(1, 5):
         notes = {"user_metadata": {"kind": "even" if seq_id % 2 == 0 else "odd"}}
         made = alice.post("/save_weights", model_id=run_id, seq_id=seq_id, path=f"w{seq_id}", **notes)
