@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from api_schemas.base import NOTED, Request, Response
+from api_schemas.base import NOTED, FirstError, Request, Response, at_most
 from api_schemas.fields import AccessToken, BaseModelName, Integer, TinkerPathText, TtlSeconds
 from api_schemas.listing import Cursor, Metadata
+from api_schemas.sessions import SearchOwner
 from api_schemas.training import OptimizerConfig
 from api_schemas.weights import Kind
 
@@ -28,6 +29,7 @@ class CheckpointInfo(Response):
     time: AwareDatetime
     """Time of the save."""
     tinker_path: TinkerPathText
+    base_model: BaseModelName
     size_bytes: int
     """Total size of the files."""
     public: bool
@@ -44,6 +46,43 @@ class CheckpointsResponse(Response):
     """The page, newest first."""
     cursor: Cursor
     """Position of the page in the list."""
+
+
+class CheckpointCursor(Request):
+    """Start of the next page: the last saved weights of this one."""
+
+    last_created_at: AwareDatetime
+    """Time at which the last weights of the page were saved."""
+    last_checkpoint_uuid: str
+    """Their tinker:// path; weights have no other id here."""
+
+
+class SearchCheckpointsRequest(Request):
+    """Search for saved weights. All conditions must hold."""
+
+    project_ids: Annotated[list[str], FirstError()] | None = Field(default=None, max_length=100)
+    """Projects that the weights' sessions may be in; null: any."""
+    user_metadata: Annotated[dict[str, str], at_most(50)] = {}
+    """Entries that the weights must have."""
+    checkpoint_type: CheckpointType | None = None
+    """Purpose of the weights; null: any."""
+    owner: SearchOwner = SearchOwner()
+    """Whose weights: `own`; `accessible`: also what others have published; `user`: of these, named owners'."""
+    base_models: Annotated[list[str], FirstError()] | None = Field(default=None, max_length=100)
+    """Base models that they may be of; null: any. An empty list matches nothing."""
+    limit: Integer = Field(default=50, ge=1, le=200)
+    """Largest number of weights to return."""
+    cursor: CheckpointCursor | None = None
+    """`next_cursor` of the page before; absent: the first page."""
+
+
+class SearchCheckpointsResponse(Response):
+    """One page of the weights found, newest first."""
+
+    checkpoints: list[CheckpointInfo]
+    """The page. It may have fewer than `limit` entries while there are more."""
+    next_cursor: CheckpointCursor | None = None
+    """Cursor of the next page; absent: this is the last one."""
 
 
 class SetTtlRequest(Request):

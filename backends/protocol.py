@@ -161,6 +161,8 @@ class ModelState:
     """A number that changes whenever the trainer begins to work for it."""
     worked_s: float
     """Seconds that the trainer has worked for it since it was loaded; the rest it has waited."""
+    size_bytes: int
+    """Device memory of each rank that it takes while it trains: weights, gradient, moments."""
 
 
 SavedForm = Literal["state", "sampler", "export"]

@@ -49,6 +49,8 @@ ADAPTER = {
     for half, shape in (("A", (8, 3)), ("B", (5, 8)))
 }
 """The adapter of every model."""
+SIZE_BYTES = 3 << 20
+"""Memory of every model in training."""
 
 
 class FakeTrainer:
@@ -154,7 +156,7 @@ class FakeTrainer:
         return asyncio.ensure_future(write())
 
     def state(self, model_id: str) -> ModelState | None:
-        return ModelState(self.begun[model_id], 0.0) if model_id in self.steps else None
+        return ModelState(self.begun[model_id], 0.0, SIZE_BYTES) if model_id in self.steps else None
 
     async def restarted(self, seen: int) -> int:
         async with self.restart:

@@ -16,6 +16,7 @@ from backends.protocol import BackendFailed
 from tinker_server.app import create_app
 from tinker_server.auth import keys
 from tinker_server.command_line import change_keys, parse, read_settings
+from tinker_server.commands.admin import administrate
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
 from tinker_server.commands.status import Status
@@ -43,10 +44,13 @@ def main() -> int:
             else:
                 show(asked.as_tables())
             return 0
+        if arguments.command == "admin":
+            administrate(arguments)
+            return 0
         settings = read_settings(arguments)
         log_config.configure(settings.log_level, settings.log_format)
         if arguments.command == "keys":
-            change_keys(arguments, settings.resolved_keys_file())
+            change_keys(arguments, settings)
             return 0
         if arguments.command != "serve":
             return run_once(arguments, settings)
@@ -113,7 +117,7 @@ def require_keys_beyond_loopback(settings: Settings, listener: socket.socket) ->
 def described(settings: Settings, url: str) -> str:
     """Return what is served and where, for the operator who has waited for it."""
     path = settings.resolved_keys_file()
-    names = len(set(keys.read(path).values()))
+    names = len({key.name for key in keys.read(path).values()})
     access = f"{names} names have keys" if path.exists() else "without keys, it takes every key that begins with tml-"
     return (
         f"{url} serves {', '.join(settings.backend.models)}; the dashboard is there in a browser; data are in"

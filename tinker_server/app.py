@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import APIRouter, Depends, FastAPI
 
 from backends.protocol import Backend, OnLoading, ignore_loading
+from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
@@ -36,6 +37,7 @@ from tinker_server.routes import (
     futures,
     health,
     metrics,
+    owners,
     runs,
     sampling,
     service,
@@ -112,7 +114,7 @@ def create_app(
     app.add_middleware(Measured)  # the last one added runs first
     install(app)
     api = APIRouter(prefix="/api/v1")
-    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin):
+    for room in (service, sessions, training, weights, sampling, futures, runs, checkpoints, admin, owners):
         api.include_router(room.router, dependencies=[Depends(caller)])
     for open_to_all in (health, files):
         api.include_router(open_to_all.router)
@@ -186,10 +188,12 @@ def build_services(
     execution = Execution(futures, OperationRunner(executors), measured, tracing)
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
     scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
-    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage)
+    key_uses = KeyUses(settings.data_dir, keys)
+    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, key_uses)
     return Services(
         settings=settings,
         keys=keys,
+        key_uses=key_uses,
         models=bases,
         sessions=sessions,
         runs=runs,
@@ -209,6 +213,7 @@ def build_services(
         backend=backend,
         admission=admission,
         storage=storage,
+        holdings=holdings,
         snapshots=snapshots,
         chats=Chats(weights, admission, gallery),
         copying=Copying(sessions, runs, checkpoints, storage, holdings),
@@ -243,7 +248,8 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.runs.delete_unanswered({one.lane for one in unfinished if one.seq_id == 0})
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
-        for save in (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save):
+        counted = (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save)
+        for save in (*counted, services.key_uses.save):
             stack.push_async_callback(_saved, save)
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)

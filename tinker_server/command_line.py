@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,15 @@ from pydantic import ValidationError
 
 from backends.config import BackendConfig
 from tinker_server import VERSION
-from tinker_server.auth import keys
+from tinker_server.auth import key_uses, keys
+from tinker_server.auth.key import SCOPES
+from tinker_server.commands.tables import keys_table, show
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import described, from_environment, from_file, merged
 
+DAY_S, MAX_DAYS = 24 * 3600, 36_500
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -69,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     removing = actions.add_parser("remove", parents=[common], help="remove all keys of a name; its data stay")
     for action in (adding, removing):
         action.add_argument("name", help="owner of everything that is created with the key")
+    scope_help = "what the key is for: all, sample (sampling and chats alone) or metrics (/metrics alone) (all)"
+    adding.add_argument("--scope", choices=SCOPES, default="all", help=scope_help)
+    adding.add_argument("--admin", action="store_true", help="it may also see and stop the work of all owners")
+    adding.add_argument("--expires-days", type=_days, metavar="DAYS", help="days until it is unknown (it stays)")
+    removing.add_argument("--key", metavar="ID", help="remove the key of this id alone, as `list` shows it")
     actions.add_parser("list", parents=[common], help="list the names and the number of their keys")
     _add_operators(commands, common, [database, models])
     shtab.add_argument_to(parser, "--print-completion", help="print a completion script for a shell")
@@ -76,13 +83,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
-    """Add the commands for operators: status, doctor, backup, restore."""
-    asking = commands.add_parser("status", help="show a running server's runs, queue and memory")
+    """Add the commands for operators: status, admin, doctor, backup, restore."""
+    remote = argparse.ArgumentParser(add_help=False)
     url, key = (os.environ.get(name) for name in ("TINKER_BASE_URL", "TINKER_API_KEY"))  # the SDK's own
     here = "http://127.0.0.1:8000"
-    asking.add_argument("--url", default=url or here, help=f"its address ($TINKER_BASE_URL, or {here})")
-    asking.add_argument("--key", default=key or "tml-local", help="API key whose runs are shown ($TINKER_API_KEY)")
+    remote.add_argument("--url", default=url or here, help=f"the server's address ($TINKER_BASE_URL, or {here})")
+    remote.add_argument("--key", default=key or "tml-local", help="API key to ask with ($TINKER_API_KEY)")
+    status_help = "show a running server's queue and memory, and the runs of the key's owner"
+    asking = commands.add_parser("status", parents=[remote], help=status_help)
     asking.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
+    _add_administration(commands, remote)
     doctor_help = "report what this machine can serve; loads nothing"
     doctor = commands.add_parser("doctor", parents=[common, *served], help=doctor_help)
     doctor.add_argument("--gpu", help="plan for these GPUs, as H200:2, in place of this machine's")
@@ -92,6 +102,25 @@ def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[
     ):
         one = commands.add_parser(name, parents=[common, served[0]], help=text)
         one.add_argument("directory", type=Path, help="directory of the backup")
+
+
+def _add_administration(commands: Any, remote: argparse.ArgumentParser) -> None:
+    """Add the command for administrators, whose key must have that role."""
+    admin_help = "all owners of a running server, with an administrator's key"
+    actions = commands.add_parser("admin", help=admin_help).add_subparsers(dest="action", required=True)
+    owners = actions.add_parser(
+        "owners", parents=[remote], help="list owners with their memory, disk, queue and tokens"
+    )
+    owners.add_argument("--hours", type=int, default=24, help="hours for which tokens are counted (24)")
+    runs = actions.add_parser("runs", parents=[remote], help="list the newest runs of all owners")
+    runs.add_argument("--owner", help="only the runs of this owner (all)")
+    unload_help = "move a run's model to disk; its next operation brings it back"
+    stop_help = "end the session of a run for good: what was not saved is lost"
+    unloading = actions.add_parser("unload", parents=[remote], help=unload_help)
+    stopping = actions.add_parser("stop", parents=[remote], help=stop_help)
+    for action in (unloading, stopping):
+        action.add_argument("run", help="id of the run")
+    stopping.add_argument("--reason", default="", help="reason, which the owner's client shows")
 
 
 def _add_sizes(models: argparse.ArgumentParser) -> None:
@@ -112,27 +141,38 @@ def _gib(text: str) -> int:
     return int(float(text) * 2**30)
 
 
-_numbers.__name__, _gib.__name__ = "list of numbers", "number of GiB"  # argparse shows them in its errors
+def _days(text: str) -> float:
+    """Return a positive number of days. Raises ValueError."""
+    days = float(text)
+    if not 0 < days <= MAX_DAYS:
+        raise ValueError(text)
+    return days
 
 
-def change_keys(arguments: argparse.Namespace, path: Path) -> None:
+# argparse shows these in its errors
+_numbers.__name__, _gib.__name__ = "list of numbers", "number of GiB"
+_days.__name__ = f"number of days, more than 0 and at most {MAX_DAYS}"
+
+
+def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
     """Run `tinker-server keys` on the keys file. Raises StartFailed."""
+    path = settings.resolved_keys_file()
     try:
         match arguments.action:
             case "add":
-                said = keys.add(path, arguments.name)
+                valid_s = None if arguments.expires_days is None else arguments.expires_days * DAY_S
+                is_admin, scope = arguments.admin, arguments.scope
+                print(keys.add(path, arguments.name, scope=scope, is_admin=is_admin, valid_s=valid_s))
             case "remove":
-                count = keys.remove(path, arguments.name)
+                count = keys.remove(path, arguments.name, arguments.key)
                 if count == 0:
-                    raise StartFailed(f"{path} has no key of the name {arguments.name!r}")
-                said = f"removed {count} of {arguments.name}"
+                    which = "" if arguments.key is None else f" with the id {arguments.key}"
+                    raise StartFailed(f"{path} has no key of the name {arguments.name!r}{which}")
+                print(f"removed {count} of {arguments.name}")
             case _:
-                counts = Counter(keys.read(path).values())
-                said = "\n".join(f"{name} {count}" for name, count in counts.items())
+                show(keys_table(list(keys.read(path).values()), key_uses.read(settings.data_dir)))
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
-    if said:
-        print(said)
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:

@@ -4,6 +4,7 @@ TinkerServerError
 ├── Unauthenticated 401, BadRequest (BadField) 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400
 ├── OtherBaseModel 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
+├── ScopeRefused 403, AdministratorsOnly 403: the key is right, and may not do this
 ├── ForeignHost 403, KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, so that a permanent refusal does not use up the model's sequence number
 ├── LostModel 500: only in futures
@@ -44,6 +45,18 @@ class Unauthenticated(TinkerServerError):
     """The request has no API key, or an unknown one."""
 
     status, category = 401, "user"
+
+
+class ScopeRefused(TinkerServerError):
+    """The API key's scope does not include this request."""
+
+    status, category = 403, "user"
+
+
+class AdministratorsOnly(TinkerServerError):
+    """Only a key with the role of an administrator may do this."""
+
+    status, category = 403, "user"
 
 
 class BadRequest(TinkerServerError):

@@ -75,6 +75,8 @@ class _Model:
     """A loaded model."""
 
     owner: str
+    size_bytes: int
+    """Device memory that it takes of each rank."""
     latest_work: int
     """Number of its latest work."""
     worked_s: float = 0.0
@@ -125,8 +127,8 @@ class TrainerClient:
             await self._revive()
             if self._spec.full:
                 self._require_free(model_id, owner)
-            await self._command(commands.CreateModel(model_id, lora, snapshot))
-            self._models[model_id] = _Model(owner, next(self._numbers))
+            size_bytes = await self._command(commands.CreateModel(model_id, lora, snapshot))
+            self._models[model_id] = _Model(owner, size_bytes, next(self._numbers))
 
     def restoring(self, model_id: str, owner: str) -> AbstractContextManager[None]:
         """Implement the protocol."""
@@ -134,7 +136,9 @@ class TrainerClient:
 
     def state(self, model_id: str) -> ModelState | None:
         """Implement the protocol."""
-        return None if (model := self._models.get(model_id)) is None else ModelState(model.latest_work, model.worked_s)
+        if (model := self._models.get(model_id)) is None:
+            return None
+        return ModelState(model.latest_work, model.worked_s, model.size_bytes)
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """Implement the protocol; rank 0 writes."""

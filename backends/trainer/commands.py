@@ -22,8 +22,8 @@ class Start(Command[None]):
 
 
 @dataclass(frozen=True)
-class CreateModel(Command[None]):
-    """`protocol.Trainer.create_model`."""
+class CreateModel(Command[int]):
+    """`protocol.Trainer.create_model`; the answer is `ModelState.size_bytes`."""
 
     model_id: str
     lora: Trainable

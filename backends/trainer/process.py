@@ -34,7 +34,7 @@ def run(rank: TrainerRank, command: commands.ModelCommand) -> object:
     """Run a command on a rank."""
     match command:
         case commands.CreateModel(model_id, lora, snapshot):
-            rank.create_model(model_id, lora, snapshot)
+            return rank.create_model(model_id, lora, snapshot)
         case commands.DeleteModel(model_id):
             rank.delete_model(model_id)
         case commands.ComputeMicrobatch(new, order):

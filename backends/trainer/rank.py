@@ -54,16 +54,18 @@ class TrainerRank:
 
     # ---- models
 
-    def create_model(self, model_id: str, lora: Trainable, snapshot: Path | None = None) -> None:
-        """Create a model, afresh or from its snapshot. If it raises, nothing of the model is left on any rank."""
+    def create_model(self, model_id: str, lora: Trainable, snapshot: Path | None = None) -> int:
+        """Create a model, afresh or from its snapshot, and return the bytes of this rank's device that it takes while
+        it trains. If it raises, nothing of the model is left on any rank."""
         self.delete_model(model_id)
-        self.models[model_id] = agreed(lambda: self._new_model(lora), self._world)
+        self.models[model_id] = model = agreed(lambda: self._new_model(lora), self._world)
         if snapshot is not None:
             try:
                 self.base.files.load_snapshot(self._about_to_move(model_id), snapshot)
             except BaseException:
                 self.delete_model(model_id)
                 raise
+        return model.training_bytes
 
     def _new_model(self, lora: Trainable) -> TrainedModel:
         model: TrainedModel = self.base.weights.create(lora)

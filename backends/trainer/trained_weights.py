@@ -32,6 +32,10 @@ class TrainedModel(Protocol):
         """Bytes of the whole model's parameters."""
 
     @property
+    def training_bytes(self) -> int:
+        """Device memory of this rank that it takes once it has been trained: weights, gradient, moments, in bytes."""
+
+    @property
     def missing_bytes(self) -> int:
         """Device memory that it will take beside microbatches and has not taken yet, in bytes."""
 

@@ -32,10 +32,13 @@ OF_NOBODY = {
     "/billing/usage/checkpoints/current",
     "/training_runs",
     "/checkpoints",
+    "/checkpoints/search",
     "/sessions",
     "/sessions/search",
 }
 """Routes that name nothing of an owner; the lists are tested by themselves."""
+OF_ADMINISTRATORS = "/admin/"
+"""Beginning of the routes that no owner has (tests/contract/test_administrators.py)."""
 
 
 class Guarded(Running):
@@ -121,7 +124,7 @@ def test_055_nothing_of_another_owner_can_be_named(server: Guarded, mine: Mine) 
             assert answer.status_code == 404, (route, answer.status_code, answer.text)
             tried.add((route, method))
     everything = {(path, method) for path, method in routes(server) if path not in OPEN_TO_ALL | OF_NOBODY}
-    assert tried == everything
+    assert tried == {one for one in everything if not one[0].startswith(OF_ADMINISTRATORS)}
 
 
 def test_055_the_owner_can_name_all_of_it(server: Guarded, mine: Mine) -> None:

@@ -112,7 +112,7 @@ async def test_each_part_takes_what_is_planned(tmp_path: Path, monkeypatch: pyte
 
     allocated = torch.cuda.memory_allocated()
     rank.create_model("m", LORA.model_copy(update={"rank": 32}))
-    text = cross_entropy([datum(words(16384 - 1), renderer=found.renderer)])
+    text = cross_entropy([datum(prompt(words(16384 - 1)), found.renderer)])
     assert rank.base.memory is not None
     forward_backward(rank, "m", text)
     rank.optim_step("m", AdamParams())

@@ -1,16 +1,13 @@
-"""API keys, which identify the owner of a request. Their file has `NAME HASH` lines; the keys are stored nowhere.
+"""API keys, which identify the owner of a request. Their file has a line for each; the keys are stored nowhere.
 
 The owner is the name. Several keys may have one name, so that a key can be replaced while the old one still works.
-The file is read again when it changes, so keys are added and removed while the server runs. Keys are long
-and random, so a plain SHA-256 does not reveal them.
+The file is read again when it changes, so keys are added and removed while the server runs.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import logging
 import os
-import re
 import secrets
 import shlex
 import time
@@ -18,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backends.files import make_directory
+from tinker_server.auth.key import SHA, Key, Scope, hash_of, is_name
 from tinker_server.auth.private_file import write_private
 from tinker_server.errors import BadRequest, StartFailed
 
@@ -28,26 +26,26 @@ PREFIXES = ("tml-", "eyJ")
 """Prefixes of the keys that the SDK sends; it sends no others."""
 RELOAD_S = 1.0
 """Seconds after which a change of the file is noticed at the latest."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_SHA = "sha256:"
-_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _HEADER = "# API keys of a tinker-server: NAME and the SHA-256 of a key. Written by `tinker-server keys`.\n"
 OPENS = "opens:"
-NO_KEY = "weights_access_token is not an API key of this server; use one of the weights' owner"
+NO_KEY = "weights_access_token is not an API key of this server; use one of the weights' owner, of the scope all"
 
 
 class Keys:
-    """The keys of one file. Without the file, every key with a valid prefix is accepted, as LOCAL."""
+    """The keys of one file. Without the file, every key with a valid prefix is accepted, as LOCAL, who is no
+    administrator: data of named owners may be there."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises StartFailed if it cannot be read."""
         self._path = path
         self._seen = _state(path)
-        self._owners = read(path)
+        self._known = read(path)
         self._checked_at = time.monotonic()
         self.is_open = self._seen is None
         """True if no keys have been configured. Removing all keys opens nothing, since the empty file stays."""
-        if not self.is_open and not self._owners:
+        self.used_at: dict[str, float] = {}
+        """Unix seconds of the last use in this server, by fingerprint."""
+        if not self.is_open and not self._known:
             log.warning(
                 "%s has no API keys, so every request is refused: run `%s`, or delete the file and start again to"
                 " accept everybody on this machine",
@@ -55,21 +53,34 @@ class Keys:
                 adding(path),
             )
 
-    def owner_of(self, key: str) -> str | None:
-        """Return the name of a key, or None if it is unknown."""
+    def find(self, key: str) -> Key | None:
+        """Return a key and note its use; None if it is unknown or has expired."""
         self._reload()
         if self.is_open:
-            return LOCAL if key.startswith(PREFIXES) else None
-        return self._owners.get(_hash(key))
+            return Key(LOCAL, hash_of(key)) if key.startswith(PREFIXES) else None
+        return self._used(hash_of(key))
 
-    def fingerprint(self, key: str) -> str:
-        """Return 64 hexadecimal digits that identify a key without revealing it."""
-        return _hash(key).removeprefix(_SHA)
-
-    def owner_by_fingerprint(self, fingerprint: str) -> str | None:
-        """Return the name of the key with this fingerprint, or None if the key was removed."""
+    def find_by_fingerprint(self, fingerprint: str) -> Key | None:
+        """Return the key with this fingerprint as `find` does; None if it was removed, too."""
         self._reload()
-        return self._owners.get(_SHA + fingerprint)
+        return self._used(SHA + fingerprint)
+
+    def owner_of(self, key: str) -> str | None:
+        """Return the name of a key, or None as `find`."""
+        found = self.find(key)
+        return None if found is None else found.name
+
+    def all(self) -> list[Key]:
+        """Return the keys of the file, expired ones too."""
+        self._reload()
+        return list(self._known.values())
+
+    def _used(self, hashed: str) -> Key | None:
+        found, now = self._known.get(hashed), time.time()
+        if found is None or not found.is_valid(now):
+            return None
+        self.used_at[found.fingerprint] = now
+        return found
 
     def readers(self, owner: str, token: str | None) -> set[str]:
         """Return the owners whose weights may be read: the owner, and the owner of the key given as `token`.
@@ -78,14 +89,13 @@ class Keys:
         """
         if token is None or self.is_open:
             return {owner}
-        other = self.owner_of(token)
-        if other is None:
+        if not (other := self._lender(token)):
             raise BadRequest(NO_KEY)
         return {owner, other}
 
     def sealed(self, token: str) -> str:
         """Return a string that is stored instead of a weights_access_token: the key's owner, or none."""
-        return f"{OPENS}{self.owner_of(token) or ''}"
+        return f"{OPENS}{self._lender(token)}"
 
     def readers_by_seal(self, owner: str, seal: str | None) -> set[str]:
         """Return the owners as `readers` does, from a result of `sealed`. Raises BadRequest if that was not a key."""
@@ -95,14 +105,19 @@ class Keys:
             raise BadRequest(NO_KEY)
         return {owner, other}
 
+    def _lender(self, token: str) -> str:
+        """Return the owner whose weights a key lets others read; empty if it is no key of the scope all."""
+        found = self.find(token)
+        return "" if found is None or found.scope != "all" else found.name
+
     def revoke(self, key: str) -> None:
         """Remove one key from the file. Raises OSError if the file cannot be written."""
-        hashed = _hash(key)
-        if hashed not in self._owners:
+        hashed = hash_of(key)
+        if hashed not in self._known:
             return
         with _locked(self._path):
-            _write(self._path, [line for line in _lines(self._path) if line[1] != hashed])
-        self._owners.pop(hashed, None)
+            _write(self._path, [one for one in _lines(self._path) if one.hashed != hashed])
+        self._known.pop(hashed, None)
 
     def _reload(self) -> None:
         now = time.monotonic()
@@ -113,12 +128,12 @@ class Keys:
             return
         self._seen = state
         try:
-            self._owners = read(self._path)
+            self._known = read(self._path)
         except StartFailed as error:
             log.error("the keys are unchanged: %s", error)
             return
         self.is_open = self.is_open and state is None
-        log.info("%s now has %d API keys", self._path, len(self._owners))
+        log.info("%s now has %d API keys", self._path, len(self._known))
 
 
 def adding(path: Path) -> str:
@@ -126,35 +141,39 @@ def adding(path: Path) -> str:
     return f"tinker-server keys add NAME --keys-file {shlex.quote(str(path.resolve()))}"
 
 
-def add(path: Path, name: str) -> str:
-    """Add a new key under a name and return it. Raises StartFailed."""
-    if _NAME.fullmatch(name) is None:
+def add(path: Path, name: str, *, scope: Scope = "all", is_admin: bool = False, valid_s: float | None = None) -> str:
+    """Add a new key under a name and return it. It expires after `valid_s`. Raises StartFailed."""
+    if not is_name(name):
         raise StartFailed(f"{name!r} cannot name a key: use at most 64 letters, digits, '.', '_', '@' and '-'")
-    key = f"tml-{secrets.token_urlsafe(32)}"
+    if is_admin and scope != "all":
+        raise StartFailed(f"an administrator's key has the scope all, not {scope}")
+    key, now = f"tml-{secrets.token_urlsafe(32)}", time.time()
+    made = Key(name, hash_of(key), scope, is_admin, now, None if valid_s is None else now + valid_s)
     make_directory(path.parent)
     with _locked(path):
-        _write(path, [*_lines(path), (name, _hash(key))])
+        _write(path, [*_lines(path), made])
     return key
 
 
-def remove(path: Path, name: str) -> int:
-    """Remove all keys of a name and return their number. The name's data stay. Raises StartFailed."""
+def remove(path: Path, name: str, key_id: str | None = None) -> int:
+    """Remove all keys of a name, or the one with this id, and return their number. The name's data stay. Raises
+    StartFailed."""
     if not path.exists():
         return 0
     with _locked(path):
         lines = _lines(path)
-        kept = [line for line in lines if line[0] != name]
+        kept = [one for one in lines if one.name != name or key_id not in (None, one.id)]
         if len(kept) < len(lines):
             _write(path, kept)
     return len(lines) - len(kept)
 
 
-def read(path: Path) -> dict[str, str]:
-    """Return names by hash; none if there is no file. Raises StartFailed."""
-    return {hashed: name for name, hashed in _lines(path)}
+def read(path: Path) -> dict[str, Key]:
+    """Return keys by hash; none if there is no file. Raises StartFailed."""
+    return {one.hashed: one for one in _lines(path)}
 
 
-def _lines(path: Path) -> list[tuple[str, str]]:
+def _lines(path: Path) -> list[Key]:
     try:
         texts = path.read_text().splitlines()
     except FileNotFoundError:
@@ -163,12 +182,12 @@ def _lines(path: Path) -> list[tuple[str, str]]:
         raise StartFailed(f"the keys file {path} cannot be read: {error}") from None
     lines = []
     for number, text in enumerate(texts, 1):
-        words = text.split()
-        if not words or words[0].startswith("#"):
+        if not text.split() or text.split()[0].startswith("#"):
             continue
-        if len(words) != 2 or _NAME.fullmatch(words[0]) is None or _HASH.fullmatch(words[1]) is None:
-            raise StartFailed(f"{path} line {number} is not 'NAME sha256:HASH'; `{adding(path)}` writes one")
-        lines.append((words[0], words[1]))
+        try:
+            lines.append(Key.parse(text))
+        except ValueError as error:
+            raise StartFailed(f"{path} line {number} {error}; `{adding(path)}` writes one") from None
     return lines
 
 
@@ -180,12 +199,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _write(path: Path, lines: list[tuple[str, str]]) -> None:
-    write_private(path, (_HEADER + "".join(f"{name} {hashed}\n" for name, hashed in lines)).encode())
-
-
-def _hash(key: str) -> str:
-    return f"{_SHA}{hashlib.sha256(key.encode()).hexdigest()}"
+def _write(path: Path, lines: list[Key]) -> None:
+    write_private(path, (_HEADER + "".join(f"{one.line()}\n" for one in lines)).encode())
 
 
 def _state(path: Path) -> tuple[int, int] | None:

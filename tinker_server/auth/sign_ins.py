@@ -10,8 +10,10 @@ import re
 import time
 from pathlib import Path
 
+from tinker_server.auth.key import Key
 from tinker_server.auth.keys import LOCAL, Keys
 from tinker_server.auth.private_file import private_secret
+from tinker_server.errors import ScopeRefused
 
 COOKIE, TOKEN_HEADER = "tinker_session", "x-csrf-token"
 VALID_S = 24 * 3600
@@ -28,23 +30,32 @@ class SignIns:
         self._keys = keys
 
     def cookie(self, key: str) -> str | None:
-        """Return a cookie for a key, or None if the key is unknown."""
-        if self._keys.owner_of(key) is None:
+        """Return a cookie for a key, or None if the key is unknown. Raises ScopeRefused."""
+        found = self._keys.find(key)
+        if found is None:
             return None
-        signed = f"{int(time.time()) + VALID_S}.{self._keys.fingerprint(key)}"
+        if found.scope != "all":
+            raise ScopeRefused(f"this key has the scope {found.scope}; sign in with one of the scope all")
+        signed = f"{int(time.time()) + VALID_S}.{found.fingerprint}"
         return f"{signed}.{self._mac('session', signed)}"
 
     def owner(self, cookie: str | None) -> str | None:
-        """Return the owner of a cookie, or None if it is invalid. Without keys everybody is LOCAL."""
+        """Return the owner of a cookie, or None if it is invalid."""
+        found = self.key(cookie)
+        return None if found is None else found.name
+
+    def key(self, cookie: str | None) -> Key | None:
+        """Return the key that a cookie was given for, or None if it is invalid. Without keys everybody is LOCAL."""
         if self._keys.is_open:
-            return LOCAL
+            return Key(LOCAL, "")
         parts = _COOKIE.fullmatch(cookie or "")
         if parts is None:
             return None
         expires, fingerprint, mac = parts.groups()
         if not hmac.compare_digest(mac, self._mac("session", f"{expires}.{fingerprint}")):
             return None
-        return self._keys.owner_by_fingerprint(fingerprint) if int(expires) > time.time() else None
+        found = self._keys.find_by_fingerprint(fingerprint) if int(expires) > time.time() else None
+        return found if found is not None and found.scope == "all" else None
 
     def token(self, cookie: str | None) -> str:
         """Return the CSRF token that a change from our own page carries."""

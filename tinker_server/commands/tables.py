@@ -1,8 +1,14 @@
 """Printing of tables on the terminal."""
 
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 from rich.console import Console, RenderableType
+from rich.table import Table
+
+from tinker_server.auth.key import Key
 
 _WIDTH = 160
 """Width if the output is not a terminal."""
@@ -16,3 +22,19 @@ def show(table: RenderableType) -> None:
 def console(width: int | None) -> Console:
     """Return a console that prints text literally."""
     return Console(width=width, emoji=False, markup=False, highlight=False)
+
+
+def moment(at: float | None, missing: str) -> str:
+    """Format a time in UTC, to the minute; None as `missing`."""
+    return missing if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def keys_table(keys: Sequence[Key], used_at: Mapping[str, float]) -> Table:
+    """Make a table of API keys, with the times of their last use by fingerprint."""
+    table, now = Table("name", "key", "scope", "created", "expires", "last used"), time.time()
+    for key in keys:
+        expires = moment(key.expires_at, "never") if key.is_valid(now) else "has expired"
+        scope = "all, admin" if key.is_admin else key.scope
+        created, used = moment(key.created_at, "unknown"), moment(used_at.get(key.fingerprint), "never")
+        table.add_row(key.name, key.id, scope, created, expires, used)
+    return table

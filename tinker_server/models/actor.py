@@ -86,6 +86,18 @@ class Actor:
         self._wake()
         await done
 
+    def cancel_waiting(self, error: Exception) -> int:
+        """Fail the operations that wait, and return their number. One that runs goes on."""
+        if self.lane is None:
+            return 0
+        cancelled = self.lane.take_all()
+        for operation in cancelled:
+            self._execution.fail(operation, error)
+            self._admission.queued.leave(operation.owner, 1, operation.size_bytes)
+            self.lane.note(operation, "user")
+        self._woken.set()
+        return len(cancelled)
+
     def look_again(self) -> None:
         """Wake the task where it waits for a number."""
         self._woken.set()

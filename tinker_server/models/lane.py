@@ -100,6 +100,10 @@ class Lane:
         self.expected = max(self.expected, number + 1)
         return operation
 
+    def take_all(self) -> list[Operation]:
+        """Hand out all operations that wait, in order."""
+        return [self.take() for _ in range(len(self.waiting))]
+
     def _settle_before(self, number: int) -> None:
         harmless = {one for one in self.refused if one < number and self.refused[one] not in GRADIENT_KINDS}
         self.skip(number, harmless)

@@ -135,6 +135,11 @@ class Model:
         return 0 if self._state is None else self._state.worked_s
 
     @property
+    def memory_bytes(self) -> int:
+        """Device memory of each rank of its trainer that the model takes."""
+        return 0 if self._state is None else self._state.size_bytes
+
+    @property
     def _state(self) -> ModelState | None:
         return None if self._trainer is None else self._trainer.state(self.id)
 

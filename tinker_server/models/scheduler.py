@@ -6,7 +6,7 @@ It also asks the actors for what is no operation: moving models to disk and back
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
 
 from api_schemas.sampling import SampleRequest
@@ -26,6 +26,7 @@ from tinker_server.models.execution import Execution
 from tinker_server.models.lane import Lane, lane_after
 from tinker_server.models.model import Model, ModelStores
 from tinker_server.store.futures.records import UNLOAD_SUFFIX, Operation, PastOperation
+from tinker_server.store.records import TrainingRun
 
 log = logging.getLogger(__name__)
 TRIES = 2
@@ -159,12 +160,25 @@ class Scheduler:
 
     def cancel(self, request_id: str, owner: str) -> bool:
         """Stop a sample of the owner's that waits or runs, whose result then says so. Returns whether there was one."""
-        operation, task = self._samples.get(request_id, (None, None))
-        if operation is None or task is None or operation.owner != owner:
+        operation, _ = self._samples.get(request_id, (None, None))
+        if operation is None or operation.owner != owner:
             return False
-        self._execution.fail(operation, Cancelled("the sample was cancelled by its client"))
-        task.cancel()
+        self._cancel_sample(request_id, Cancelled("the sample was cancelled by its client"))
         return True
+
+    def cancel_waiting(self, lanes: Collection[str], error: Exception) -> int:
+        """Fail the operations of these models and sampling sessions that wait, and their samples that run. Returns
+        their number. A training operation that runs goes on."""
+        samples = [request_id for request_id, (operation, _) in self._samples.items() if operation.lane in lanes]
+        for request_id in samples:
+            self._cancel_sample(request_id, error)
+        actors = [actor for model_id, actor in self._actors.items() if model_id in lanes]
+        return len(samples) + sum(actor.cancel_waiting(error) for actor in actors)
+
+    def _cancel_sample(self, request_id: str, error: Exception) -> None:
+        operation, task = self._samples[request_id]
+        self._execution.fail(operation, error)
+        task.cancel()
 
     def in_flight(self) -> Iterator[tuple[Operation, bool]]:
         """Yield all operations that wait or run, each with whether it runs; samples run from their beginning."""
@@ -172,6 +186,12 @@ class Scheduler:
             yield from actor.in_flight()
         for operation, _ in self._samples.values():
             yield operation, True
+
+    def in_memory(self) -> Iterator[tuple[TrainingRun, int]]:
+        """Yield the runs whose models a trainer holds, each with its device memory of each rank in bytes."""
+        for actor in self._actors.values():
+            if actor.model.run is not None and actor.model.is_in_memory:
+                yield actor.model.run, actor.model.memory_bytes
 
     @property
     def log_bytes(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from backends.protocol import BackendFailed
+from tinker_server.auth.key_uses import KeyUses
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models.scheduler import Scheduler
 from tinker_server.store.checkpoints import CheckpointStore
@@ -78,6 +79,7 @@ class Stores:
     steps: StepStore
     client_metrics: ClientMetricStore
     storage: Storage
+    key_uses: KeyUses
 
 
 class Housekeeper:
@@ -128,8 +130,9 @@ class Housekeeper:
         await storage.delete_unreferenced()
 
     async def sweep_records(self, now: float) -> None:
-        """Write counted usage, and delete old results."""
+        """Write counted usage and the uses of keys, and delete old results."""
         await self._stores.usage.save()
+        await self._stores.key_uses.save()
         await self._stores.steps.expire(now - self._periods.steps_kept_s)
         await self._stores.client_metrics.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)

@@ -1,5 +1,6 @@
 """Routes that list, delete, publish, expire, copy and download saved weights."""
 
+import json
 import time
 from email.utils import formatdate
 from typing import Annotated
@@ -9,11 +10,14 @@ from fastapi.responses import RedirectResponse
 
 from api_schemas.checkpoints import (
     TYPES,
+    CheckpointCursor,
     CheckpointInfo,
     CheckpointsResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
     ExternalWeightsUrlsResponse,
+    SearchCheckpointsRequest,
+    SearchCheckpointsResponse,
     SetTtlRequest,
     WeightsInfoRequest,
     WeightsInfoResponse,
@@ -30,7 +34,7 @@ from tinker_server.errors import (
     UnknownModel,
     UnknownSession,
 )
-from tinker_server.store.catalog import Page
+from tinker_server.store.catalog import LIST_BYTES, Page
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.records import Checkpoint
 from tinker_server.web.deps import (
@@ -83,6 +87,24 @@ async def list_checkpoints(page: LongPage, kinds: ShownKinds, catalog: CatalogDe
     """List the saved weights of all runs, newest first."""
     rows, total = await catalog.checkpoints(page, kinds, time.time())
     return _listed(rows, page, total)
+
+
+@router.post("/checkpoints/search", response_model_exclude_none=True, responses=refused(BadRequest))
+async def search_checkpoints(
+    request: SearchCheckpointsRequest, checkpoints: Checkpoints, caller: Caller
+) -> SearchCheckpointsResponse:
+    """List the saved weights that match, newest first, a page at a time."""
+    found = await checkpoints.search(request, caller, time.time())
+    shown = found[: request.limit]
+    while len(shown) > 1 and sum(len(json.dumps(row.user_metadata)) for row in shown) > LIST_BYTES:
+        shown = shown[: len(shown) // 2]
+    next_cursor = None
+    if len(shown) < len(found):
+        last = shown[-1]
+        next_cursor = CheckpointCursor(
+            last_created_at=from_unix(last.created_at), last_checkpoint_uuid=last.tinker_path
+        )
+    return SearchCheckpointsResponse(checkpoints=[checkpoint_info(row) for row in shown], next_cursor=next_cursor)
 
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True, responses=refused(UnknownModel))
@@ -212,6 +234,7 @@ def checkpoint_info(row: Checkpoint) -> CheckpointInfo:
         checkpoint_type=TYPES[kind],
         time=from_unix(row.created_at),
         tinker_path=row.tinker_path,
+        base_model=row.base_model,
         size_bytes=row.size_bytes,
         public=row.public,
         user_metadata=row.user_metadata,

@@ -7,9 +7,10 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinker_server.auth.keys import Keys
+from tinker_server.errors import ScopeRefused
 from tinker_server.routes.metrics_collect import Reading, read
 from tinker_server.web.deps import AppSettings, Server
-from tinker_server.web.gate import owner_of
+from tinker_server.web.gate import known
 
 router = APIRouter()
 _BEARER = "bearer "
@@ -26,10 +27,13 @@ async def get_metrics(http: Request, server: Server, settings: AppSettings) -> R
 
 
 def require_key(http: Request, keys: Keys) -> None:
-    """Require a key in X-API-Key, or as the bearer token that Prometheus sends. Raises Unauthenticated."""
+    """Require a key in X-API-Key, or as the bearer token that Prometheus sends. Raises Unauthenticated,
+    ScopeRefused."""
     given = http.headers.get("authorization", "")
     bearer = given[len(_BEARER) :] if given.lower().startswith(_BEARER) else None
-    owner_of(http.headers.get("x-api-key") or bearer, keys)
+    key = known(http.headers.get("x-api-key") or bearer, keys)
+    if key.scope == "sample":
+        raise ScopeRefused(f"the API key {key.id} of {key.name} has the scope sample, which does not include /metrics")
 
 
 def _is_on_this_machine(http: Request) -> bool:

@@ -12,10 +12,10 @@ from sqlalchemy.orm import InstrumentedAttribute
 from api_schemas.futures import FutureFailed
 from api_schemas.sessions import SearchSessionsRequest, StatusQuery
 from api_schemas.weights import Kind
-from tinker_server.errors import BadRequest, UnknownModel
-from tinker_server.store.database import Database
+from tinker_server.errors import UnknownModel
+from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.records import Checkpoint, Session, TrainingRun, record
-from tinker_server.store.run_search import NOTED, RunSearch, can_be_searched, has_words
+from tinker_server.store.run_search import NOTED, RunSearch, has_words
 from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow, SessionRow, StepRow, TrainingRunRow
 
 ACTIVE_S = 60.0
@@ -138,7 +138,7 @@ class Catalog:
         shown = (_shown_run(page.scope, now), *(has_words(search) if search else ()))
         query = select(TrainingRunRow).join(SessionRow).where(*shown)
         if page.project_id is not None:
-            query = query.where(_in_project([page.project_id]))
+            query = query.where(in_project([page.project_id]))
         newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
         noted = sum((_length(column) for column in NOTED), start=literal(0))
         sizes = newest.with_only_columns(TrainingRunRow.model_id, noted).limit(page.limit).offset(page.offset)
@@ -195,7 +195,7 @@ class Catalog:
         if run_id is not None:
             query = query.where(CheckpointRow.run_id == run_id)
         if page.project_id is not None:
-            query = query.join(TrainingRunRow, _OF_RUN).join(SessionRow).where(_in_project([page.project_id]))
+            query = query.join(TrainingRunRow, _OF_RUN).join(SessionRow).where(in_project([page.project_id]))
         newest = query.order_by(CheckpointRow.created_at.desc(), CheckpointRow.tinker_path)
         path, noted = CheckpointRow.tinker_path, _length(CheckpointRow.user_metadata)
         sizes = newest.with_only_columns(path, noted).limit(page.limit).offset(page.offset)
@@ -209,7 +209,7 @@ class Catalog:
         mine = select(SessionRow.session_id).where(SessionRow.owner == page.scope.owner)
         query = mine.order_by(SessionRow.created_at.desc(), SessionRow.session_id.desc())
         if page.project_id is not None:
-            query = query.where(_in_project([page.project_id]))
+            query = query.where(in_project([page.project_id]))
         async with self._db.read() as session:
             return list(await session.scalars(query.limit(page.limit).offset(page.offset)))
 
@@ -261,7 +261,7 @@ class Catalog:
             .order_by(SessionRow.project_id)
         )
         if project_id is not None:
-            query = query.where(_in_project([project_id]))
+            query = query.where(in_project([project_id]))
         counts, sizes = Counter[str](), Counter[str]()
         async with self._db.read() as session:
             for name, count, size in await session.execute(query):
@@ -360,15 +360,13 @@ def _shown_run(scope: Scope, now: float) -> ColumnElement[bool]:
     return or_(mine, exists().where(_OF_RUN, CheckpointRow.public, _kept(now)))
 
 
-def _in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
+def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
     named = SessionRow.project_id.in_(project_ids)
     return or_(named, SessionRow.project_id.is_(None)) if DEFAULT_PROJECT in project_ids else named
 
 
 def _conditions(request: SearchSessionsRequest, now: float) -> list[ColumnElement[bool]]:
-    for key in request.user_metadata:
-        if not can_be_searched(key):
-            raise BadRequest(f"user_metadata: the key {key!r} cannot be searched for")
+    require_searchable(request.user_metadata)
     conditions = [SessionRow.user_metadata[key].as_string() == text for key, text in request.user_metadata.items()]
     either = []
     if request.session_id is not None:
@@ -380,7 +378,7 @@ def _conditions(request: SearchSessionsRequest, now: float) -> list[ColumnElemen
     if either:
         conditions.append(or_(*either))
     if request.project_ids is not None:
-        conditions.append(_in_project(request.project_ids))
+        conditions.append(in_project(request.project_ids))
     if request.statuses is not None:
         conditions.append(or_(*(_has_status(status, now) for status in request.statuses)))
     return conditions

@@ -1,16 +1,18 @@
 """Saved weights under their names."""
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from api_schemas.checkpoints import TYPES, SearchCheckpointsRequest
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
-from tinker_server.store.database import Database
+from tinker_server.store.catalog import in_project
+from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.directories import claim, release
 from tinker_server.store.records import Checkpoint, columns, record
-from tinker_server.store.tables import CheckpointRow
+from tinker_server.store.tables import CheckpointRow, SessionRow, TrainingRunRow
 
 
 def parse_path(text: str) -> TinkerPath:
@@ -50,6 +52,24 @@ class CheckpointStore:
         if checkpoint.owner != owner:
             raise _unknown(path)
         return checkpoint
+
+    async def search(self, request: SearchCheckpointsRequest, caller: str, now: float) -> list[Checkpoint]:
+        """Return at most `limit + 1` of the caller's or of published checkpoints that match, newest first. Raises
+        BadRequest."""
+        query = select(CheckpointRow).where(*_conditions(request, caller, now))
+        if request.project_ids is not None:
+            of_run = TrainingRunRow.model_id == CheckpointRow.run_id
+            query = query.join(TrainingRunRow, of_run).join(SessionRow).where(in_project(request.project_ids))
+        if request.cursor is not None:
+            # The last one's time is read from its row, since the cursor's is rounded to microseconds.
+            path = request.cursor.last_checkpoint_uuid
+            stored = select(CheckpointRow.created_at).where(CheckpointRow.tinker_path == path).scalar_subquery()
+            last_at = func.coalesce(stored, request.cursor.last_created_at.timestamp())
+            same_time = and_(CheckpointRow.created_at == last_at, CheckpointRow.tinker_path > path)
+            query = query.where(or_(CheckpointRow.created_at < last_at, same_time))
+        newest = query.order_by(CheckpointRow.created_at.desc(), CheckpointRow.tinker_path)
+        async with self._db.read() as session:
+            return [record(Checkpoint, row) for row in await session.scalars(newest.limit(request.limit + 1))]
 
     async def put(self, checkpoint: Checkpoint) -> None:
         """Store a checkpoint. It replaces the one of the same path, whose directory is released."""
@@ -96,6 +116,21 @@ class CheckpointStore:
             await session.execute(delete(CheckpointRow).where(expired))
             await release(session, directories)
         return directories
+
+
+def _conditions(request: SearchCheckpointsRequest, caller: str, now: float) -> Iterator[ColumnElement[bool]]:
+    row, owner = CheckpointRow, request.owner
+    require_searchable(request.user_metadata)
+    yield or_(row.expires_at.is_(None), row.expires_at > now)
+    yield row.owner == caller if owner.type == "own" else or_(row.owner == caller, row.public)
+    if owner.type == "user":
+        yield row.owner.in_(owner.owner_urns or [])
+    for key, text in request.user_metadata.items():
+        yield row.user_metadata[key].as_string() == text
+    if request.checkpoint_type is not None:
+        yield row.kind == next(kind for kind, name in TYPES.items() if name == request.checkpoint_type)
+    if request.base_models is not None:
+        yield row.base_model.in_(request.base_models)
 
 
 def _unknown(path: TinkerPath) -> UnknownCheckpoint:

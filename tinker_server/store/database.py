@@ -5,7 +5,7 @@ import contextlib
 import importlib.resources
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 
-from tinker_server.errors import DatabaseUnavailable, DiskFull, StartFailed, Superseded
+from tinker_server.errors import BadRequest, DatabaseUnavailable, DiskFull, StartFailed, Superseded
 from tinker_server.store.lease import Lease, sole_use
 from tinker_server.store.outage import Outage
 from tinker_server.store.postgresql import CONNECT_S, Connections
@@ -297,3 +297,15 @@ def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None
     command.upgrade(config, revision)
     if lease is not None and not is_there:
         lease.take(connection)
+
+
+def can_be_searched(key: str) -> bool:
+    """Return whether SQLite's JSON paths, which have no escape, can name the key."""
+    return bool(key) and key.isprintable() and '"' not in key and "\\" not in key
+
+
+def require_searchable(names: Iterable[str]) -> None:
+    """Raise BadRequest for a key of user_metadata that cannot be searched for."""
+    for name in names:
+        if not can_be_searched(name):
+            raise BadRequest(f"user_metadata: the key {name!r} cannot be searched for")

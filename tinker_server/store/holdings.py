@@ -85,6 +85,12 @@ class Holdings:
                 " delete some, or unload models"
             )
 
+    async def bytes_on_disk(self, owner: str) -> int:
+        """Return the bytes that the owner holds."""
+        archives, _ = await asyncio.to_thread(self._archives_and_free)
+        held, _ = await self._held_bytes(owner, None, archives)
+        return held
+
     async def _held_bytes(self, owner: str, replaced: str | None, archives: Mapping[str, int]) -> tuple[int, int]:
         """Return the bytes that the owner holds, and those of them that are the directory `replaced` with its archive.
 

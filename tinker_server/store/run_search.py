@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, SQLColumnExpression, Text, case, cast, func, or_
 from sqlalchemy.orm import InstrumentedAttribute
 
+from tinker_server.store.database import can_be_searched
 from tinker_server.store.tables import SessionRow, TrainingRunRow
 
 NOTED: tuple[InstrumentedAttribute[Any], ...] = (
@@ -54,8 +55,3 @@ def has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
 def _contains(value: SQLColumnExpression[Any], word: str) -> ColumnElement[bool]:
     """Return the condition that a text, or a JSON value as text, contains the word in any case."""
     return func.lower(cast(value, Text)).contains(word.lower(), autoescape=True)
-
-
-def can_be_searched(key: str) -> bool:
-    """Return whether SQLite's JSON paths, which have no escape, can name the key."""
-    return bool(key) and key.isprintable() and '"' not in key and "\\" not in key

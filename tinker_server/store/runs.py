@@ -1,10 +1,11 @@
 """Training runs. They are looked up at every operation, so the latest are cached in memory."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, or_, select, update
+from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from backends.lru import LRU
@@ -147,6 +148,24 @@ class RunStore:
             return record(TrainingRun, row)
 
         self._cached.put(model_id, await self._db.change(change))
+
+    async def counts(self) -> Counter[tuple[str, str]]:
+        """Return the number of runs by owner and status."""
+        query = select(TrainingRunRow.owner, TrainingRunRow.status, func.count())
+        async with self._db.read() as session:
+            rows = await session.execute(query.group_by(TrainingRunRow.owner, TrainingRunRow.status))
+            return Counter({(owner, status): count for owner, status, count in rows})
+
+    async def page(self, owner: str | None, limit: int, offset: int) -> tuple[list[TrainingRun], int]:
+        """Return one page of an owner's runs, newest first, and their number. None, for administrators alone: of all
+        owners' runs."""
+        query = select(TrainingRunRow)
+        if owner is not None:
+            query = query.where(TrainingRunRow.owner == owner)
+        newest = query.order_by(TrainingRunRow.created_at.desc(), TrainingRunRow.model_id.desc())
+        async with self._db.read() as session:
+            total = await session.scalar(select(func.count()).select_from(query.subquery()))
+        return await self._found(newest.limit(limit).offset(offset)), total or 0
 
     async def in_memory(self) -> list[TrainingRun]:
         """Return the models that are neither lost nor suspended."""

@@ -81,8 +81,10 @@ class SessionStore:
 
     async def require_open(self, session_id: str, owner: str) -> None:
         """Raise UnknownSession, or SessionFinished for a session that takes no new work."""
-        if (await self.require(session_id, owner)).finished_at is not None:
-            raise SessionFinished(f"session {session_id} was finished and takes no new work")
+        session = await self.require(session_id, owner)
+        if session.finished_at is not None:
+            why = f" ({session.finish_detail})" if session.finish_detail else ""
+            raise SessionFinished(f"session {session_id} was finished{why} and takes no new work")
 
     async def last_heartbeat(self, session_id: str) -> float:
         """Return the time of the last heartbeat, also of one that is not written yet. Raises UnknownSession."""

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from typing import Literal, cast
 
-from sqlalchemy import Table, select
+from sqlalchemy import Table, func, select
 
 from tinker_server.store.database import Database
 from tinker_server.store.records import Session, UsageAmount, record
@@ -60,6 +60,14 @@ class UsageStore:
         )
         async with self._db.read() as session:
             return [_amount(used, of) for used, of in (await session.execute(query)).all()]
+
+    async def by_owner(self, start: float) -> Counter[tuple[str, str]]:
+        """Return amounts by owner and kind, of hours that begin at `start` or later."""
+        await self.save()
+        query = select(UsageRow.owner, UsageRow.kind, func.sum(UsageRow.amount)).where(UsageRow.hour >= start)
+        async with self._db.read() as session:
+            rows = await session.execute(query.group_by(UsageRow.owner, UsageRow.kind))
+            return Counter({(owner, kind): int(amount) for owner, kind, amount in rows})
 
 
 def _amount(used: UsageRow, of: SessionRow | None) -> UsageAmount:

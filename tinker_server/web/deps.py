@@ -8,10 +8,13 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 
 from backends.protocol import Backend
+from tinker_server.auth.key import Key
+from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
 from tinker_server.chat.answering import Chats
+from tinker_server.errors import AdministratorsOnly
 from tinker_server.models.admission import Admission
 from tinker_server.models.base_models import BaseModels
 from tinker_server.models.model import Snapshots
@@ -26,6 +29,7 @@ from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.store import FutureStore
+from tinker_server.store.holdings import Holdings
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
@@ -49,6 +53,7 @@ class Services:
 
     settings: Settings
     keys: Keys
+    key_uses: KeyUses
     models: BaseModels
     sessions: SessionStore
     runs: RunStore
@@ -68,6 +73,7 @@ class Services:
     backend: Backend
     admission: Admission
     storage: Storage
+    holdings: Holdings
     snapshots: Snapshots
     chats: Chats
     copying: Copying
@@ -97,6 +103,19 @@ async def caller(request: Request, _: ApiKey) -> str:
 
 
 Caller = Annotated[str, Depends(caller)]
+
+
+async def administrator(request: Request, caller: Caller) -> str:
+    """Return the administrator's own name. Raises AdministratorsOnly for any other key."""
+    key: Key = request.state.key
+    if not key.is_admin:
+        raise AdministratorsOnly(
+            f"the API key {key.id} of {key.name} is no administrator's: `tinker-server keys add NAME --admin` makes one"
+        )
+    return caller
+
+
+Administrator = Annotated[str, Depends(administrator)]
 
 
 async def _services(request: Request) -> Services:

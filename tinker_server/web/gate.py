@@ -15,9 +15,10 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_schemas.wire import PROTOBUF
+from tinker_server.auth.key import Key
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.sign_ins import COOKIE, TOKEN_HEADER, SignIns
-from tinker_server.errors import BodyTooLarge, Busy, ForeignHost, TinkerServerError, Unauthenticated
+from tinker_server.errors import BodyTooLarge, Busy, ForeignHost, ScopeRefused, TinkerServerError, Unauthenticated
 from tinker_server.observability.metrics import Metrics
 from tinker_server.web import vendors
 from tinker_server.web.handlers import RETRY_AFTER_S, answer
@@ -30,6 +31,27 @@ NO_ROUTE = "none"
 API = "/api/v1/"
 OPEN = tuple(API + path for path in ("healthz", "files/", "archives/", "traces/"))
 """Paths that need no key: the health check, and signed links."""
+OWN_KEY = "auth/apikey/me"
+"""Path at which every key may ask for itself, and revoke itself."""
+SAMPLING = frozenset(
+    {
+        "client/config",
+        "client/dynamic_config",
+        "telemetry",
+        "get_server_capabilities",
+        "create_session",
+        "session_heartbeat",
+        "create_sampling_session",
+        "join_sampling_session",
+        "asample",
+        "retrieve_future",
+        "retrieve_futures",
+        "cancel_future",
+        "weights_info",
+    }
+)
+"""Paths that a key of the scope `sample` may use, below API. One that is not here is refused: a new route is, too."""
+SAMPLING_BELOW = ("samplers/",)
 LARGE_BODIES = {f"/api/v1/{name}" for name in ("forward_backward", "forward", "asample")} | vendors.LARGE
 """Paths of batches and prompts. All other bodies are small."""
 SMALL_BODY_BYTES = 1 << 20
@@ -75,7 +97,8 @@ class Measured:
 
 
 class Gate:
-    """Answers 401 without a known key. Handlers find the key's owner as `request.state.owner`.
+    """Answers 401 without a known key, and 403 where its scope ends. Handlers find the key as `request.state.key`, and
+    its owner as `request.state.owner`.
 
     While no keys are configured, every key is accepted. A page in a browser of this machine could then send requests
     under a host name of its own that resolves to this server. So only local names are accepted then.
@@ -98,9 +121,11 @@ class Gate:
             if (vendor := vendors.vendor_of(scope["path"])) is not None or (
                 scope["path"].startswith(API) and not scope["path"].startswith(OPEN)
             ):
-                key = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
-                owner = self._signed_in(scope, headers) if vendor is not None and key is None else None
-                scope.setdefault("state", {})["owner"] = owner or owner_of(key, keys)
+                sent = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
+                signed_in = self._signed_in(scope, headers) if vendor is not None and sent is None else None
+                key = signed_in or known(sent, keys)
+                require_scope(key, scope["path"], is_chat=vendor is not None)
+                scope.setdefault("state", {}).update(key=key, owner=key.name)
         except TinkerServerError as error:
             await answer(scope["path"], error.status, error, str(error))(scope, receive, send)
             return
@@ -113,12 +138,12 @@ class Gate:
         if origin is not None and not self._is_local(origin):
             raise ForeignHost(f"the header Origin is {origin[:100]!r}, which is no page of this machine")
 
-    def _signed_in(self, scope: Scope, headers: Headers) -> str | None:
-        """Return the owner of a dashboard page, which has cookie and token in place of a key; None for all others."""
+    def _signed_in(self, scope: Scope, headers: Headers) -> Key | None:
+        """Return the key of a dashboard page, which has cookie and token in its place; None for all others."""
         sign_ins: SignIns = scope["app"].state.services.sign_ins
         cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
         is_ours = sign_ins.is_token(headers.get(TOKEN_HEADER, ""), cookie)
-        return sign_ins.owner(cookie) if is_ours else None
+        return sign_ins.key(cookie) if is_ours else None
 
     def _is_local(self, url: str) -> bool:
         try:
@@ -207,15 +232,26 @@ def _bearer(headers: Headers) -> str | None:
     return key.strip() if kind.lower() == "bearer" else None
 
 
-def owner_of(key: str | None, keys: Keys) -> str:
-    """Return the owner of a key. Raises Unauthenticated."""
-    if not key:
+def known(sent: str | None, keys: Keys) -> Key:
+    """Return the key that a request has sent. Raises Unauthenticated."""
+    if not sent:
         raise Unauthenticated("the header X-API-Key is missing")
-    owner = keys.owner_of(key)
-    if owner is None:
-        what = "begins with neither 'tml-' nor 'eyJ'" if keys.is_open else "is not known here"
+    found = keys.find(sent)
+    if found is None:
+        what = "begins with neither 'tml-' nor 'eyJ'" if keys.is_open else "is not known here, or has expired"
         raise Unauthenticated(f"the API key {what}")
-    return owner
+    return found
+
+
+def require_scope(key: Key, path: str, *, is_chat: bool) -> None:
+    """Raise ScopeRefused unless the key's scope includes a path of the API, or of the chat endpoints."""
+    name = path.removeprefix(API)
+    if key.scope == "all" or name == OWN_KEY:
+        return
+    if key.scope == "sample" and (is_chat or name in SAMPLING or name.startswith(SAMPLING_BELOW)):
+        return
+    allowed = "sampling and the chat endpoints" if key.scope == "sample" else "/metrics"
+    raise ScopeRefused(f"the API key {key.id} of {key.name} has the scope {key.scope}: it is for {allowed}, not {path}")
 
 
 def _most_values(path: str, headers: Headers) -> int | None:

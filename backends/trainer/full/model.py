@@ -33,6 +33,11 @@ class FullModel:
         return self._world.size * sum(one.nbytes for one in self.parameters)
 
     @property
+    def training_bytes(self) -> int:
+        """Device memory of this rank for masters, a gradient, and two moments, in bytes."""
+        return (2 + len(MOMENTS)) * sum(one.nbytes for one in self.parameters)
+
+    @property
     def missing_bytes(self) -> int:
         """Device memory that it will take beside microbatches and has not taken yet, in bytes: a microbatch's gradient,
         at most as wide as a master, a gradient of its own, and two moments."""

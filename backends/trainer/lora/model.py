@@ -110,6 +110,13 @@ class LoraModel:
         return sum(one.numel() * master.itemsize for one, master in zip(self._weights, self.parameters, strict=True))
 
     @property
+    def training_bytes(self) -> int:
+        """Device memory of this rank for masters, two moments, a whole gradient and, with several ranks, the working
+        copy, in bytes."""
+        masters = (1 + len(MOMENTS)) * sum(one.nbytes for one in self.parameters)
+        return masters + self.size_bytes + (0 if self._world.size == 1 else sum(one.nbytes for one in self._weights))
+
+    @property
     def missing_bytes(self) -> int:
         """Memory that it will take on this rank beside microbatches and has not taken yet, in bytes: a whole gradient,
         and its shards of two moments."""

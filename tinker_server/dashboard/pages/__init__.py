@@ -8,6 +8,7 @@ from tinker_server.dashboard.pages import (
     curves,
     live,
     machine,
+    owners,
     playground,
     run,
     runs,
@@ -16,7 +17,7 @@ from tinker_server.dashboard.pages import (
 )
 from tinker_server.dashboard.rendering import FOLDER
 
-ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine)
+ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, owners)
 
 
 def install(app: FastAPI) -> None:

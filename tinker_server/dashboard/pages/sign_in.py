@@ -9,6 +9,7 @@ from tinker_server.auth.sign_ins import COOKIE, VALID_S
 from tinker_server.dashboard.page_route import PageRoute
 from tinker_server.dashboard.rendering import base_of, page
 from tinker_server.dashboard.viewer import Viewing
+from tinker_server.errors import ScopeRefused
 from tinker_server.web.deps import Server
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -25,7 +26,10 @@ async def show_sign_in(request: Request, server: Server) -> Response:
 @router.post("/login")
 async def sign_in(request: Request, server: Server, key: Annotated[str, Form(max_length=1000)] = "") -> Response:
     """Exchange a key for a cookie that no script reads and no other site's page sends."""
-    cookie = server.sign_ins.cookie(key.strip())
+    try:
+        cookie = server.sign_ins.cookie(key.strip())
+    except ScopeRefused as error:
+        return page(request, "login.html", {"problem": f"{str(error).capitalize()}."}, error.status)
     if cookie is None:
         return page(request, "login.html", {"problem": "This API key is not known here."}, 401)
     answer = RedirectResponse(f"{base_of(request)}/", 303)

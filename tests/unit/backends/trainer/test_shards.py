@@ -186,6 +186,8 @@ def test_bytes_are_those_of_the_tensors_on_each_rank(num_ranks: int) -> None:
         sizes = [-(-numbers // num_ranks) for numbers in (1, 2)]
         assert sum(held.values()) == (3 * 4 if num_ranks == 1 else 3 * 2 + sum(sizes) * 4)
         assert model.size_bytes == 3 * 4
+        training_bytes = sum(held.values()) + 3 * 4 + 2 * 4 * sum(sizes)
+        assert model.training_bytes == training_bytes
         assert model.missing_bytes == 3 * 4 + 2 * 4 * sum(sizes) + 2 * 4
         for one in model._weights:
             one.grad = torch.ones(one.shape)
@@ -195,7 +197,7 @@ def test_bytes_are_those_of_the_tensors_on_each_rank(num_ranks: int) -> None:
         model.optimizer.step()
         state = [tensor for of_one in model.optimizer.state.values() for tensor in of_one.values()]
         assert sum(tensor.nbytes for tensor in state) == 2 * 4 * sum(sizes) + 2 * 4
-        assert model.missing_bytes == 0
+        assert model.missing_bytes == 0 and model.training_bytes == training_bytes
 
 
 def test_one_rank_has_no_second_copy() -> None:

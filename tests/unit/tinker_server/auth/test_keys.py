@@ -1,14 +1,19 @@
 """API keys: hashed in a file, read again when it changes."""
 
 import hashlib
+import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from tinker_server.__main__ import require_keys_beyond_loopback
-from tinker_server.auth import keys
+from tinker_server.auth import key_uses, keys
+from tinker_server.auth.key import Key, Scope, hash_of
+from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.errors import BadRequest, StartFailed
@@ -79,13 +84,14 @@ def test_a_token_of_another_owner_lets_read(tmp_path: Path) -> None:
 def test_the_command_line_adds_lists_and_removes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> str:
         parsed = parse(["keys", *arguments, "--data-dir", str(tmp_path)])
-        change_keys(parsed, read_settings(parsed).resolved_keys_file())
+        change_keys(parsed, read_settings(parsed))
         return capsys.readouterr().out.strip()
 
     key = run("add", "alice")
     run("add", "alice")
     assert Keys(tmp_path / "keys").owner_of(key) == "alice"
-    assert run("list") == "alice 2"
+    listed = [row for row in run("list").splitlines() if "alice" in row]
+    assert len(listed) == 2 and Key.parse(f"alice {hash_of(key)}").id in listed[0]
     assert run("remove", "alice") == "removed 2 of alice"
     for arguments, text in ((("remove", "alice"), "no key of the name 'alice'"), (("add", "a b"), "cannot name a key")):
         with pytest.raises(StartFailed, match=text):
@@ -137,3 +143,117 @@ def test_a_server_is_open_again_once_its_operator_has_deleted_the_file(tmp_path:
     keys.add(file, "alice")
     file.unlink()
     assert Keys(file).owner_of("tml-anything") == "local"
+
+
+def test_a_key_has_its_scope_role_and_times_in_the_file_and_no_other_key_changes(tmp_path: Path) -> None:
+    file, began = tmp_path / "keys", int(time.time())
+    plain = f"old {hash_of('tml-old')}"  # as a server before scopes wrote it
+    file.write_text(f"{plain}\n")
+    narrow = keys.add(file, "alice", scope="sample", valid_s=3600)
+    admin = keys.add(file, "root", is_admin=True)
+    known = Keys(file)
+    old, found, root = (known.find(key) for key in ("tml-old", narrow, admin))
+    assert old == Key("old", hash_of("tml-old")) and plain in file.read_text()
+    assert found is not None and (found.scope, found.is_admin) == ("sample", False)
+    assert found.created_at is not None and began <= found.created_at <= time.time()
+    assert found.expires_at == found.created_at + 3600
+    assert root is not None and (root.scope, root.is_admin, root.expires_at) == ("all", True, None)
+    assert Key.parse(found.line()) == found and Key.parse(root.line()) == root
+
+
+def test_an_expired_key_is_unknown_and_opens_no_weights(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    short, lasting = keys.add(file, "alice", valid_s=1.0), keys.add(file, "bob")
+    known = Keys(file)
+    expires_at = known.all()[0].expires_at
+    assert expires_at is not None
+    time.sleep(max(0.0, expires_at - time.time()) + 0.01)
+    assert known.find(short) is None and known.owner_of(lasting) == "bob"
+    assert known.find_by_fingerprint(known.all()[0].fingerprint) is None
+    with pytest.raises(BadRequest, match="weights_access_token"):
+        known.readers("bob", short)
+    assert [key.name for key in known.all()] == ["alice", "bob"], "it is listed until it is removed"
+
+
+@pytest.mark.parametrize("scope", ["sample", "metrics"])
+def test_a_key_of_a_narrow_scope_opens_no_weights_to_others(tmp_path: Path, scope: Scope) -> None:
+    file = tmp_path / "keys"
+    token = keys.add(file, "bob", scope=scope)
+    known = Keys(file)
+    with pytest.raises(BadRequest, match="of the scope all"):
+        known.readers("alice", token)
+    with pytest.raises(BadRequest, match="of the scope all"):
+        known.readers_by_seal("alice", known.sealed(token))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("scope=none", "has scope=none role=; a scope is all, sample, metrics, and a role admin"),
+        ("role=root", "role=root"),
+        ("role=admin scope=sample", "an administrator's key has the scope all"),
+        ("expires=soon", "has the time 'soon'; a time is like 2026-01-31T23:59:59Z"),
+        ("until=2026-01-31T23:59:59Z", "line 1 is not 'NAME sha256:HASH', perhaps with created=TIME"),
+        ("all", "line 1 is not 'NAME sha256:HASH'"),
+    ],
+)
+def test_a_wrong_field_of_a_line_is_named(tmp_path: Path, fields: str, said: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alice {hash_of('tml-one')} {fields}\n")
+    with pytest.raises(StartFailed, match=re.escape(said)):
+        Keys(file)
+
+
+async def test_the_last_use_of_a_key_survives_a_restart_and_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    used, _, gone = (keys.add(file, name) for name in ("alice", "bob", "carol"))
+    known = Keys(file)
+    uses = KeyUses(tmp_path, known)
+    found = known.find(used)
+    assert found is not None and known.find(gone) is not None
+    at = known.used_at[found.fingerprint]
+    keys.remove(file, "carol")
+    await uses.save()
+    again = Keys(file)
+    KeyUses(tmp_path, again)
+    assert again.used_at == {found.fingerprint: at}
+    parsed = parse(["keys", "list", "--data-dir", str(tmp_path)])
+    change_keys(parsed, read_settings(parsed))
+    alice, bob = (row for row in capsys.readouterr().out.splitlines() if "alice" in row or "bob" in row)
+    assert datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M") in alice
+    assert bob.split("│")[-2].strip() == "never"
+    (tmp_path / "key-uses").write_text("[1]")
+    assert key_uses.read(tmp_path) == {}
+
+
+def test_one_key_of_a_name_is_removed_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys"
+    first, second = keys.add(file, "alice"), keys.add(file, "alice", valid_s=60.0)
+    known = Keys(file)
+    found = known.find(first)
+    assert found is not None
+    for key_id, fails in (("00000000", True), (found.id, False)):
+        parsed = parse(["keys", "remove", "alice", "--key", key_id, "--data-dir", str(tmp_path)])
+        if fails:
+            with pytest.raises(StartFailed, match="no key of the name 'alice' with the id 00000000"):
+                change_keys(parsed, read_settings(parsed))
+        else:
+            change_keys(parsed, read_settings(parsed))
+    assert known.find(first) is None and known.owner_of(second) == "alice"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--expires-days", "0"], "number of days, more than 0"),
+        (["--scope", "train"], "invalid choice: 'train'"),
+    ],
+)
+def test_a_wrong_lifetime_or_scope_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["keys", "add", "alice", *arguments])
+    assert said in capsys.readouterr().err

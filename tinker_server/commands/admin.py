@@ -1,0 +1,70 @@
+"""`tinker-server admin`: all owners of a running server, their runs, unloading and stopping, over HTTP as a client."""
+
+import argparse
+from typing import Any
+
+import httpx
+from rich.table import Table
+
+from tinker_server.commands.tables import show
+from tinker_server.errors import StartFailed
+
+GIB = 1 << 30
+_WAIT_S = 600.0
+"""An unload waits for the operation that runs."""
+
+
+def administrate(arguments: argparse.Namespace) -> None:
+    """Run one action of `tinker-server admin`. Raises StartFailed."""
+    match arguments.action:
+        case "owners":
+            found = _ask(arguments, "GET", "/admin/owners", hours=arguments.hours)
+            show(owners_table(found))
+        case "runs":
+            asked = {} if arguments.owner is None else {"owner": arguments.owner}
+            show(runs_table(_ask(arguments, "GET", "/admin/runs", **asked)))
+        case "unload":
+            _ask(arguments, "POST", "/admin/unload", run_id=arguments.run)
+            print(f"{arguments.run} is on disk; its next operation brings it back")
+        case _:
+            found = _ask(arguments, "POST", "/admin/stop", run_id=arguments.run, reason=arguments.reason)
+            print(f"stopped {', '.join(found['run_ids']) or 'no run'}; {found['cancelled']} operations were cancelled")
+
+
+def owners_table(found: dict[str, Any]) -> Table:
+    """Make a table with a row for each owner."""
+    names = ("owner", "keys", "runs in memory", "on disk", "device memory", "disk", "running", "waiting")
+    since = found["used_since"][:16].replace("T", " ")
+    table = Table(*names, "trained", "prefilled", "sampled", title=f"tokens since {since}", title_justify="left")
+    for one in found["owners"]:
+        counts = (one[name] for name in ("keys", "runs_in_memory", "runs_on_disk"))
+        sizes = (f"{one[name] / GIB:.2f} GiB" for name in ("memory_bytes", "disk_bytes"))
+        work = (one["operations_running"], one["operations_waiting"], *one["tokens"].values())
+        table.add_row(one["owner"], *map(str, counts), *sizes, *map(str, work))
+    return table
+
+
+def runs_table(found: dict[str, Any]) -> Table:
+    """Make a table of the newest runs of all owners."""
+    title = f"runs: {found['cursor']['total_count']}"
+    names = ("run", "owner", "base model", "rank", "place", "device memory", "running", "waiting", "steps", "tokens")
+    table = Table(*names, title=title, title_justify="left")
+    for one in found["runs"]:
+        rank, memory = str(one["lora_rank"] or "all"), f"{one['memory_bytes'] / GIB:.2f} GiB"
+        work = (one[name] for name in ("operations_running", "operations_waiting", "steps", "tokens"))
+        table.add_row(one["run_id"], one["owner"], one["base_model"], rank, one["place"], memory, *map(str, work))
+    return table
+
+
+def _ask(arguments: argparse.Namespace, method: str, path: str, **values: Any) -> Any:
+    if not arguments.key.isascii() or not arguments.key.isprintable():
+        raise StartFailed("the API key has characters that no key has")
+    sent: dict[str, Any] = {"params": values} if method == "GET" else {"json": values}
+    url, headers = f"{arguments.url.rstrip('/')}/api/v1{path}", {"x-api-key": arguments.key}
+    try:
+        answer = httpx.request(method, url, headers=headers, timeout=_WAIT_S, **sent)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise StartFailed(f"no server answers at {arguments.url}: {error}") from None
+    if answer.status_code >= 300:
+        raise StartFailed(f"{url} answers {answer.status_code}: {answer.text[:300]}")
+    return answer.json() if answer.content else None

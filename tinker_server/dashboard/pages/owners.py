@@ -1,0 +1,50 @@
+"""The administrators' page: all owners, their runs and keys. Every change is made by the API's own route."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from api_schemas.owners import StopRunRequest, UnloadRunRequest
+from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.rendering import page
+from tinker_server.dashboard.viewer import Administrating, Viewer
+from tinker_server.routes import owners as api
+from tinker_server.web.deps import Server, Services
+
+router = APIRouter(prefix="/owners", route_class=PageRoute, include_in_schema=False)
+PER_PAGE, HOURS = 50, 24
+Number = Annotated[int, Query(alias="page", ge=1, le=10**6)]
+
+
+@router.get("")
+async def show_owners(request: Request, server: Server, viewer: Administrating, number: Number = 1) -> Response:
+    """Show the whole page."""
+    keys = await api.list_keys(server, viewer.owner)
+    return page(request, "owners.html", {**await _now(server, viewer, number), "keys": keys.keys})
+
+
+@router.get("/now")
+async def show_now(request: Request, server: Server, viewer: Administrating, number: Number = 1) -> Response:
+    """Show the part that changes."""
+    return page(request, "owners_now.html", await _now(server, viewer, number))
+
+
+@router.post("/runs/{run_id}/unload")
+async def unload(request: Request, run_id: str, server: Server, viewer: Administrating) -> Response:
+    """Move a run's model to disk."""
+    await api.unload(UnloadRunRequest(run_id=run_id), server, viewer.owner)
+    return page(request, "owners_now.html", await _now(server, viewer, 1))
+
+
+@router.post("/runs/{run_id}/stop")
+async def stop(request: Request, run_id: str, server: Server, viewer: Administrating) -> Response:
+    """End the session of a run."""
+    await api.stop(StopRunRequest(run_id=run_id), server, viewer.owner)
+    return page(request, "owners_now.html", await _now(server, viewer, 1))
+
+
+async def _now(server: Services, viewer: Viewer, number: int) -> dict[str, object]:
+    owners = await api.list_owners(server, viewer.owner, HOURS)
+    runs = await api.list_runs(server, viewer.owner, None, PER_PAGE, (number - 1) * PER_PAGE)
+    last_page = max(1, -(-runs.cursor.total_count // PER_PAGE))
+    return {"owners": owners, "runs": runs, "number": number, "last_page": last_page}

@@ -1,0 +1,161 @@
+"""Routes for administrators: all owners with what they have and use, their runs and keys; unloading and stopping runs.
+
+Prompts, samples, checkpoints and curves stay with their owners: an administrator sees only how much there is.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Response
+
+from api_schemas.listing import Cursor, from_unix
+from api_schemas.owners import (
+    KeyInfo,
+    KeysResponse,
+    OwnedRun,
+    OwnedRunsResponse,
+    OwnersResponse,
+    OwnerSummary,
+    StopRunRequest,
+    StopRunResponse,
+    Tokens,
+    UnloadRunRequest,
+)
+from api_schemas.sessions import FinishReason, FinishSessionRequest
+from tinker_server.errors import AdministratorsOnly, Cancelled, UnknownModel
+from tinker_server.operations.recording import is_optim_step
+from tinker_server.store.records import TrainingRun
+from tinker_server.store.usage import HOUR_S
+from tinker_server.web.deps import Administrator, Server, Services
+from tinker_server.web.parameters import MAX_LIMIT
+from tinker_server.web.refusals import refused
+
+router = APIRouter(prefix="/admin")
+PLACES: dict[str, Literal["memory", "disk", "ended"]] = {"active": "memory", "suspended": "disk", "lost": "ended"}
+OF_ADMIN = refused(AdministratorsOnly)
+OF_RUN = refused(AdministratorsOnly, UnknownModel)
+
+
+@router.get("/owners", responses=OF_ADMIN)
+async def list_owners(
+    server: Server,
+    _: Administrator,
+    hours: Annotated[int, Query(ge=1, le=24 * 366, description="Hours for which tokens are counted.")] = 24,
+) -> OwnersResponse:
+    """List all owners with their runs, memory, disk, queue and tokens."""
+    since = (time.time() // HOUR_S - hours + 1) * HOUR_S
+    used, runs = await server.usage.by_owner(since), await server.runs.counts()
+    keys = Counter(key.name for key in server.keys.all())
+    working = Counter((operation.owner, is_running) for operation, is_running in server.scheduler.in_flight())
+    memory_bytes = Counter[str]()
+    for run, size_bytes in server.scheduler.in_memory():
+        memory_bytes[run.owner] += size_bytes
+    names = sorted({*keys, *(owner for owner, _ in used), *(owner for owner, _ in runs)})
+    disk_bytes = await asyncio.gather(*(server.holdings.bytes_on_disk(name) for name in names))
+    owners = [
+        OwnerSummary(
+            owner=name,
+            keys=keys[name],
+            runs_in_memory=runs[name, "active"],
+            runs_on_disk=runs[name, "suspended"],
+            memory_bytes=memory_bytes[name],
+            disk_bytes=held,
+            operations_running=working[name, True],
+            operations_waiting=working[name, False],
+            tokens=Tokens(
+                training=used[name, "training"], prefill=used[name, "prefill"], sampled=used[name, "sampled"]
+            ),
+        )
+        for name, held in zip(names, disk_bytes, strict=True)
+    ]
+    return OwnersResponse(owners=owners, used_since=from_unix(since))
+
+
+@router.get("/runs", responses=OF_ADMIN)
+async def list_runs(
+    server: Server,
+    _: Administrator,
+    owner: Annotated[str | None, Query(description="Only the runs of this owner.")] = None,
+    limit: Annotated[int, Query(ge=0, description="Most entries to answer.")] = 50,
+    offset: Annotated[int, Query(ge=0, lt=2**62, description="How many entries to skip.")] = 0,
+) -> OwnedRunsResponse:
+    """List the runs of all owners, newest first."""
+    limit = min(limit, MAX_LIMIT)
+    runs, total = await server.runs.page(owner, limit, offset)
+    cursor = Cursor(offset=offset, limit=limit, total_count=total)
+    return OwnedRunsResponse(runs=await _owned_runs(server, runs), cursor=cursor)
+
+
+@router.post("/unload", status_code=204, responses=OF_RUN)
+async def unload(request: UnloadRunRequest, server: Server, administrator: Administrator) -> Response:
+    """Move a run's model from memory to disk, after the operation that runs. Its next operation brings it back."""
+    run = await server.runs.get(request.run_id)
+    if run.status == "active":
+        await server.scheduler.suspend(run.model_id)
+    await server.audit.note("run_unloaded", run.owner, model_id=run.model_id, by=administrator)
+    return Response(status_code=204)
+
+
+@router.post("/stop", responses=OF_RUN)
+async def stop(request: StopRunRequest, server: Server, administrator: Administrator) -> StopRunResponse:
+    """Finish the session of a run, so that it takes no new work, cancel all of it that waits, and drop its models.
+
+    The operation that runs ends first. Checkpoints stay; what was not saved is lost.
+    """
+    run = await server.runs.get(request.run_id)
+    why = f"stopped by the administrator {administrator}" + (f": {request.reason}" if request.reason else "")
+    finished = FinishSessionRequest(reason=FinishReason(type="interrupted"), detail=why)
+    await server.sessions.finish(run.session_id, finished, run.owner)
+    run_ids, sampler_ids = await server.catalog.of_session(run.session_id)
+    cancelled = server.scheduler.cancel_waiting({*run_ids, *sampler_ids}, Cancelled(f"the session was {why}"))
+    stopped = [run_id for run_id in run_ids if (await server.runs.get(run_id)).status != "lost"]
+    for run_id in stopped:
+        await server.scheduler.drop(run_id)
+        server.scheduler.forget(run_id)
+    await server.audit.note("run_stopped", run.owner, model_id=run.model_id, by=administrator, reason=request.reason)
+    return StopRunResponse(run_ids=stopped, cancelled=cancelled)
+
+
+@router.get("/keys", responses=OF_ADMIN)
+async def list_keys(server: Server, _: Administrator) -> KeysResponse:
+    """List all keys with their scopes and times. Keys are made and removed on the server's machine alone."""
+    used_at = server.keys.used_at
+    keys = [
+        KeyInfo(
+            owner=key.name,
+            key_id=key.id,
+            scope=key.scope,
+            is_admin=key.is_admin,
+            created_at=None if key.created_at is None else from_unix(key.created_at),
+            expires_at=None if key.expires_at is None else from_unix(key.expires_at),
+            used_at=from_unix(used_at[key.fingerprint]) if key.fingerprint in used_at else None,
+        )
+        for key in server.keys.all()
+    ]
+    return KeysResponse(keys=keys)
+
+
+async def _owned_runs(server: Services, runs: list[TrainingRun]) -> list[OwnedRun]:
+    working = Counter((operation.lane, is_running) for operation, is_running in server.scheduler.in_flight())
+    memory_bytes = {run.model_id: size_bytes for run, size_bytes in server.scheduler.in_memory()}
+    recent = await server.steps.recent([run.model_id for run in runs], 1)
+    last = {run_id: steps[-1] for run_id, steps in recent.items()}
+    return [
+        OwnedRun(
+            run_id=run.model_id,
+            owner=run.owner,
+            base_model=run.base_model,
+            lora_rank=run.trainable.lora_rank,
+            place=PLACES[run.status],
+            memory_bytes=memory_bytes.get(run.model_id, 0),
+            operations_running=working[run.model_id, True],
+            operations_waiting=working[run.model_id, False],
+            steps=last[run.model_id].step + is_optim_step(last[run.model_id]) if run.model_id in last else 0,
+            tokens=last[run.model_id].total_tokens if run.model_id in last else 0,
+            created_at=from_unix(run.created_at),
+            last_step_at=from_unix(last[run.model_id].at) if run.model_id in last else None,
+        )
+        for run in runs
+    ]
