@@ -96,7 +96,7 @@ def print_memory() -> None:
 def sample(server: Server, rounds: int) -> None:
     """Time groups of samples of the base, and of four adapters in turn."""
     service = server.client()
-    adapters = []
+    adapters: list[tinker.SamplingClient] = []
     for seed in range(4):
         trained = service.create_lora_training_client(NAME, rank=RANK, seed=seed).result()
         trained.forward_backward([text(64, np.random.default_rng(seed))], "cross_entropy").result()
