@@ -37,7 +37,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
     packed_modules_mapping: dict[str, list[str]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Take vLLM's own arguments."""
         super().__init__(*args, **kwargs)
         self.check = SlotCheck(self)
@@ -53,7 +53,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
         self.packed_modules_mapping = {"qkv": ["qkv"], **self.packed_modules_mapping}
         super()._create_lora_modules()
 
-    def _get_punica_wrapper(self, module_name: str) -> Any:
+    def _get_punica_wrapper(self, module_name: str) -> object:
         found = super()._get_punica_wrapper(module_name)
         if found is None and module_name == HEAD:
             return self.punica_wrapper_mapping[self.mm_mapping.language_model[0]]
