@@ -1,6 +1,6 @@
 """The audit log, usage, and the owner of a key (docs/protocol.md, Records)."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import AwareDatetime
 
@@ -18,7 +18,7 @@ class AuditEntryInfo(Response):
     """Time of the action."""
     event: str
     """`<resource>_<action>`, such as `checkpoint_deleted`."""
-    event_details: dict[str, Any]
+    event_details: dict[str, object]
     """Details of the action, such as the ids of its objects."""
     model_id: str | None = None
     """The model that was acted on."""

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from api_schemas.old_clients.fields import without_nulls
+
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 """Largest nesting of lists and objects in a free-form field, such as user_metadata."""
@@ -49,12 +51,12 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:
+    def _null_is_absent(cls, data: object) -> object:
         return without_nulls(_few_entries(data, MAX_FIELDS))
 
     @field_validator("*")
     @classmethod
-    def _can_be_stored(cls, value: Any, _: ValidationInfo) -> Any:
+    def _can_be_stored(cls, value: object, _: ValidationInfo) -> object:
         if isinstance(value, list) and all(set(map(type, part)) <= {int, float} for part in slices(value)):
             return value  # perhaps a million numbers; they become an array, which has its own bounds
         return require_storable(value)
@@ -80,14 +82,14 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(lambda value: _few_entries(value, count))
 
 
-def _few_entries(value: Any, count: int) -> Any:
+def _few_entries(value: object, count: int) -> object:
     if isinstance(value, dict) and len(value) > count:
         text = "has {number} entries; at most {count} are allowed"
         raise PydanticCustomError("too_many_entries", text, {"number": len(value), "count": count})
     return value
 
 
-def _few_bytes(value: Any) -> Any:
+def _few_bytes(value: object) -> object:
     num_bytes = len(json.dumps(require_storable(value), ensure_ascii=False).encode())
     if num_bytes > NOTED_BYTES:
         text = "has {number} bytes as JSON; at most {most} are allowed"
@@ -99,19 +101,19 @@ NOTED = AfterValidator(_few_bytes)
 """Bounds a free-form field to NOTED_BYTES."""
 
 
-def slices(values: list[Any]) -> Iterator[list[Any]]:
+def slices(values: list[T]) -> Iterator[list[T]]:
     """Yield the values, SLICE at a time."""
     return (values[start : start + SLICE] for start in range(0, len(values), SLICE))
 
 
-def require_storable(value: Any) -> Any:
+def require_storable(value: object) -> object:
     """Return the value, in a field's validator. Raises PydanticCustomError if a database cannot store it."""
     if (problem := unstorable(value)) is not None:
         raise PydanticCustomError("unstorable", "{problem}", {"problem": problem})
     return value
 
 
-def unstorable(value: Any, depth: int = 0) -> str | None:  # noqa: C901 - one case for each type of JSON
+def unstorable(value: object, depth: int = 0) -> str | None:  # noqa: C901 - one case for each type of JSON
     """Return why a database cannot store a JSON value, or would change it; None if it can."""
     match value:
         case str():

@@ -1,6 +1,6 @@
 """Fields shared by several requests and answers, each described once."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -11,7 +11,7 @@ from api_schemas.base import NOTED
 def _sent_as_number(kind: str) -> BeforeValidator:
     """Refuse values that pydantic would convert to a number: "2", true."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if isinstance(value, bool | str):
             raise PydanticCustomError("no_number", "must be {kind}", {"kind": kind})
         return value
@@ -48,7 +48,7 @@ TtlSeconds = Annotated[
     Integer | None, Field(description="Seconds until the weights are deleted, counted from now; null: they are kept.")
 ]
 ClientMetadata = Annotated[
-    dict[str, Any] | None,
+    dict[str, object] | None,
     NOTED,
     Field(description="Free-form notes of the client. They are listed, and have no effect."),
 ]

@@ -1,7 +1,7 @@
 """Parts shared by all lists: a page's position, times, and clients' metadata."""
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -13,7 +13,7 @@ def from_unix(at: float) -> datetime:
     return datetime.fromtimestamp(at, UTC)
 
 
-def as_texts(value: Any) -> Any:
+def as_texts(value: object) -> object:
     """Convert a client's metadata to texts, since the SDK reads nothing else."""
     if not isinstance(value, dict):
         return value

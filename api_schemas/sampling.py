@@ -43,7 +43,7 @@ class SamplingParams(Request):
 
     @field_validator("*")
     @classmethod
-    def _can_be_stored(cls, value: Any, field: ValidationInfo) -> Any:
+    def _can_be_stored(cls, value: object, field: ValidationInfo) -> object:
         return value if field.field_name == "seed" else require_storable(value)  # a seed is not stored as a number
 
 

@@ -1,6 +1,6 @@
 """Types for client configuration, capabilities, telemetry and health (docs/protocol.md, Start)."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from api_schemas.base import FirstError, Request, Response
 from api_schemas.fields import SessionId
@@ -45,7 +45,7 @@ class TelemetryRequest(Request):
     """Version of the client."""
     platform: str = ""
     """Platform of the client."""
-    events: Annotated[list[dict[str, Any]], FirstError()] = []
+    events: Annotated[list[dict[str, object]], FirstError()] = []
     """Events of the client."""
 
 

@@ -1,6 +1,6 @@
 """Types for starting, keeping alive, finishing, listing and searching sessions (docs/protocol.md, Sessions)."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
@@ -15,7 +15,7 @@ class CreateSessionRequest(Request):
     type: Literal["create_session"] = "create_session"
     tags: Annotated[list[str], FirstError(), NOTED] = []
     """Free-form tags of the client."""
-    user_metadata: Annotated[dict[str, Any], NOTED] = {}
+    user_metadata: Annotated[dict[str, object], NOTED] = {}
     """Free-form metadata of the client, 16 KiB at most. It is listed and searchable, and has no effect."""
     sdk_version: Annotated[str, NOTED] = ""
     """Version of the client."""

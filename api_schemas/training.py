@@ -1,7 +1,7 @@
 """Types for creating and training models (docs/protocol.md, Training)."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -75,7 +75,7 @@ class CreateModelRequest(Request):
     session_id: SessionId
     model_seq_id: ModelSeqId = Field(ge=0)
     base_model: BaseModelName
-    user_metadata: Annotated[dict[str, Any] | None, NOTED] = None
+    user_metadata: Annotated[dict[str, object] | None, NOTED] = None
     """Free-form metadata, which is listed. Only `train_vision` has an effect: 'true' or 'false' says whether the
     adapter covers the vision tower, on a server that trains it."""
     lora_config: LoraConfig | None = None
@@ -138,7 +138,7 @@ class GetInfoResponse(Response):
     """The optimizer. Models here have adamw."""
 
 
-def _sparse_shapes(data: Any) -> Iterator[Any]:
+def _sparse_shapes(data: object) -> Iterator[object]:
     """Yield the shapes of the sparse tensors in an input that is not validated yet."""
     datums = data.get("data") if isinstance(data, dict) else None
     for datum in datums if isinstance(datums, list) else []:
@@ -160,7 +160,7 @@ class ForwardBackwardInput(Request):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_cells(cls, data: Any) -> Any:
+    def _few_cells(cls, data: object) -> object:
         require_few_cells(sum(map(sparse_cells, _sparse_shapes(data))))
         return data
 
@@ -222,7 +222,7 @@ class OptimStepRequest(Request):
     seq_id: SeqId
     adam_params: AdamParams | None = None
     """Parameters of this step; absent: their defaults."""
-    optimizer_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, object] | None = None
     """Parameters of another optimizer; refused, since models here have adamw."""
 
 

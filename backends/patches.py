@@ -55,7 +55,7 @@ class Patch:
         """Hashes of the known sources."""
         return (self.sha256,) if isinstance(self.sha256, str) else self.sha256
 
-    def replace(self, new: Any, on: object = None, attribute: str | None = None) -> Any:
+    def replace(self, new: object, on: object = None, attribute: str | None = None) -> Any:
         """Set the target to `new` and return what was there before.
 
         `on` names the one object whose attribute is set instead, by the target's last name unless `attribute` is

@@ -75,7 +75,7 @@ class EncodedBatch:
     content_type: str
     """wire.PROTOBUF or wire.JSON; in JSON it may be the ForwardRequest of older SDKs."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle the body as a buffer beside the message, without a copy."""
         return EncodedBatch, (PickleBuffer(self.body), self.content_type)
 

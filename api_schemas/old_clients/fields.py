@@ -1,24 +1,22 @@
 """Conversion of fields that older SDKs send in other forms."""
 
-from typing import Any
-
 _KEY_OF_CHUNK = {"data": "image", "location": "image_asset_pointer", "dmel": "dmel", "tokens": "encoded_text"}
 
 
-def without_nulls(data: Any) -> Any:
+def without_nulls(data: object) -> object:
     """Remove an object's nulls, which stand for absent fields."""
     if isinstance(data, dict) and any(value is None for value in data.values()):
         return {key: value for key, value in data.items() if value is not None}
     return data
 
 
-def image_fields(data: Any) -> Any:
+def image_fields(data: object) -> object:
     """Rename the token count of an image chunk to `expected_tokens`."""
     if not isinstance(data, dict) or "tokens" not in data or "expected_tokens" in data:
         return data
     return {"expected_tokens" if key == "tokens" else key: value for key, value in data.items()}
 
 
-def chunk_type(chunk: dict[str, Any]) -> str | None:
+def chunk_type(chunk: dict[str, object]) -> str | None:
     """Infer the type of an untyped chunk from its keys; None if they match no chunk."""
     return next((kind for key, kind in _KEY_OF_CHUNK.items() if key in chunk), None)

@@ -5,13 +5,14 @@ T tokens of an input, R kinds of position ids, N tokens of an image, H hidden wi
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 LoraFlag = Literal["train_attn", "train_mlp", "train_unembed", "train_vision"]
 """A field of a request's lora_config; the last one is the server's to set."""
@@ -78,7 +79,7 @@ class VisionTower(Protocol):
     def announce(self, images: Sequence[RenderedImage], device: torch.device) -> dict[str, Tensor]:
         """Return the arguments of the model's forward that describe the images, without their pixels."""
 
-    def output(self, features: Sequence[ImageFeatures]) -> Any:
+    def output(self, features: Sequence[ImageFeatures]) -> object:
         """Return features in the form of the model's own get_image_features, after a first `compute`."""
 
 
@@ -89,7 +90,7 @@ class Vision(Protocol):
     def engine_fields(self) -> Mapping[str, EngineField]:
         """The rule by which vLLM splits each of forward's image tensors."""
 
-    def engine_options(self, max_images: int) -> dict[str, Any]:
+    def engine_options(self, max_images: int) -> dict[str, object]:
         """Return arguments of vLLM's engine for prompts of at most `max_images` images that we have processed
         already."""
 
@@ -148,7 +149,7 @@ class Family(Protocol):
         sampled."""
 
     @property
-    def model_class(self) -> Any:
+    def model_class(self) -> type[_BaseAutoModelClass]:
         """The transformers auto class that loads the model."""
 
     def attention(self, decoder: str) -> str | dict[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from backends.families.family import (
@@ -44,7 +45,7 @@ class Qwen3VL:
     """`Family` of Qwen2.5-VL and of the Qwen3-VL and Qwen3.5 models, dense and mixtures of experts: text and images;
     no video."""
 
-    model_class: Any = AutoModelForImageTextToText
+    model_class: type[_BaseAutoModelClass] = AutoModelForImageTextToText
     frozen: Sequence[str] = (TOWER, *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:

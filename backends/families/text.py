@@ -1,10 +1,10 @@
 """Text-only decoders: every model that transformers loads as a causal language model."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from backends.families.family import ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
@@ -33,7 +33,7 @@ class Text:
 
     vision = None
     placeholders: Mapping[int, str] = {}
-    model_class: Any = AutoModelForCausalLM
+    model_class: type[_BaseAutoModelClass] = AutoModelForCausalLM
 
     def __init__(self, architecture: str = "") -> None:
         """`architecture` is the name in the model's config."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from backends.families.family import ImageFeatures, ImageSpan, LoraFlag, RenderedImage
 from backends.families.lora_names import decoder_modules
@@ -25,7 +26,7 @@ _AT_ONCE = 128
 class Tiled:
     """Base of a `Family` of such models, without its image processor and its names; their decoders are dense."""
 
-    model_class: Any = AutoModelForImageTextToText
+    model_class: type[_BaseAutoModelClass] = AutoModelForImageTextToText
     has_linear_attention = False
 
     def attention(self, decoder: str) -> dict[str, str]:

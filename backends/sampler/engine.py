@@ -2,7 +2,6 @@
 
 import contextlib
 import secrets
-from typing import Any
 
 import vllm
 from transformers import GenerationConfig
@@ -81,28 +80,28 @@ def engine_args(config: ModelSpec, vision: Vision | None) -> AsyncEngineArgs:
     )
 
 
-def _mapping_args(config: ModelSpec) -> dict[str, Any]:
+def _mapping_args(config: ModelSpec) -> dict[str, object]:
     """Have the engine map the weights that the holder on its GPU has."""
     gpu = next(iter(config.placement.engines[0]), None)
-    args: dict[str, Any] = {
+    args: dict[str, object] = {
         "load_format": "ipc_cache",
         "model_loader_extra_config": {"socket_path": str(config.base_socket(gpu)), "fallback": False},
     }
     return args | layout_args(config)
 
 
-def layout_args(config: ModelSpec) -> dict[str, Any]:
+def layout_args(config: ModelSpec) -> dict[str, object]:
     """Return arguments by which holder and engine lay out experts as the files do."""
     return {} if config.device == "cpu" else {"moe_backend": "triton"}
 
 
-def _parallel_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:
+def _parallel_args(config: ModelSpec, vision: Vision | None) -> dict[str, object]:
     args = {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": EXECUTOR}
     # Images are divided among ranks, not the tower: its heads may be too few.
     return args if vision is None else args | {"mm_encoder_tp_mode": "data"}
 
 
-def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:
+def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, object]:
     lora = vision.lora if config.trains_vision and vision is not None else None
     tower = () if lora is None else lora.engine_modules
     return {
@@ -118,7 +117,7 @@ def _adapter_args(config: ModelSpec, vision: Vision | None) -> dict[str, Any]:
     }
 
 
-def _vision_args(config: ModelSpec, vision: Vision) -> dict[str, Any]:
+def _vision_args(config: ModelSpec, vision: Vision) -> dict[str, object]:
     """Have the engine cache pixels that it was sent: `requests.send_once` relies on it."""
     kept_gib = config.image_cache_bytes / 2**30
     return {"mm_processor_cache_gb": kept_gib, **vision.engine_options(config.max_images_per_prompt)}
@@ -129,7 +128,7 @@ def max_sequences(config: ModelSpec) -> int:
     return config.max_concurrent_samples + RESERVE + 1
 
 
-def _device_args(config: ModelSpec) -> dict[str, Any]:
+def _device_args(config: ModelSpec) -> dict[str, object]:
     if config.device == "cpu":
         return {
             "enforce_eager": True,

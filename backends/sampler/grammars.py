@@ -5,7 +5,6 @@ The engine computes a grammar's allowed tokens between the steps that all sequen
 
 import json
 import time
-from typing import Any
 
 import xgrammar
 from vllm.sampling_params import StructuredOutputsParams
@@ -34,7 +33,7 @@ _TOOK_TOO_LONG = (
 class Grammars:
     """Tries the grammars of one engine's requests in a separate process, which starts with the first of them."""
 
-    def __init__(self, name: str, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, name: str, tokenizer: object, vocab_size: int) -> None:
         self._name = f"grammars {name}"
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._queue = FairQueue()
@@ -85,7 +84,7 @@ class BoundedGrammar(XgrammarGrammar):  # type: ignore[misc]
     allowed_s = STEP_S
     """Time that it may still take."""
 
-    def fill_bitmask(self, bitmask: Any, idx: int) -> None:
+    def fill_bitmask(self, bitmask: object, idx: int) -> None:
         """Fill the mask of the tokens that are allowed next."""
         began = time.monotonic()
         super().fill_bitmask(bitmask, idx)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -91,13 +90,13 @@ def chat_pieces(task: ChatTask) -> list[Piece]:
     prompt, messages = task.body.get("prompt"), task.body.get("messages")
     if isinstance(prompt, str):
         size = BLOCK_TOKENS * _BYTES_PER_TOKEN
-        parts: list[Any] = [prompt[start : start + size] for start in range(0, len(prompt), size)]
+        parts: list[object] = [prompt[start : start + size] for start in range(0, len(prompt), size)]
     else:
         parts = _messages([task.body.get("system"), task.body.get("tools"), prompt], messages)
     return _chain(task.owner, task.weights, ((text, len(text) // _BYTES_PER_TOKEN) for text in map(_text, parts)))
 
 
-def _messages(instructions: list[Any], messages: Any) -> list[Any]:
+def _messages(instructions: list[object], messages: object) -> list[object]:
     """Return what stands before the conversation, then each message. Short instructions, which many conversations have
     in common, are one piece with the first message: they are not worth sharing an engine."""
     rest = list(messages) if isinstance(messages, list) else []
@@ -113,7 +112,7 @@ def chat_tokens(pieces: Sequence[Piece]) -> int:
     return sum(piece.num_tokens for piece in pieces) + _LONGEST_ANSWER_TOKENS
 
 
-def _chain(owner: str, weights: Path | None, parts: Iterator[tuple[Any, int]]) -> list[Piece]:
+def _chain(owner: str, weights: Path | None, parts: Iterator[tuple[object, int]]) -> list[Piece]:
     digest, found = hash((owner, weights)), []
     for part, num_tokens in parts:
         digest = hash((digest, part))
@@ -121,7 +120,7 @@ def _chain(owner: str, weights: Path | None, parts: Iterator[tuple[Any, int]]) -
     return found
 
 
-def _parts(task: SamplingTask) -> Iterator[tuple[Any, int]]:
+def _parts(task: SamplingTask) -> Iterator[tuple[object, int]]:
     """Yield what is hashed of each piece, and its tokens. Text in several chunks is the same as in one."""
     text: list[np.ndarray] = []
     for chunk in task.prompt.chunks:
@@ -146,11 +145,11 @@ def _ends(data: bytes) -> tuple[int, bytes, bytes]:
     return len(data), bytes(data[:_READ_BYTES]), bytes(data[-_READ_BYTES:])
 
 
-def _text(part: Any) -> str:
+def _text(part: object) -> str:
     return json.dumps(_shortened(part), default=str)
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: object) -> object:
     """Return a JSON value with the middle of long texts, as of images, left out."""
     if isinstance(value, str) and len(value) > 2 * _READ_BYTES:
         return [len(value), value[:_READ_BYTES], value[-_READ_BYTES:]]

@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -140,7 +139,7 @@ def num_scored_tokens(scores: PromptScores) -> int:
     return scores.topk + num_targets + scores.num_draws
 
 
-def _scored_tokens(task: SamplingTask) -> dict[str, Any] | None:
+def _scored_tokens(task: SamplingTask) -> dict[str, object] | None:
     """Return what the worker puts in the last columns of the prompt's log probabilities."""
     targets, params = task.scores.targets, task.params
     if targets is None and not task.scores.num_draws:

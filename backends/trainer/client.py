@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepResponse, Trainable
 from backends import tasks
@@ -334,7 +334,7 @@ class TrainerClient:
         return calls[0].result()
 
 
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
+async def _to_the_end(work: Coroutine[object, object, T]) -> T:
     """Return the result. Wait for the end even if cancelled: half a command on one rank is worse than a result that
     nobody reads."""
     task = asyncio.ensure_future(work)

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
@@ -39,18 +39,18 @@ def install(app: FastAPI) -> None:
             app.include_router(router, prefix=prefix, include_in_schema=False)
 
 
-async def list_models(server: Server) -> dict[str, Any]:
+async def list_models(server: Server) -> dict[str, object]:
     """List the base models. Saved weights are named by tinker:// paths, which the REST routes list."""
     return {"object": "list", "data": [_card(name) for name in server.models.served]}
 
 
-async def get_model(name: str, http: Request, server: Server) -> dict[str, Any]:
+async def get_model(name: str, http: Request, server: Server) -> dict[str, object]:
     """Return the model's card if the caller may use it."""
     await server.chats.find(name, http.state.owner)
     return _card(name)
 
 
-def _card(name: str) -> dict[str, Any]:
+def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "tinker-server"}
 
 
@@ -95,7 +95,7 @@ async def _events(
             yield f"event: error\ndata: {data}\n\n" if vendor == "anthropic" else f"data: {data}\n\n"
 
 
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T | None:
+async def _unless_gone(http: Request, work: Coroutine[object, object, T]) -> T | None:
     """Return the result of `work`, or cancel it and return None if the client disconnects first."""
     async with tasks.running([work]) as [working], tasks.running([_wait_for_disconnect(http)]) as [gone]:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

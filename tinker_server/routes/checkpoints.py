@@ -42,10 +42,8 @@ from tinker_server.web.deps import (
     Caller,
     CatalogDep,
     Checkpoints,
-    CopyingDep,
     Server,
     ServerUrl,
-    SignedLinks,
     StorageDep,
 )
 from tinker_server.web.parameters import IdempotencyKey, LongPage, RunIdInPath
@@ -147,36 +145,28 @@ async def set_ttl(
 
 @router.get(f"{ONE}/external_weights_urls", responses=OF_WEIGHTS)
 async def external_weights_urls(
-    path: CheckpointPath,
-    checkpoints: Checkpoints,
-    storage: StorageDep,
-    links: SignedLinks,
-    url: ServerUrl,
-    audit: Audit,
-    caller: Caller,
+    path: CheckpointPath, server: Server, url: ServerUrl, caller: Caller
 ) -> ExternalWeightsUrlsResponse:
     """Return signed URLs of the files of weights saved by save_weights_external."""
     if path.kind != "external_weights":
         raise BadRequest(f"{path} cannot be downloaded file by file; only weights of save_weights_external can")
-    checkpoint = await checkpoints.require_readable(path, {caller}, time.time())
+    checkpoint = await server.checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
-    files = await storage.files(checkpoint.directory)
-    await _note(audit, caller, "checkpoint_read", path, purpose="download")
-    signed = {name: links.sign(f"files/{checkpoint.directory}/{name}", expires) for name in files}
+    files = await server.storage.files(checkpoint.directory)
+    await _note(server.audit, caller, "checkpoint_read", path, purpose="download")
+    signed = {name: server.links.sign(f"files/{checkpoint.directory}/{name}", expires) for name in files}
     return ExternalWeightsUrlsResponse(
         urls={name: f"{url}/{link}" for name, link in signed.items()}, expires=from_unix(expires)
     )
 
 
 @router.get(f"{ONE}/archive", status_code=302, response_class=RedirectResponse, responses=OF_WEIGHTS | MOVED)
-async def archive(
-    path: CheckpointPath, checkpoints: Checkpoints, links: SignedLinks, url: ServerUrl, audit: Audit, caller: Caller
-) -> Response:
+async def archive(path: CheckpointPath, server: Server, url: ServerUrl, caller: Caller) -> Response:
     """Redirect to the weights as one tar.gz, which clients before 0.36 download."""
-    checkpoint = await checkpoints.require_readable(path, {caller}, time.time())
+    checkpoint = await server.checkpoints.require_readable(path, {caller}, time.time())
     expires = int(time.time()) + VALID_S
-    await _note(audit, caller, "checkpoint_read", path, purpose="download")
-    link = links.sign(f"archives/{checkpoint.directory}", expires)
+    await _note(server.audit, caller, "checkpoint_read", path, purpose="download")
+    link = server.links.sign(f"archives/{checkpoint.directory}", expires)
     return RedirectResponse(f"{url}/{link}", 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
@@ -210,9 +200,7 @@ async def weights_info(request: WeightsInfoRequest, checkpoints: Checkpoints, ca
 )
 async def copy_weights(
     request: CopyWeightsRequest,
-    copying: CopyingDep,
     server: Server,
-    audit: Audit,
     caller: Caller,
     x_idempotency_key: IdempotencyKey = None,
     x_tinker_weights_access_token: Annotated[
@@ -221,8 +209,8 @@ async def copy_weights(
 ) -> CopyWeightsResponse:
     """Copy weights to a path of their own. A retry with the same idempotency key gets the first copy's path."""
     readers = server.keys.readers(caller, x_tinker_weights_access_token or request.weights_access_token)
-    path = await copying.copy(request, x_idempotency_key, caller, readers)
-    await _note(audit, caller, "checkpoint_copied", path, source_path=request.source_path)
+    path = await server.copying.copy(request, x_idempotency_key, caller, readers)
+    await _note(server.audit, caller, "checkpoint_copied", path, source_path=request.source_path)
     return CopyWeightsResponse(tinker_path=str(path))
 
 

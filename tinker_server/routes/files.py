@@ -14,8 +14,8 @@ from api_schemas.wire import JSON
 from tinker_server.errors import LimitReached, LinkRefused, UnknownCheckpoint, UnknownSession
 from tinker_server.store.catalog import OperationRecord
 from tinker_server.store.records import Session
-from tinker_server.web.deps import ArchivesDep, CatalogDep, Runs, Sessions, SignedLinks, StorageDep
-from tinker_server.web.parameters import LinkEnd, LinkSignature, SessionIdInPath
+from tinker_server.web.deps import ArchivesDep, CatalogDep, Runs, Sessions, StorageDep
+from tinker_server.web.parameters import FollowedLink, SessionIdInPath
 from tinker_server.web.refusals import DOWNLOAD, Described, refused
 
 router = APIRouter()
@@ -32,13 +32,11 @@ TRACE: Described = {
 )
 async def get_file(
     path: Annotated[str, PathParameter(description="The file that the link opens.")],
-    expires: LinkEnd,
-    signature: LinkSignature,
+    link: FollowedLink,
     storage: StorageDep,
-    links: SignedLinks,
 ) -> Response:
     """Download one file of exported weights."""
-    links.check(f"files/{path}", expires, signature)
+    link.require_to(f"files/{path}")
     return await _file(storage.downloadable(path))
 
 
@@ -49,14 +47,12 @@ async def get_file(
 )
 async def get_archive(
     directory: Annotated[str, PathParameter(description="The weights that the link opens.")],
-    expires: LinkEnd,
-    signature: LinkSignature,
+    link: FollowedLink,
     archives: ArchivesDep,
     runs: Runs,
-    links: SignedLinks,
 ) -> Response:
     """Download weights as one tar.gz, which is packed on the first request."""
-    links.check(f"archives/{directory}", expires, signature)
+    link.require_to(f"archives/{directory}")
     run = await runs.get(directory.split("/")[1])
     try:
         return await _file(await archives.get(directory, run.owner))
@@ -66,18 +62,13 @@ async def get_archive(
 
 @router.get("/traces/{session_id}", responses=TRACE | refused(LinkRefused, UnknownSession))
 async def get_trace(
-    session_id: SessionIdInPath,
-    expires: LinkEnd,
-    signature: LinkSignature,
-    sessions: Sessions,
-    catalog: CatalogDep,
-    links: SignedLinks,
+    session_id: SessionIdInPath, link: FollowedLink, sessions: Sessions, catalog: CatalogDep
 ) -> Response:
     """Download a session's operations in the Trace Event Format, which ui.perfetto.dev opens.
 
     Each model or sampling session is one track; a bar lasts from the acceptance of an operation to its result.
     """
-    links.check(f"traces/{session_id}", expires, signature)
+    link.require_to(f"traces/{session_id}")
     session = await sessions.get(session_id)
     pages = catalog.operations(session_id, OPERATIONS_AT_ONCE)
     return StreamingResponse(_trace(session, pages), media_type=JSON)

@@ -67,15 +67,13 @@ PENDING: Described = {
 @router.post("/retrieve_future", responses=RESULT | PENDING | refused(UnknownFuture, ResultExpired))
 async def retrieve_future(
     poll: RetrieveFutureRequest,
-    futures: Futures,
-    settings: AppSettings,
     server: Server,
     caller: Caller,
     accept: Annotated[str, Header(description=ACCEPT)] = "",
 ) -> Response:
     """Return the stored bytes as soon as they exist; 408 after a while without them, and the client asks again."""
     request_id = _checked(poll.request_id)
-    result = await futures.wait(request_id, caller, settings.poll_hold_s)
+    result = await server.futures.wait(request_id, caller, server.settings.poll_hold_s)
     if result is None:
         pending = RetrieveFuturePending(request_id=request_id)
         return Response(pending.model_dump_json(exclude_none=True), 408, media_type="application/json")
@@ -84,7 +82,7 @@ async def retrieve_future(
     if wire.PROTOBUF not in accept:
         return _json_form(result, server.ledger, caller)
     size_bytes = len(result.body)
-    if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and futures.first_time_large(request_id):
+    if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and server.futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
         return Response(metadata.model_dump_json(), media_type="application/json")
     return Response(result.body, media_type=wire.PROTOBUF)

@@ -30,7 +30,7 @@ from tinker_server.errors import (
     UnknownSession,
 )
 from tinker_server.store.records import SamplingSession
-from tinker_server.web.deps import Caller, Checkpoints, Samplers, SchedulerDep, ServedModels, Sessions
+from tinker_server.web.deps import Caller, Samplers, Server
 from tinker_server.web.refusals import SUBMIT, refused
 from tinker_server.web.submission import Submission, body_of
 from tinker_server.weights.lookup import find_weights
@@ -50,16 +50,11 @@ MAX_CLIENTS = 10**9
     responses=refused(UnknownSession, SessionFinished, BadRequest, UnknownCheckpoint, UnknownBaseModel),
 )
 async def create_sampling_session(
-    request: CreateSamplingSessionRequest,
-    sessions: Sessions,
-    samplers: Samplers,
-    checkpoints: Checkpoints,
-    models: ServedModels,
-    caller: Caller,
+    request: CreateSamplingSessionRequest, server: Server, caller: Caller
 ) -> CreateSamplingSessionResponse:
     """Bind a sampling session to a base model or to saved weights, which are loaded when first used."""
-    await sessions.require_open(request.session_id, caller)
-    found = await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
+    await server.sessions.require_open(request.session_id, caller)
+    found = await find_weights(server.models, server.checkpoints, request.base_model, request.model_path, caller)
     sampler = SamplingSession(
         sampling_session_id=ids.sampling_session_id(request.session_id, request.sampling_session_seq_id),
         owner=caller,
@@ -70,7 +65,7 @@ async def create_sampling_session(
         directory=found.directory,
         created_at=time.time(),
     )
-    return CreateSamplingSessionResponse(sampling_session_id=await samplers.create(sampler))
+    return CreateSamplingSessionResponse(sampling_session_id=await server.samplers.create(sampler))
 
 
 @router.get("/samplers/{sampler_id}", responses=refused(UnknownSampler))
@@ -98,20 +93,15 @@ async def join_sampling_session(
 )
 async def asample(
     submission: Annotated[Submission[SampleRequest], Depends(body_of("sample"))],
-    sessions: Sessions,
-    samplers: Samplers,
-    checkpoints: Checkpoints,
-    models: ServedModels,
+    server: Server,
     caller: Caller,
-    scheduler: SchedulerDep,
     response: Response,
 ) -> UntypedFuture:
     """Queue a sample. A request that is visibly invalid is answered 400; too many in flight, 429."""
     request = submission.request
     if request.sampling_session_id is None:
-        base_model = (
-            await find_weights(models, checkpoints, request.base_model, request.model_path, caller)
-        ).base_model
+        weights = await find_weights(server.models, server.checkpoints, request.base_model, request.model_path, caller)
+        base_model = weights.base_model
         lane, seq_id = f"direct:{uuid.uuid4().hex}", request.seq_id or 0
     else:
         if request.base_model is not None or request.model_path is not None:
@@ -119,18 +109,18 @@ async def asample(
         if request.seq_id is None:
             raise BadRequest("seq_id is missing: it identifies a sample of a sampling session")
         lane, seq_id = request.sampling_session_id, request.seq_id
-        sampler = await samplers.require(lane, caller)
-        await sessions.require_open(sampler.session_id, caller)
+        sampler = await server.samplers.require(lane, caller)
+        await server.sessions.require_open(sampler.session_id, caller)
         base_model = sampler.base_model
         params = request.sampling_params
-        if sampler.directory is not None and (params.top_k > 0 or params.top_p < 1) and samplers.warn_once(lane):
+        if sampler.directory is not None and (params.top_k > 0 or params.top_p < 1) and server.samplers.warn_once(lane):
             response.headers["x-deprecation-note"] = CUT
-    base = models.base(base_model)
+    base = server.models.base(base_model)
     if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
         base.check_sample(request)
     else:
         size = await asyncio.to_thread(base.check_sample, request)  # it parses images
         submission = replace(submission, image_bytes=size.pixel_bytes)
-    future = await submission.accept(scheduler, caller, lane, seq_id)
+    future = await submission.accept(server.scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
     return future.model_copy(update={"sample_sequence_ids": names})

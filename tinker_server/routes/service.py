@@ -2,7 +2,6 @@
 
 import json
 import logging
-from typing import Any
 
 from fastapi import APIRouter
 
@@ -46,7 +45,7 @@ async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
     A client reports every failed poll and retry: a hundred events of one kind are not unusual.
     """
     client = harmless(f"client of session {batch.session_id[:100]} (SDK {batch.sdk_version[:20]})")
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    kinds: dict[str, list[dict[str, object]]] = {}
     for event in batch.events:
         kinds.setdefault(_kind(event), []).append(event)
     for events in list(kinds.values())[:MAX_KINDS]:
@@ -57,13 +56,13 @@ async def telemetry(batch: TelemetryRequest) -> TelemetryResponse:
     return TelemetryResponse()
 
 
-def _kind(event: dict[str, Any]) -> str:
+def _kind(event: dict[str, object]) -> str:
     """Return a key that is equal for events that differ only in the request that they are about."""
     names = ("event", "event_name", "severity", "error_type", "exception_type")
     return str([event.get(name) for name in names])[:MAX_EVENT_CHARS]
 
 
-def _line(event: dict[str, Any]) -> str:
+def _line(event: dict[str, object]) -> str:
     """Format an event as one short line without stack traces."""
     data = event.get("event_data")
     fields = {**event, **(data if isinstance(data, dict) else {})}

@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -20,7 +19,7 @@ class AuditStore:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    async def note(self, event: str, owner: str, **details: Any) -> None:
+    async def note(self, event: str, owner: str, **details: object) -> None:
         """Record an owner's action."""
         entry_id, at = uuid.uuid4().hex, time.time()
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Select, Subquery, Text, and_, case, cast, exists, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -305,7 +305,7 @@ class Catalog:
                 yield [OperationRecord(*row) for row in rows]
 
 
-def _length(column: InstrumentedAttribute[Any]) -> ColumnElement[int]:
+def _length(column: InstrumentedAttribute[object]) -> ColumnElement[int]:
     """Return the length of a text or JSON column, computed by the database."""
     return func.coalesce(func.length(cast(column, Text)), 0)
 

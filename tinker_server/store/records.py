@@ -137,7 +137,7 @@ def record(kind: type[R], row: tables.Table) -> R:
     return kind(**{field.name: getattr(row, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
-def held_bytes(value: Any) -> int:
+def held_bytes(value: object) -> int:
     """Return the bytes of memory that a record, or a value in it, takes."""
     num_bytes = sys.getsizeof(value)
     match value:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
@@ -127,7 +127,7 @@ Server = Annotated[Services, Depends(_services)]
 """All services at once."""
 
 
-def _part(of: Callable[[Services], T]) -> Any:
+def _part(of: Callable[[Services], T]) -> object:
     """Return a dependency on one of the services."""
 
     async def part(server: Server) -> T:  # no plain function: FastAPI would run it in a thread

@@ -1,7 +1,6 @@
 """uvicorn's HTTP/1.1 with bounds on what a client may send before its key is known."""
 
 import asyncio
-from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -67,6 +66,6 @@ class BoundedHttp(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _give_up(self, *_: Any) -> None:
+    def _give_up(self, *_: object) -> None:
         self._deadline = None
         self.transport.close()

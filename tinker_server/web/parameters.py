@@ -1,12 +1,14 @@
 """Parameters of paths, queries and headers that several routes take, each described once."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import Depends, Header, Path, Query
 
+from tinker_server.auth.links import Links
 from tinker_server.store.catalog import Page, Scope
-from tinker_server.web.deps import Caller
+from tinker_server.web.deps import Caller, SignedLinks
 
 MAX_LIMIT = 1000
 AccessScope = Literal["owned", "accessible"]
@@ -14,11 +16,33 @@ AccessScope = Literal["owned", "accessible"]
 SessionIdInPath = Annotated[str, Path(description="A session, which is one client.")]
 RunIdInPath = Annotated[str, Path(description="A training run, which is named like its model.")]
 ProjectInQuery = Annotated[str | None, Query(description="Only what belongs to this project.")]
-LinkEnd = Annotated[int, Query(description="When the link ends, in Unix seconds.")]
-LinkSignature = Annotated[str, Query(description="Signature of the link.")]
 IdempotencyKey = Annotated[
     str | None, Header(alias="x-idempotency-key", description="A retry has the same one, and gets the first answer.")
 ]
+
+
+@dataclass(frozen=True)
+class SignedLink:
+    """The link by which a request without a key came."""
+
+    expires: int
+    signature: str
+    links: Links
+
+    def require_to(self, path: str) -> None:
+        """Raise LinkRefused if the link does not open `path`, or has expired."""
+        self.links.check(path, self.expires, self.signature)
+
+
+async def _followed_link(
+    expires: Annotated[int, Query(description="When the link ends, in Unix seconds.")],
+    signature: Annotated[str, Query(description="Signature of the link.")],
+    links: SignedLinks,
+) -> SignedLink:
+    return SignedLink(expires, signature, links)
+
+
+FollowedLink = Annotated[SignedLink, Depends(_followed_link)]
 
 
 async def _scope(

@@ -1,14 +1,12 @@
 """The refusals of a route, for its decorator: `responses=refused(UnknownSession, ...)`."""
 
-from typing import Any
-
 from api_schemas.base import Response
 from api_schemas.wire import JSON
 from tinker_server.errors import SequenceConflict, ShuttingDown, TinkerServerError
 
 REF = "#/components/schemas/{model}"
 BINARY = {"type": "string", "format": "binary"}
-Described = dict[int | str, dict[str, Any]]
+Described = dict[int | str, dict[str, object]]
 
 SUBMIT = (SequenceConflict, ShuttingDown)
 """Refusals of every submit."""
@@ -33,6 +31,6 @@ def refused(*kinds: type[TinkerServerError]) -> Described:
     return {status: refusal(" ".join(reasons)) for status, reasons in texts.items()}
 
 
-def refusal(text: str) -> dict[str, Any]:
+def refusal(text: str) -> dict[str, object]:
     """Describe an answer whose body is an Error."""
     return {"description": text, "content": {JSON: {"schema": {"$ref": REF.format(model=Error.__name__)}}}}

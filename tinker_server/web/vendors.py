@@ -1,6 +1,6 @@
 """The paths that speak another vendor's protocol, and the form of refusals there."""
 
-from typing import Any, Literal
+from typing import Literal
 
 Vendor = Literal["openai", "anthropic"]
 
@@ -30,7 +30,7 @@ def vendor_of(path: str) -> Vendor | None:
     return "openai" if path.startswith(tuple(f"{prefix}/" for prefix in OPENAI)) else None
 
 
-def error_body(vendor: Vendor, status: int, error: Exception, text: str, field: str | None = None) -> dict[str, Any]:
+def error_body(vendor: Vendor, status: int, error: Exception, text: str, field: str | None = None) -> dict[str, object]:
     """Make a refusal as the vendor's clients read it; `field` is the field it is about."""
     server_fault = status >= 500
     if vendor == "anthropic":

@@ -60,8 +60,21 @@ class Copying:
                     return path
                 raise BadRequest(f"{path.run_id} is in use, and not for a copy of {source}")
             await self._holdings.require_room(owner, checkpoint.size_bytes)
+            run = TrainingRun(
+                model_id=path.run_id,
+                owner=owner,
+                session_id=session_id,
+                model_seq_id=number,
+                base_model=checkpoint.base_model,
+                base_fingerprint=checkpoint.base_fingerprint,
+                trainable=checkpoint.trainable,
+                user_metadata=checkpoint.user_metadata,
+                optimizer_config=OptimizerConfig().model_dump(),
+                status="lost",
+                created_at=now,
+            )
             expires_at = None if request.ttl_seconds is None else now + request.ttl_seconds
-            await self._write(checkpoint, session_id, number, path, owner, now, expires_at)
+            await self._write(checkpoint, path, run, expires_at)
         return path
 
     async def _place(self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str) -> tuple[str, int]:
@@ -79,29 +92,8 @@ class Copying:
                 return session_id, number
         raise BadRequest("copy_weights takes either destination_project_id, or session_id and model_seq_id")
 
-    async def _write(  # noqa: PLR0913
-        self,
-        source: Checkpoint,
-        session_id: str,
-        number: int,
-        path: TinkerPath,
-        owner: str,
-        now: float,
-        expires_at: float | None,
-    ) -> None:
-        run = TrainingRun(
-            model_id=path.run_id,
-            owner=owner,
-            session_id=session_id,
-            model_seq_id=number,
-            base_model=source.base_model,
-            base_fingerprint=source.base_fingerprint,
-            trainable=source.trainable,
-            user_metadata=source.user_metadata,
-            optimizer_config=OptimizerConfig().model_dump(),
-            status="lost",
-            created_at=now,
-        )
+    async def _write(self, source: Checkpoint, path: TinkerPath, run: TrainingRun, expires_at: float | None) -> None:
+        """Copy the files, then record the copy and the run that it belongs to."""
         async with self._storage.writing(*path) as directory:
             try:
                 await self._storage.copy(source.directory, directory)
@@ -110,10 +102,10 @@ class Copying:
             copy = replace(
                 source,
                 tinker_path=str(path),
-                owner=owner,
+                owner=run.owner,
                 run_id=path.run_id,
                 directory=directory,
-                created_at=now,
+                created_at=run.created_at,
                 expires_at=expires_at,
                 public=False,
                 saved_as=None,

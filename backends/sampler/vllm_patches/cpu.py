@@ -59,14 +59,14 @@ class SlotKernels(PunicaWrapperCPU):  # type: ignore[misc]
             offset += size
 
     def add_lora_embedding(
-        self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **kwargs: Any
+        self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **kwargs: object
     ) -> None:
         """Add x B^T, by the rows' slots."""
         if not self.no_lora:
             _expand(x, lora_b_stacked, y, self.token_lora_indices, add_inputs)
 
     def add_lora_logits(
-        self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: Any
+        self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: object
     ) -> None:
         """Add the head's adapters to the logits of sampled rows."""
         out, rows = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
@@ -114,8 +114,8 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         topk_weights: Tensor,
         topk_ids: Tensor,
         activation: MoEActivation,
-        *_: Any,
-        **__: Any,
+        *_: object,
+        **__: object,
     ) -> None:
         """Fill `output` [N, H]. `w1` is [E, 2 I, H], gate above up, and `w2` [E, H, I]."""
         if activation != MoEActivation.SILU or self.w1_bias is not None or self.w2_bias is not None:
@@ -144,7 +144,7 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         return y
 
 
-def _convolve_contiguous(*, x: Tensor, **others: Any) -> Tensor:
+def _convolve_contiguous(*, x: Tensor, **others: object) -> Tensor:
     """Copy `x` [C, T], so that a single row has a stride of its own."""
     own_TC = x.new_empty(x.shape[1], x.shape[0]).copy_(x.T)
     result: Tensor = _causal_conv1d_fwd_cpu(x=own_TC.T, **others)

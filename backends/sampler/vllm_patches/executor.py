@@ -4,8 +4,6 @@ The ranks are processes of their own, beside that of the scheduler, which needs 
 before its scheduler, and nothing else of ours.
 """
 
-from typing import Any
-
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -24,14 +22,14 @@ class Executor(MultiprocExecutor):  # type: ignore[misc]
 
     def collective_rpc(  # noqa: PLR0913 - vLLM's own arguments
         self,
-        method: Any,
+        method: object,
         timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
         non_block: bool = False,
         unique_reply_rank: int | None = None,
-        **others: Any,
-    ) -> Any:
+        **others: object,
+    ) -> object:
         """Call a method of every rank. Raises RuntimeError with the error of the first rank that fails.
 
         vLLM raises at the first failure that it reads, and takes the answers of the ranks behind it for those to the

@@ -37,7 +37,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
 
     packed_modules_mapping: dict[str, list[str]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Take vLLM's own arguments."""
         super().__init__(*args, **kwargs)
         self.check = SlotCheck(self)
@@ -53,7 +53,7 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
         self.packed_modules_mapping = {"qkv": ["qkv"], **self.packed_modules_mapping}
         super()._create_lora_modules()
 
-    def _get_punica_wrapper(self, module_name: str) -> Any:
+    def _get_punica_wrapper(self, module_name: str) -> object:
         found = super()._get_punica_wrapper(module_name)
         if found is None and module_name == HEAD:
             return self.punica_wrapper_mapping[self.mm_mapping.language_model[0]]
@@ -103,7 +103,7 @@ def kernels_with_prompt_rows(base: Any) -> Any:
                 return
             first = row_offset(x, self.prompt_hidden)
             slots_N = self.token_lora_indices[first : first + len(x)]
-            add_by_slot(y, x, lora_a_stacked[:, 0], lora_b_stacked[:, 0], slots_N, scale)
+            add_by_slot(y, x, (lora_a_stacked[:, 0], lora_b_stacked[:, 0]), slots_N, scale)
 
     return Kernels
 
@@ -118,10 +118,14 @@ def row_offset(view_NH: Tensor, whole: Tensor) -> int:
     return row
 
 
-def add_by_slot(  # noqa: PLR0913
-    logits_NV: Tensor, hidden_NH: Tensor, a_SRH: Tensor, b_SVR: Tensor, slots_N: Tensor, scale: float
+def add_by_slot(
+    logits_NV: Tensor, hidden_NH: Tensor, adapters: tuple[Tensor, Tensor], slots_N: Tensor, scale: float
 ) -> None:
-    """Add each row's adapter output to its logits, in place; slot -1 has none."""
+    """Add each row's adapter output to its logits, in place; slot -1 has none.
+
+    adapters  A [S, R, H] and B [S, V, R] of each slot
+    """
+    a_SRH, b_SVR = adapters
     out_NV = logits_NV[:, : b_SVR.shape[1]]  # the head may be padded further than the adapter
     for slot, rows in rows_by_slot(slots_N, len(hidden_NH)):
         low_NR = hidden_NH[rows].to(a_SRH.dtype) @ a_SRH[slot].T

@@ -37,7 +37,7 @@ def move_attributes(model: nn.Module, device: torch.device) -> None:
                 vars(module)[name] = _moved(value, device)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: object, device: torch.device) -> object:
     match value:
         case nn.Parameter():
             return value

@@ -7,7 +7,7 @@ compute all pairs of tokens to discard most of them.
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -35,75 +35,76 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
     return PACKED
 
 
-def varlen_arguments(cu_seqlens: Tensor, cu_seqlens_host: Tensor, max_seqlen: int) -> dict[str, Any]:
+class PackedLengths(TypedDict):
     """The extra arguments of the model's forward that our implementations need.
 
     No name in transformers equals one of theirs: the vision tower gets them too, and must not take them for its own.
     """
-    return {
-        "packed_cu_seqlens": cu_seqlens,
-        "packed_cu_seqlens_host": cu_seqlens_host,
-        "packed_max_seqlen": max_seqlen,
-    }
+
+    packed_cu_seqlens: Tensor
+    packed_cu_seqlens_host: Tensor
+    packed_max_seqlen: int
 
 
-def _per_sample_attention(  # noqa: PLR0913
+class _Arguments(PackedLengths, total=False):
+    """Arguments by name of a call of attention. A decoder that we do not support may leave out `PackedLengths`."""
+
+    scaling: float
+    sliding_window: int | None
+
+
+def varlen_arguments(cu_seqlens: Tensor, cu_seqlens_host: Tensor, max_seqlen: int) -> PackedLengths:
+    """Return the lengths of the packed samples as arguments of the model's forward."""
+    return PackedLengths(
+        packed_cu_seqlens=cu_seqlens, packed_cu_seqlens_host=cu_seqlens_host, packed_max_seqlen=max_seqlen
+    )
+
+
+def _per_sample_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    packed_cu_seqlens_host: Tensor | None = None,
-    packed_cu_seqlens: Tensor | None = None,  # noqa: ARG001 - not one of `kwargs`, like the next
-    packed_max_seqlen: int = 0,  # noqa: ARG001
-    **kwargs: Any,
+    **arguments: Unpack[_Arguments],
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
 
     The mask is transformers' own [1, 1, T, T]; a sample needs its block on the diagonal. Windows are in the mask.
     """
-    _refuse_left_out(module, kwargs)
-    if packed_cu_seqlens_host is None:
-        raise _without_cu_seqlens(module)
+    _require_supported(module, arguments)
+    of_sdpa = {name: value for name, value in arguments.items() if name not in PackedLengths.__annotations__}
     parts = [
         sdpa_attention_forward(
             module,
             *(tensor[:, :, begin:end] for tensor in (query, key, value)),
             attention_mask if attention_mask is None else attention_mask[:, :, begin:end, begin:end],
-            **kwargs,
+            **of_sdpa,
         )[0]
-        for begin, end in pairwise(packed_cu_seqlens_host.tolist())
+        for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist())
     ]
     return torch.cat(parts, dim=1), None
 
 
-def _packed_attention(  # noqa: PLR0913
+def _packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: None,  # noqa: ARG001 - given by name too
-    *,
-    scaling: float,
-    packed_cu_seqlens_host: Tensor | None = None,
-    packed_cu_seqlens: Tensor | None = None,
-    packed_max_seqlen: int = 0,
-    **other: Any,
+    **arguments: Unpack[_Arguments],
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
-    _refuse_left_out(module, other)
-    if packed_cu_seqlens_host is None or packed_cu_seqlens is None:
-        raise _without_cu_seqlens(module)
-    if other.get("sliding_window") is not None:
+    _require_supported(module, arguments)
+    if arguments.get("sliding_window") is not None:
         raise _with_windows(type(module).__name__)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    varlen = packed_cu_seqlens, packed_cu_seqlens_host, packed_max_seqlen
-    out, _ = packed_attention(query, key, value, *varlen, scaling)
+    varlen = arguments["packed_cu_seqlens"], arguments["packed_cu_seqlens_host"], arguments["packed_max_seqlen"]
+    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"])
     return out[None], None
 
 
-def _no_mask(*_: Any, config: PretrainedConfig, local_size: int | None = None, **__: Any) -> None:
+def _no_mask(*_: object, config: PretrainedConfig, local_size: int | None = None, **__: object) -> None:
     """Refuse windows: some architectures put them into the mask alone, and do not pass them to attention. A size of 0
     means that the window is switched off."""
     if local_size:
@@ -128,7 +129,9 @@ def _architecture(config: PretrainedConfig) -> str:
     return str((config.architectures or [config.model_type])[0])
 
 
-def _refuse_left_out(module: nn.Module, asked: Mapping[str, Any]) -> None:
+def _require_supported(module: nn.Module, arguments: Mapping[str, object]) -> None:
     for name in _LEFT_OUT:
-        if asked.get(name) is not None:
+        if arguments.get(name) is not None:
             raise BackendFailed(f"{name} in {type(module).__name__} is not supported")
+    if arguments.get("packed_cu_seqlens_host") is None:
+        raise _without_cu_seqlens(module)

@@ -126,11 +126,13 @@ class ImageEncoder:
             self._on_device = []
         self._cache.trim()
 
-    def _give(self, *_: Any, **__: Any) -> Any:
+    def _give(self, *_: object, **__: object) -> object:
         given, self._next = self._next, None
         return given
 
-    def _features(self, images: Sequence[RenderedImage], scales: Sequence[Tensor | None], device: torch.device) -> Any:
+    def _features(
+        self, images: Sequence[RenderedImage], scales: Sequence[Tensor | None], device: torch.device
+    ) -> object:
         """The features as the model's own get_image_features returns them. `scales` as `Microbatch.tower_scales`."""
         found: dict[tuple[str, int], ImageFeatures] = {}
         for own in {id(scales_R): scales_R for scales_R in scales}.values():

@@ -12,7 +12,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from api_schemas import wire
-from api_schemas.inputs import Datum
 from api_schemas.old_clients.forward import ForwardRequest
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest
 from backends.inputs.rendering import Renderer
@@ -70,7 +69,9 @@ def check_forward_backward(renderer: Renderer, loss_input: ForwardBackwardInput,
             raise InvalidInput(f"{where}: model_input is empty")
         if length > max_context_length:
             raise InvalidInput(f"{where}: {length} tokens, but the context window holds {max_context_length}")
-        _check_inputs(loss, loss_input.loss_fn, datum, length, renderer.vocab_size, where)
+        _check_names(loss, loss_input.loss_fn, datum.loss_fn_inputs, where)
+        _check_targets(loss, datum.loss_fn_inputs["target_tokens"], length, renderer.vocab_size, where)
+        _check_values(datum.loss_fn_inputs, where)
         _check_clip(loss, config, datum.loss_fn_inputs, where)
         num_cells += datum.loss_fn_inputs["target_tokens"].size
         if 4 * num_cells > MAX_ANSWER_BYTES // 2:  # the rest is for names and shapes
@@ -104,8 +105,7 @@ def _check_clip(loss: Loss, config: Mapping[str, float], inputs: Mapping[str, np
         raise InvalidInput(f"{where}: {CLIP_LOW} {low[wrong].flat[0]:g} is above {CLIP_HIGH} {high[wrong].flat[0]:g}")
 
 
-def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_size: int, where: str) -> None:  # noqa: PLR0913
-    inputs = datum.loss_fn_inputs
+def _check_names(loss: Loss, loss_fn: str, inputs: Mapping[str, np.ndarray], where: str) -> None:
     known = {"target_tokens", *loss.required, *loss.optional}
     for name in ("target_tokens", *loss.required):
         if name not in inputs:
@@ -115,7 +115,9 @@ def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_siz
             raise InvalidInput(
                 f"{where}: {loss_fn} takes no loss_fn_inputs {name!r}; it takes {', '.join(sorted(known))}"
             )
-    targets = inputs["target_tokens"]
+
+
+def _check_targets(loss: Loss, targets: np.ndarray, length: int, vocab_size: int, where: str) -> None:
     if not np.issubdtype(targets.dtype, np.integer):
         raise InvalidInput(f"{where}: target_tokens must be int64, got {targets.dtype.name}")
     if targets.ndim > (2 if loss.soft_targets else 1) or targets.shape[:1] != (length,) or 0 in targets.shape:
@@ -127,6 +129,10 @@ def _check_inputs(loss: Loss, loss_fn: str, datum: Datum, length: int, vocab_siz
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise InvalidInput(f"{where}: target token {bad} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
+def _check_values(inputs: Mapping[str, np.ndarray], where: str) -> None:
+    targets = inputs["target_tokens"]
     for name, values in inputs.items():
         if values.shape != targets.shape:
             raise InvalidInput(

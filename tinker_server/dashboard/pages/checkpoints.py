@@ -62,7 +62,7 @@ async def set_expiry(
 @router.get("/{kind}/{name}/download")
 async def download(path: CheckpointPath, server: Server, viewer: Viewing, url: ServerUrl) -> Response:
     """Redirect to a link to the weights as one tar.gz, valid for an hour."""
-    return await api.archive(path, server.checkpoints, server.links, url, server.audit, viewer.owner)
+    return await api.archive(path, server, url, viewer.owner)
 
 
 @router.delete("/{kind}/{name}")

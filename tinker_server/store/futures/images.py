@@ -5,9 +5,8 @@ ever left over. Every function runs within a transaction of its caller.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
-from sqlalchemy import Select, delete, func, select
+from sqlalchemy import ColumnElement, Select, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from tinker_server.store.database import Database
@@ -42,7 +41,7 @@ async def whole(session: AsyncSession, request_id: str, rest: bytes) -> bytes:
     return b"".join([*parts, rest[taken:]]) if parts else rest
 
 
-def stored_bytes() -> Any:
+def stored_bytes() -> ColumnElement[int]:
     """Return a column: the bytes of a future's body, with its images."""
     apart = select(func.sum(ImagePlaceRow.size_bytes)).where(ImagePlaceRow.request_id == Future.request_id)
     return func.length(Future.request) + func.coalesce(apart.scalar_subquery(), 0)
@@ -64,7 +63,7 @@ async def add(connection: AsyncConnection, db: Database, operations: Iterable[Op
     await connection.execute(db.insert(ImagePlaceRow).on_conflict_do_nothing(), rows)
 
 
-async def release(session: AsyncSession | AsyncConnection, request_ids: Select[Any] | Collection[str]) -> None:
+async def release(session: AsyncSession | AsyncConnection, request_ids: Select[object] | Collection[str]) -> None:
     """Delete the image positions of requests that are not needed any more, and the images that only they have."""
     mine = ImagePlaceRow.request_id.in_(request_ids)
     digests = set(await session.scalars(select(ImagePlaceRow.digest).where(mine).distinct()))

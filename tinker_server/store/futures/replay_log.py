@@ -6,7 +6,6 @@ the snapshot holds.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import CursorResult, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -53,7 +52,7 @@ async def truncate(session: AsyncSession, model_id: str, position: int | None) -
         mine &= Future.position <= position
     await images.release(session, select(Future.request_id).where(mine))
     change = update(Future).where(mine).values(position=None, request=b"")
-    outcome: CursorResult[Any] = await session.execute(change, execution_options={"synchronize_session": False})  # type: ignore[assignment]
+    outcome: CursorResult[object] = await session.execute(change, execution_options={"synchronize_session": False})  # type: ignore[assignment]
     return outcome.rowcount
 
 
