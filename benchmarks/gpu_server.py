@@ -110,7 +110,8 @@ def sample(server: Server, rounds: int) -> None:
         waiting = [next(chosen).sample(prompt, GROUP_SIZE, params) for prompt in prompts]
         assert all(len(one.tokens) == COMPLETION for future in waiting for one in future.result().sequences)
 
-    for name, clients in (("base", [service.create_sampling_client(base_model=NAME).result()]), ("four adapters", adapters)):
+    base = service.create_sampling_client(base_model=NAME).result()
+    for name, clients in (("base", [base]), ("four adapters", adapters)):
         rate = GROUPS * GROUP_SIZE * COMPLETION / timed(partial(draw, clients), rounds)
         print(f"{GROUPS * GROUP_SIZE} x {COMPLETION} samples of {name}: {rate:.0f} tokens/s", flush=True)
 

@@ -9,7 +9,7 @@ from api_schemas.runs import LogMetricsRequest, TrainingRunInfo, TrainingRunsRes
 from tinker_server.errors import LimitReached, UnknownModel
 from tinker_server.routes.checkpoints import checkpoint_info
 from tinker_server.store.catalog import RunRecord
-from tinker_server.web.deps import Caller, CatalogDep, ClientMetrics, Futures, Runs
+from tinker_server.web.deps import Caller, CatalogDep, Server
 from tinker_server.web.parameters import AskedScope, RunIdInPath, ShortPage
 from tinker_server.web.refusals import refused
 
@@ -33,18 +33,11 @@ async def get_training_run(run_id: RunIdInPath, catalog: CatalogDep, scope: Aske
 
 
 @router.post("/training_runs/{run_id}/metrics", status_code=204, responses=refused(UnknownModel, LimitReached))
-async def log_metrics(
-    run_id: RunIdInPath,
-    request: LogMetricsRequest,
-    runs: Runs,
-    metrics: ClientMetrics,
-    futures: Futures,
-    caller: Caller,
-) -> Response:
+async def log_metrics(run_id: RunIdInPath, request: LogMetricsRequest, server: Server, caller: Caller) -> Response:
     """Record metrics that the client computed, such as a reward, for the run's page."""
-    await runs.require(run_id, caller)
-    await metrics.put(run_id, request.step, request.metrics, time.time())
-    futures.changes.note(caller)
+    await server.runs.require(run_id, caller)
+    await server.client_metrics.put(run_id, request.step, request.metrics, time.time())
+    server.futures.changes.note(caller)
     return Response(status_code=204)
 
 
