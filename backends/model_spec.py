@@ -8,8 +8,6 @@ from backends.protocol import BaseModelInfo
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
-ENGINE_GRAPHS_BYTES = 1 << 30
-"""What an engine's captured CUDA graphs take of its part of a GPU."""
 
 
 @dataclass(frozen=True)

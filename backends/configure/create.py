@@ -1,6 +1,7 @@
 """Build the backend from its configuration: a trainer and a sampler for each base model."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ class LocalBackend:
         return self._models
 
     async def start(self) -> None:
-        """Load all models."""
+        """Load all models, side by side unless they would count each other's memory."""
         self._models = await asyncio.to_thread(lambda: make_models(describe_models(self._config)))
         try:
             await start_models(self._loaded(), self._on_loading)
@@ -138,13 +139,32 @@ def _outline(model: LocalModel) -> str:
 
 
 async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
-    """Load all models, of each its trainer and sampler, side by side. Raises the first failure."""
+    """Load trainers and samplers. Raises the first failure.
 
-    async def start(model: LocalModel) -> None:
-        began = time.monotonic()
-        log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
-        await model.base.start(on_loading)
-        await tasks.gather([model.trainer.start(on_loading), model.sampler.start(on_loading)])
-        log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
+    A sampler on CUDA starts when all trainers have loaded and no other model's sampler loads on its GPUs: vLLM counts
+    as its own all memory that is filled while it measures.
+    """
+    locks = {gpu: asyncio.Lock() for model in models for gpu in _engine_gpus(model)}
+    async with tasks.running(model.base.start(on_loading) for model in models) as bases:
 
-    await tasks.gather(map(start, models))
+        async def start_trainer(model: LocalModel, base: asyncio.Task[None]) -> None:
+            await base
+            await model.trainer.start(on_loading)
+
+        async with tasks.running(map(start_trainer, models, bases)) as trainers:
+
+            async def start(model: LocalModel, base: asyncio.Task[None], trainer: asyncio.Task[None]) -> None:
+                began = time.monotonic()
+                log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
+                if gpus := _engine_gpus(model):
+                    await asyncio.gather(*trainers)
+                    async with contextlib.AsyncExitStack() as held:
+                        for gpu in gpus:  # in the same order for every model
+                            await held.enter_async_context(locks[gpu])
+                        await model.sampler.start(on_loading)
+                else:
+                    await base
+                    await asyncio.gather(trainer, model.sampler.start(on_loading))
+                log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
+
+            await tasks.gather(map(start, models, bases, trainers))

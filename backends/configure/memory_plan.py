@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from backends.config import MemoryPart, Process
 from backends.families.coverage import Numbers
-from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.trainer.model.recompute import MARGIN
 from backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
@@ -30,6 +29,8 @@ PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
 """Tokens of one step of an engine on CUDA (`engine.py`)."""
+_ENGINE_GRAPHS_BYTES = 7 << 28
+"""1.54 GiB on an H100, with 8 layers of a dense model of 4 billion."""
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
@@ -271,7 +272,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
     if size.image_token_bytes:
         parts["images"] = int(size.image_token_bytes * step_tokens)
-    return parts | {"graphs": ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
+    return parts | {"graphs": _ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
 
 
 def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:

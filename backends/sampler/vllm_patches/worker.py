@@ -11,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from backends.formats.stacked_adapters import open_adapter
-from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.patches import for_device, require_as_written
 from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
@@ -82,22 +80,6 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
         super().load_model(**kwargs)
         mark(self.model_runner.get_model())
-
-    def determine_available_memory(self) -> int:
-        """Return the bytes of the KV cache.
-
-        vLLM compares the GPU's free memory before and after its largest step, and would take for its own what a trainer
-        or another engine fills meanwhile. Torch's counters are of this process alone, so all may start side by side.
-        """
-        if current_platform.is_cpu() or self.cache_config.kv_cache_memory_bytes:
-            return int(super().determine_available_memory())
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        with set_current_vllm_config(self.vllm_config):
-            self.model_runner.profile_run()
-        held = torch.cuda.max_memory_allocated()
-        torch.cuda.empty_cache()
-        return int(self.requested_memory) - held - ENGINE_GRAPHS_BYTES
 
     @torch.inference_mode()  # type: ignore[untyped-decorator, unused-ignore]
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -191,10 +191,13 @@ async def test_ranks_on_cuda_see_their_gpus_alone_by_the_machines_names(monkeypa
 async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa,7,8")
     placement = Placement((0,), engines=((0, 1), (2, 3)))
-    spec = replace(tiny_spec(Path()), device="cuda", tensor_parallel=2, placement=placement)
+    spec = replace(
+        tiny_spec(Path()), device="cuda", tensor_parallel=2, placement=placement, compiled_dir=Path("/cache")
+    )
     [engine] = await launch_sampler(spec.of_engine(1))
     try:
         found = await environment(engine.process.pid)
     finally:
         await engine.stop(grace_s=0.1)
     assert (found["CUDA_VISIBLE_DEVICES"], engine.name) == ("7,8", "sampler tiny engine 1")
+    assert found["TRITON_CACHE_DIR"] == "/cache/triton"  # one for all engines
