@@ -29,8 +29,7 @@ PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
 """Tokens of one step of an engine on CUDA (`engine.py`)."""
-_ENGINE_GRAPHS_BYTES = 7 << 28
-"""1.54 GiB on an H100, with 8 layers of a dense model of 4 billion."""
+_ENGINE_GRAPHS_BYTES = 1 << 30
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
