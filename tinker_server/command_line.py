@@ -170,7 +170,8 @@ def change_keys(arguments: argparse.Namespace, settings: Settings) -> None:
                     raise StartFailed(f"{path} has no key of the name {arguments.name!r}{which}")
                 print(f"removed {count} of {arguments.name}")
             case _:
-                show(keys_table(list(keys.read(path).values()), key_uses.read(settings.data_dir)))
+                if found := list(keys.read(path).values()):  # none is no line: scripts ask whether there are any
+                    show(keys_table(found, key_uses.read(settings.data_dir)))
     except OSError as error:
         raise StartFailed(f"the keys file {path} cannot be written: {error.strerror}") from None
 

@@ -181,6 +181,7 @@ def foreign_requests(mine: Mine) -> list[tuple[str, str, str, dict[str, object] 
         *[("POST", path, path, body) for path, body in posts],
         ("GET", "/samplers/{sampler_id}", f"/samplers/{mine.sampler_id}", None),
         ("GET", "/training_runs/{run_id}", run, None),
+        ("POST", "/training_runs/{run_id}/metrics", f"{run}/metrics", {"step": 1, "metrics": {"reward": 0.5}}),
         ("GET", "/training_runs/{run_id}/checkpoints", f"{run}/checkpoints", None),
         ("POST", "/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", f"{saved}/publish", None),
         ("DELETE", "/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", f"{saved}/publish", None),
