@@ -3,13 +3,12 @@
 import argparse
 from typing import Any
 
-import httpx
 from rich.table import Table
 
+from tinker_server.commands.status import GIB, connected
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed
 
-GIB = 1 << 30
 _WAIT_S = 600.0
 """An unload waits for the operation that runs."""
 
@@ -57,14 +56,10 @@ def runs_table(found: dict[str, Any]) -> Table:
 
 
 def _ask(arguments: argparse.Namespace, method: str, path: str, **values: Any) -> Any:
-    if not arguments.key.isascii() or not arguments.key.isprintable():
-        raise StartFailed("the API key has characters that no key has")
     sent: dict[str, Any] = {"params": values} if method == "GET" else {"json": values}
-    url, headers = f"{arguments.url.rstrip('/')}/api/v1{path}", {"x-api-key": arguments.key}
-    try:
-        answer = httpx.request(method, url, headers=headers, timeout=_WAIT_S, **sent)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise StartFailed(f"no server answers at {arguments.url}: {error}") from None
+    url = f"{arguments.url.rstrip('/')}/api/v1{path}"
+    with connected(arguments.url, arguments.key, _WAIT_S) as client:
+        answer = client.request(method, url, **sent)
     if answer.status_code >= 300:
         raise StartFailed(f"{url} answers {answer.status_code}: {answer.text[:300]}")
     return answer.json() if answer.content else None

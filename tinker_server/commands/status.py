@@ -2,6 +2,8 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,18 @@ Gauges = dict[str, dict[tuple[str, ...], float]]
 """Values by metric name, then by the values of the labels in order."""
 
 
+@contextmanager
+def connected(url: str, key: str, wait_s: float) -> Iterator[httpx.Client]:
+    """Yield a client of a running server. Raises StartFailed if the key cannot be one, or no server answers."""
+    if not key.isascii() or not key.isprintable():
+        raise StartFailed("the API key has characters that no key has")
+    try:
+        with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=wait_s) as client:
+            yield client
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise StartFailed(f"no server answers at {url}: {error}") from None
+
+
 @dataclass(frozen=True)
 class Status:
     """Answers of a running server."""
@@ -33,14 +47,9 @@ class Status:
     @classmethod
     def fetch(cls, url: str, key: str) -> "Status":
         """Ask a server. Raises StartFailed if none answers, or it refuses the key, or that is none."""
-        if not key.isascii() or not key.isprintable():
-            raise StartFailed("the API key has characters that no key has")
-        try:
-            with httpx.Client(base_url=url, headers={"x-api-key": key}, timeout=_WAIT_S) as client:
-                runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
-                text = _get(client, "/metrics").text
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise StartFailed(f"no server answers at {url}: {error}") from None
+        with connected(url, key, _WAIT_S) as client:
+            runs = _get(client, f"/api/v1/training_runs?limit={SHOWN}").json()
+            text = _get(client, "/metrics").text
         families = text_string_to_metric_families(text)
         return cls(runs, [sample for family in families for sample in family.samples])
 

@@ -20,7 +20,7 @@ from tinker_server.store.tables import CheckpointRow, Future, SamplingSessionRow
 
 ACTIVE_S = 60.0
 """A session without a heartbeat for so long (the SDK sends one every 10 s) is not known to be running."""
-_OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
+OF_RUN = TrainingRunRow.model_id == CheckpointRow.run_id
 LONGEST_SHOWN_ERROR = 10_000
 """Bytes of a failed result; the error in a larger one is not shown."""
 LIST_BYTES = 1 << 20
@@ -195,7 +195,7 @@ class Catalog:
         if run_id is not None:
             query = query.where(CheckpointRow.run_id == run_id)
         if page.project_id is not None:
-            query = query.join(TrainingRunRow, _OF_RUN).join(SessionRow).where(in_project([page.project_id]))
+            query = query.join(TrainingRunRow, OF_RUN).join(SessionRow).where(in_project([page.project_id]))
         newest = query.order_by(CheckpointRow.created_at.desc(), CheckpointRow.tinker_path)
         path, noted = CheckpointRow.tinker_path, _length(CheckpointRow.user_metadata)
         sizes = newest.with_only_columns(path, noted).limit(page.limit).offset(page.offset)
@@ -241,8 +241,8 @@ class Catalog:
             rows = (await session.scalars(newest.where(SessionRow.session_id.in_(shown)))).all()
             sums = (
                 select(TrainingRunRow.session_id, func.count(), func.sum(CheckpointRow.size_bytes))
-                .join(CheckpointRow, _OF_RUN)
-                .where(_kept(now), TrainingRunRow.session_id.in_([row.session_id for row in rows]))
+                .join(CheckpointRow, OF_RUN)
+                .where(kept(now), TrainingRunRow.session_id.in_([row.session_id for row in rows]))
                 .group_by(TrainingRunRow.session_id)
             )
             saved = {session_id: (count, int(size)) for session_id, count, size in await session.execute(sums)}
@@ -254,9 +254,9 @@ class Catalog:
         query = (
             select(SessionRow.project_id, func.count(), func.sum(CheckpointRow.size_bytes))
             .select_from(CheckpointRow)
-            .join(TrainingRunRow, _OF_RUN)
+            .join(TrainingRunRow, OF_RUN)
             .join(SessionRow)
-            .where(CheckpointRow.owner == owner, _kept(now))
+            .where(CheckpointRow.owner == owner, kept(now))
             .group_by(SessionRow.project_id)
             .order_by(SessionRow.project_id)
         )
@@ -342,14 +342,15 @@ def _run_operation(row: RunOperation) -> RunOperation:
     return replace(row, error=error, run_s=row.finished_at - row.created_at)
 
 
-def _kept(now: float) -> ColumnElement[bool]:
+def kept(now: float) -> ColumnElement[bool]:
+    """Return the condition that a checkpoint has not expired."""
     return or_(CheckpointRow.expires_at.is_(None), CheckpointRow.expires_at > now)
 
 
 def _shown(scope: Scope, now: float) -> ColumnElement[bool]:
     """Return the condition for checkpoints within the scope."""
     mine = CheckpointRow.owner == scope.owner
-    return and_(or_(mine, CheckpointRow.public) if scope.accessible else mine, _kept(now))
+    return and_(or_(mine, CheckpointRow.public) if scope.accessible else mine, kept(now))
 
 
 def _shown_run(scope: Scope, now: float) -> ColumnElement[bool]:
@@ -357,10 +358,11 @@ def _shown_run(scope: Scope, now: float) -> ColumnElement[bool]:
     mine = TrainingRunRow.owner == scope.owner
     if not scope.accessible:
         return mine
-    return or_(mine, exists().where(_OF_RUN, CheckpointRow.public, _kept(now)))
+    return or_(mine, exists().where(OF_RUN, CheckpointRow.public, kept(now)))
 
 
 def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
+    """Return the condition that a session is of one of these projects."""
     named = SessionRow.project_id.in_(project_ids)
     return or_(named, SessionRow.project_id.is_(None)) if DEFAULT_PROJECT in project_ids else named
 

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api_schemas.checkpoints import TYPES, SearchCheckpointsRequest
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
-from tinker_server.store.catalog import in_project
+from tinker_server.store.catalog import OF_RUN, in_project, kept
 from tinker_server.store.database import Database, require_searchable
 from tinker_server.store.directories import claim, release
 from tinker_server.store.records import Checkpoint, columns, record
@@ -58,8 +58,7 @@ class CheckpointStore:
         BadRequest."""
         query = select(CheckpointRow).where(*_conditions(request, caller, now))
         if request.project_ids is not None:
-            of_run = TrainingRunRow.model_id == CheckpointRow.run_id
-            query = query.join(TrainingRunRow, of_run).join(SessionRow).where(in_project(request.project_ids))
+            query = query.join(TrainingRunRow, OF_RUN).join(SessionRow).where(in_project(request.project_ids))
         if request.cursor is not None:
             # The last one's time is read from its row, since the cursor's is rounded to microseconds.
             path = request.cursor.last_checkpoint_uuid
@@ -121,7 +120,7 @@ class CheckpointStore:
 def _conditions(request: SearchCheckpointsRequest, caller: str, now: float) -> Iterator[ColumnElement[bool]]:
     row, owner = CheckpointRow, request.owner
     require_searchable(request.user_metadata)
-    yield or_(row.expires_at.is_(None), row.expires_at > now)
+    yield kept(now)
     yield row.owner == caller if owner.type == "own" else or_(row.owner == caller, row.public)
     if owner.type == "user":
         yield row.owner.in_(owner.owner_urns or [])

@@ -4,11 +4,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import Table, delete, func, select, tuple_
+from sqlalchemy import Table, func, select, tuple_
 
 from tinker_server.errors import LimitReached
-from tinker_server.store.database import Database
-from tinker_server.store.steps import DELETED_AT_ONCE
+from tinker_server.store.database import Database, delete_before
 from tinker_server.store.tables import ClientMetricRow
 
 METRICS = cast(Table, ClientMetricRow.__table__)
@@ -104,13 +103,4 @@ class ClientMetricStore:
 
     async def expire(self, before: float) -> int:
         """Delete the metrics reported before this time, a part at a time; return their number."""
-        key = tuple(_OF[name] for name in KEY)
-        deleted = 0
-        while True:
-            async with self._db.write() as session:
-                old = (await session.execute(select(*key).where(_OF.at < before).limit(DELETED_AT_ONCE))).all()
-                if old:
-                    await session.execute(delete(METRICS).where(tuple_(*key).in_([tuple(row) for row in old])))
-            deleted += len(old)
-            if len(old) < DELETED_AT_ONCE:
-                return deleted
+        return await delete_before(self._db, METRICS, before)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import Connection, event, inspect, make_url
+from sqlalchemy import Connection, Table, delete, event, inspect, make_url, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     ArgumentError,
@@ -39,6 +39,8 @@ Connect = Callable[[], AbstractAsyncContextManager[AsyncSession]]
 RETRY_S, RETRY_PAUSE_S = 30.0, 0.2
 """Seconds for which work is tried again while the database does not answer, and between two tries."""
 BUSY_TIMEOUT_MS = 10_000
+DELETED_AT_ONCE = 5_000
+"""Rows in one transaction, for which other writers wait."""
 SHRUNK_PAGES = 20_000
 """Pages freed at once: about 80 MB, which takes a fraction of a second."""
 
@@ -297,6 +299,20 @@ def _upgrade(connection: Connection, revision: str, lease: Lease | None) -> None
     command.upgrade(config, revision)
     if lease is not None and not is_there:
         lease.take(connection)
+
+
+async def delete_before(db: Database, table: Table, before: float) -> int:
+    """Delete the rows whose `at` is before this time, a part at a time; return their number."""
+    key = tuple(table.primary_key.columns)
+    deleted = 0
+    while True:
+        async with db.write() as session:
+            old = (await session.execute(select(*key).where(table.c.at < before).limit(DELETED_AT_ONCE))).all()
+            if old:
+                await session.execute(delete(table).where(tuple_(*key).in_([tuple(row) for row in old])))
+        deleted += len(old)
+        if len(old) < DELETED_AT_ONCE:
+            return deleted
 
 
 def can_be_searched(key: str) -> bool:

@@ -4,18 +4,16 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sqlalchemy import Table, delete, func, select, tuple_
+from sqlalchemy import Table, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from tinker_server.store.database import Database
+from tinker_server.store.database import Database, delete_before
 from tinker_server.store.records import Step, columns
 from tinker_server.store.tables import StepRow
 
 STEPS = cast(Table, StepRow.__table__)
 RECENT = 8
 """The number of a run's last operations that show how it is doing."""
-DELETED_AT_ONCE = 5_000
-"""Rows in one transaction, for which other writers wait."""
 _OF = STEPS.c
 
 
@@ -106,13 +104,4 @@ class StepStore:
 
     async def expire(self, before: float) -> int:
         """Delete the rows before this time, a part at a time; return their number."""
-        key = (_OF.model_id, _OF.seq_id)
-        deleted = 0
-        while True:
-            async with self._db.write() as session:
-                old = (await session.execute(select(*key).where(_OF.at < before).limit(DELETED_AT_ONCE))).all()
-                if old:
-                    await session.execute(delete(STEPS).where(tuple_(*key).in_([tuple(row) for row in old])))
-            deleted += len(old)
-            if len(old) < DELETED_AT_ONCE:
-                return deleted
+        return await delete_before(self._db, STEPS, before)

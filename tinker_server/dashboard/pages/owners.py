@@ -1,19 +1,17 @@
 """The administrators' page: all owners, their runs and keys. Every change is made by the API's own route."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from api_schemas.owners import StopRunRequest, UnloadRunRequest
 from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.pages.runs import PER_PAGE, Number, last_page
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Administrating, Viewer
 from tinker_server.routes import owners as api
 from tinker_server.web.deps import Server, Services
 
 router = APIRouter(prefix="/owners", route_class=PageRoute, include_in_schema=False)
-PER_PAGE, HOURS = 50, 24
-Number = Annotated[int, Query(alias="page", ge=1, le=10**6)]
+HOURS = 24
 
 
 @router.get("")
@@ -46,5 +44,4 @@ async def stop(request: Request, run_id: str, server: Server, viewer: Administra
 async def _now(server: Services, viewer: Viewer, number: int) -> dict[str, object]:
     owners = await api.list_owners(server, viewer.owner, HOURS)
     runs = await api.list_runs(server, viewer.owner, None, PER_PAGE, (number - 1) * PER_PAGE)
-    last_page = max(1, -(-runs.cursor.total_count // PER_PAGE))
-    return {"owners": owners, "runs": runs, "number": number, "last_page": last_page}
+    return {"owners": owners, "runs": runs, "number": number, "last_page": last_page(runs.cursor.total_count)}

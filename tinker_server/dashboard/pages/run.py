@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, fields
 from typing import Annotated
 
@@ -31,6 +31,7 @@ ROWS_AT_ONCE = 500
 """Rows of a download that are encoded at once, which takes a few milliseconds."""
 MEDIA_TYPES = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
 COLUMNS = [field.name for field in fields(Step) if field.name != "model_id"]
+METRIC_COLUMNS = [field.name for field in fields(Metric)]
 
 
 @router.get("")
@@ -84,7 +85,7 @@ async def set_labels(
 async def download_metrics(run_id: str, server: Server, viewer: Viewing) -> Response:
     """Download the metrics that the client reported as CSV."""
     await server.runs.require(run_id, viewer.owner)
-    parts = _metric_parts(server.client_metrics.pages(run_id, ROWS_AT_ONCE))
+    parts = _csv_parts(server.client_metrics.pages(run_id, ROWS_AT_ONCE), METRIC_COLUMNS)
     return _download(parts, run_id, "metrics.csv")
 
 
@@ -99,7 +100,7 @@ async def download_json(run_id: str, server: Server, viewer: Viewing) -> Respons
 async def download_csv(run_id: str, server: Server, viewer: Viewing) -> Response:
     """Download the recorded steps as CSV."""
     await server.runs.require(run_id, viewer.owner)
-    return _download(_csv_parts(server.steps.pages(run_id, ROWS_AT_ONCE)), run_id, "steps.csv")
+    return _download(_csv_parts(server.steps.pages(run_id, ROWS_AT_ONCE), COLUMNS), run_id, "steps.csv")
 
 
 async def _summary(server: Services, run_id: str, viewer: Viewer) -> dict[str, object]:
@@ -128,20 +129,11 @@ def _download(parts: AsyncIterator[str], run_id: str, file: str) -> Response:
     return StreamingResponse(parts, media_type=MEDIA_TYPES[file.rpartition(".")[2]], headers=disposition)
 
 
-async def _metric_parts(pages: AsyncIterator[list[Metric]]) -> AsyncIterator[str]:
-    columns = [field.name for field in fields(Metric)]
+async def _csv_parts(pages: AsyncIterator[Sequence[Step | Metric]], columns: Sequence[str]) -> AsyncIterator[str]:
     yield ",".join(columns) + "\r\n"
-    async for found in pages:
+    async for records in pages:
         text = io.StringIO()
-        csv.writer(text).writerows([getattr(one, name) for name in columns] for one in found)
-        yield text.getvalue()
-
-
-async def _csv_parts(pages: AsyncIterator[list[Step]]) -> AsyncIterator[str]:
-    yield ",".join(COLUMNS) + "\r\n"
-    async for steps in pages:
-        text = io.StringIO()
-        csv.writer(text).writerows([getattr(step, name) for name in COLUMNS] for step in steps)
+        csv.writer(text).writerows([getattr(one, name) for name in columns] for one in records)
         yield text.getvalue()
 
 

@@ -28,6 +28,11 @@ Search = Annotated[str, Query(alias="q", max_length=200)]
 Number = Annotated[int, Query(alias="page", ge=1, le=10**6)]
 
 
+def last_page(total: int) -> int:
+    """Return the number of the last page of a list of so many runs."""
+    return max(1, -(-total // PER_PAGE))
+
+
 @dataclass(frozen=True)
 class Progress:
     """Progress of a run, from its last operations."""
@@ -139,6 +144,5 @@ async def _listed(
     listed = [
         ListedRun(record, state_of(record, busy), Progress.of(last.get(record.run.model_id, []))) for record in records
     ]
-    last_page = max(1, -(-total // PER_PAGE))
-    shown = {"listed": listed, "total": total, "q": search, "number": number, "last_page": last_page}
+    shown = {"listed": listed, "total": total, "q": search, "number": number, "last_page": last_page(total)}
     return {**shown, "ticked": set(ticked)}

@@ -90,7 +90,7 @@ async def test_all_rows_of_a_run_come_in_order_page_by_page(db: Database) -> Non
 
 
 async def test_old_rows_are_deleted_and_the_others_stay(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_server.store.steps.DELETED_AT_ONCE", 2)
+    monkeypatch.setattr("tinker_server.store.database.DELETED_AT_ONCE", 2)
     await record(db, run_of(4))
     store = StepStore(db)
     assert await store.expire(2.0) == 6
