@@ -51,7 +51,7 @@ def suggestions(
             return False
         return True
 
-    found: list[Suggestion] = []
+    found: list[Suggestion] = [one for one in _copies(config, device) if fits(one)]
     for less_and_less in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config, machine)):
         nearest = bisect_left(less_and_less, True, key=fits)
         found += less_and_less[nearest : nearest + 1]
@@ -59,6 +59,12 @@ def suggestions(
         for tries in (_more_cards(machine), _larger_cards(machine)):
             found += list(islice(filter(fits, tries), 1))
     return found
+
+
+def _copies(config: BackendConfig, device: Device) -> list[Suggestion]:
+    """Suggest one copy of the base, which takes nothing from anybody. On the CPU the plan counts the same for both."""
+    can_share = device == "cuda" and config.base_copies == 2 and not config.full and (config.tensor_parallel or 1) == 1
+    return [Suggestion("--base-copies 1", {"base_copies": 1})] if can_share else []
 
 
 def _contexts(sizes: Sequence[ModelSize], config: BackendConfig, device: Device) -> list[Suggestion]:

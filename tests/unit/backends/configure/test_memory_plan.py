@@ -185,6 +185,7 @@ def test_a_cache_that_is_set_is_planned_as_it_is_and_the_trainer_has_the_rest() 
     assert found.of(0) == pytest.approx(found.totals[0], abs=4)
 
 
+ONE_COPY = [("32b", "H200"), ("30b-a3b", "H200"), ("4b", "L4"), ("70b", "H100:4")]
 REFUSED = [
     ("4b", "H100", 2, {"max_context_length": 131072}),
     ("4b", "L4", 2, {}),
@@ -195,7 +196,17 @@ REFUSED = [
     ("32b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 64}),
     ("30b-a3b", "H200", 1, {"max_context_length": 32768, "max_lora_rank": 32}),
     ("70b", "H100:4", 2, {}),
+    ("32b", "H200", 2, {"max_lora_rank": 32}),
 ]
+
+
+def test_one_copy_of_the_base_is_suggested_where_that_is_enough() -> None:
+    found = [
+        suggestions([shape(name)], BackendConfig(max_lora_rank=32), machine(gpus), "cuda") for name, gpus in ONE_COPY
+    ]
+    assert [one[0].flag == "--base-copies 1" for one in found] == [True, True, False, False]
+    whole = BackendConfig(max_lora_rank=32, full=True)
+    assert not any("copies" in one.flag for one in suggestions([shape("32b")], whole, machine("H200"), "cuda"))
 
 
 @pytest.mark.parametrize(("name", "gpus", "copies", "settings"), REFUSED)
