@@ -141,8 +141,9 @@ def _outline(model: LocalModel) -> str:
 async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
     """Load trainers and samplers. Raises the first failure.
 
-    A sampler on CUDA starts when all trainers have loaded and no other model's sampler loads on its GPUs: vLLM counts
-    as its own all memory that is filled while it measures.
+    A sampler on CUDA loads when all trainers have loaded and no other model's sampler loads on its GPUs: vLLM counts as
+    its own all memory that is filled while it measures. Until then its processes import vLLM, which takes as long as a
+    trainer's start.
     """
     locks = {gpu: asyncio.Lock() for model in models for gpu in _engine_gpus(model)}
     async with tasks.running(model.base.start(on_loading) for model in models) as bases:
@@ -156,14 +157,17 @@ async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
             async def start(model: LocalModel, base: asyncio.Task[None], trainer: asyncio.Task[None]) -> None:
                 began = time.monotonic()
                 log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
+                await base
                 if gpus := _engine_gpus(model):
-                    await asyncio.gather(*trainers)
-                    async with contextlib.AsyncExitStack() as held:
-                        for gpu in gpus:  # in the same order for every model
-                            await held.enter_async_context(locks[gpu])
-                        await model.sampler.start(on_loading)
+                    turn = asyncio.Event()
+                    async with tasks.running([model.sampler.start(on_loading, turn)]) as [sampler]:
+                        await asyncio.gather(*trainers)
+                        async with contextlib.AsyncExitStack() as held:
+                            for gpu in gpus:  # in the same order for every model
+                                await held.enter_async_context(locks[gpu])
+                            turn.set()
+                            await sampler
                 else:
-                    await base
                     await asyncio.gather(trainer, model.sampler.start(on_loading))
                 log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 

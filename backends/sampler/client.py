@@ -20,7 +20,7 @@ from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import StartWorkers
 from backends.processes.rpc import Child, Command
 from backends.processes.supervisor import Silence, Supervisor
-from backends.protocol import BackendFailed, EngineUse, Loading, SamplingTask
+from backends.protocol import BackendFailed, EngineUse, Loading, OnLoading, SamplingTask
 from backends.sampler.commands import CountProgress, CountSequences, Sample, ShareRunning, Start
 
 R = TypeVar("R")
@@ -63,6 +63,7 @@ class EngineClient:
         """Requests that run here, or wait for this engine."""
         self.waiting_tokens = 0
         """Tokens that they are expected to take."""
+        self._turn: asyncio.Event | None = None
         silence = Silence(spec.silence_s, lambda: self.isolation.is_busy, lambda child: child.call(CountProgress()))
         self.supervisor = Supervisor(
             f"{spec.name}: {self.name}",
@@ -71,6 +72,11 @@ class EngineClient:
             restart=None if is_alone else self.running,
             silence=silence,
         )
+
+    async def start(self, on_loading: OnLoading, turn: asyncio.Event | None = None) -> None:
+        """Start its process; the engine in it loads in its `turn`. Raises BackendFailed."""
+        self._turn = turn
+        await self.supervisor.start(on_loading)
 
     @property
     def is_open(self) -> bool:
@@ -120,6 +126,9 @@ class EngineClient:
     async def _load(self, children: list[Child]) -> None:
         [child] = children
         emit = partial(self.supervisor.on_loading, child.name)
+        if self._turn is not None and not self._turn.is_set():
+            emit(Loading("waits until the GPU's other processes have loaded"))
+            await self._turn.wait()
         await child.call(Start(self._spec), on_part=emit)
         emit(Loading("draws a first token"))
         await child.call(Sample(_FIRST_TASK))

@@ -8,16 +8,19 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
 
+from backends.base_weights.client import BaseWeights
+from backends.configure.create import LocalModel, start_models
 from backends.model_spec import ModelSpec, Placement
 from backends.processes.crash_isolation import Suspect
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child
-from backends.protocol import BackendFailed, ChatTask
+from backends.protocol import BackendFailed, ChatTask, Loading, OnLoading, ignore_loading
 from backends.sampler import pool as sampler_pool
 from backends.sampler.client import EngineClient
 from backends.sampler.pool import SamplerPool
@@ -239,3 +242,62 @@ async def test_each_engine_knows_what_owners_have_running_in_the_others(pool: Sa
 async def test_processes_and_scratch_directories_are_told_apart(pool: SamplerPool) -> None:
     assert len({state.name for state in pool.processes()}) == 3
     assert [engine._spec.scratch_dir.name for engine in pool.engines] == ["engine-0", "engine-1", "engine-2"]
+
+
+class HeldTrainer:
+    """A trainer that has started when `loaded` is set."""
+
+    def __init__(self) -> None:
+        self.loaded = asyncio.Event()
+
+    async def start(self, _on_loading: OnLoading) -> None:
+        await self.loaded.wait()
+
+
+def on_gpu(directory: Path, trainer: HeldTrainer) -> LocalModel:
+    """A model with light engines, as on GPU 0."""
+    spec = replace(sampler_config(directory, directory / "scratch"), placement=Placement((0,), engines=((0,), (0,))))
+    spec = replace(spec, name=directory.name)
+    sampler = SamplerPool(spec, launch_light)
+    return LocalModel(spec, BaseWeights(spec), trainer, sampler, Any, Any)  # type: ignore[arg-type]
+
+
+async def test_engines_of_a_gpu_start_beside_trainers_and_load_after_them_one_model_at_a_time(tmp_path: Path) -> None:
+    models = [on_gpu(tmp_path / name, HeldTrainer()) for name in "ab"]
+    waiting, all_wait = set[str](), asyncio.Event()
+
+    def see(name: str, loading: Loading | None) -> None:
+        if loading is not None and "other processes" in loading.doing:
+            waiting.add(name)
+        if len(waiting) == 4:
+            all_wait.set()
+
+    starting = asyncio.create_task(start_models(models, see))
+    try:
+        async with asyncio.timeout(8):
+            await all_wait.wait()
+        models[0].trainer.loaded.set()  # type: ignore[attr-defined]
+        await asyncio.sleep(3)  # processes that did not wait would have loaded by now
+        assert all(state.is_alive for model in models for state in model.sampler.processes())
+        assert not any(engine.is_open for model in models for engine in model.sampler.engines)
+        models[1].trainer.loaded.set()  # type: ignore[attr-defined]
+        async with asyncio.timeout(8):
+            await starting
+        assert await asyncio.gather(*(ask(model.sampler, 0) for model in models)) == [0, 0]
+    finally:
+        starting.cancel()
+        await asyncio.gather(*(model.sampler.stop() for model in models))
+
+
+async def test_a_trainer_that_fails_ends_the_engines_that_wait_for_it(tmp_path: Path) -> None:
+    class Fails(HeldTrainer):
+        async def start(self, _on_loading: OnLoading) -> None:
+            await asyncio.sleep(0.5)
+            raise BackendFailed("no memory")
+
+    model = on_gpu(tmp_path, Fails())
+    with pytest.raises(BackendFailed, match="no memory"):
+        await start_models([model], ignore_loading)
+    await model.sampler.stop()  # waits for processes that are being ended
+    states = model.sampler.processes()
+    assert len(states) == 2 and not any(state.is_alive for state in states)
