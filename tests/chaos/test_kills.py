@@ -66,9 +66,13 @@ class Place:
         for moment, victim in zip(moments, kills, strict=True):
             while self.num_answered() < moment and self._may_go_on():
                 time.sleep(0.02)
+            self._raise_errors()
             self._kill(victim)
         for worker in self.workers:
             worker.thread.join()
+        self._raise_errors()
+
+    def _raise_errors(self) -> None:
         for worker in self.workers:
             if worker.error is not None:
                 raise worker.error
@@ -101,6 +105,7 @@ class Place:
         """The processes of a kind; one that was just killed is there again soon."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
+            self._raise_errors()
             if found := [child for child in api.children(recursive=True) if _is(child, victim)]:
                 return found
             time.sleep(0.05)
