@@ -38,6 +38,13 @@ _WITHOUT_BARS = {"TQDM_DISABLE": "1"}
 _SHARING_CORES = {"OMP_WAIT_POLICY": "PASSIVE"}
 """OpenMP threads sleep while they wait. By default they spin, for milliseconds of each small operation when other
 processes want the cores: a training step of 2 s took 14 s."""
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
+}
+"""vLLM and what it uses report errors alone: its warnings are of its own use of others, and nothing for an operator."""
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 """Folder of `ModelSpec.compiled_dir` by the variable that names it."""
 
@@ -150,7 +157,7 @@ async def _all_or_none(launches: Iterator[Awaitable[Child]]) -> list[Child]:
 
 def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:
     env = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        **_QUIET,
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a local directory
