@@ -28,11 +28,11 @@ def photographs(split: str, count: int) -> list[Photo]:
 
 def our_input(model_input: types.ModelInput) -> ModelInput:
     """The SDK's ModelInput as ours."""
-    return ModelInput(
-        chunks=[
-            EncodedTextChunk(tokens=chunk.tokens)
-            if isinstance(chunk, types.EncodedTextChunk)
-            else ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens)
-            for chunk in model_input.chunks
-        ]
-    )
+    return ModelInput(chunks=[_our_chunk(chunk) for chunk in model_input.chunks])
+
+
+def _our_chunk(chunk: types.ModelInputChunk) -> EncodedTextChunk | ImageChunk:
+    if isinstance(chunk, types.EncodedTextChunk):
+        return EncodedTextChunk(tokens=chunk.tokens)
+    assert isinstance(chunk, types.ImageChunk)
+    return ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens)

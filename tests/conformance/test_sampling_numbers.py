@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from api_schemas.inputs import ModelInput
 from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Reference, Trained
-from tests.factories import MIXED, datum, image, present, prompt, words
+from tests.factories import MIXED, as_text, datum, image, present, prompt, words
 from tests.servers import MODEL, sdk_input
 from tests.training import batch, logprobs_of, step
 
@@ -47,7 +47,7 @@ def next_logprobs(reference: Reference) -> np.ndarray:
 
 def after(tokens: Sequence[int]) -> ModelInput:
     (chunk,) = TEXT.chunks
-    return prompt(words(0).model_copy(update={"tokens": np.array([*chunk.tokens, *tokens], np.int32)}))
+    return prompt(words(0).model_copy(update={"tokens": np.array([*as_text(chunk).tokens, *tokens], np.int32)}))
 
 
 def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Path) -> None:

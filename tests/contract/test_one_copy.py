@@ -24,7 +24,7 @@ from backends.processes.supervisor import Supervisor
 from backends.protocol import ignore_loading
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
-from tests.factories import cross_entropy, datum, image, prompt, words
+from tests.factories import cross_entropy, datum, image, present, prompt, words
 from tests.sampling import Reference, assert_close, request, sample, sampler_config, scoring
 from tests.trainers import LORA
 from tinker_server.embedded import DIRECTORIES, TINY_VL
@@ -63,7 +63,7 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
     yield running
     await asyncio.gather(trainer.stop(), running.sampler.stop())
     await base.stop()
-    assert not base.spec.base_dir.exists()
+    assert not present(base.spec.base_dir).exists()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ async def loss_of(parts: Parts, model_id: str, reference: Reference) -> np.ndarr
 
 async def test_the_directory_of_the_sockets_is_the_users_alone(parts: Parts) -> None:
     directory = parts.base.spec.base_dir
-    assert directory.stat().st_mode & 0o777 == 0o700
+    assert present(directory).stat().st_mode & 0o777 == 0o700
     assert parts.base.spec.base_socket(None).stat().st_mode & 0o777 == 0o600
 
 

@@ -10,7 +10,7 @@ import pytest
 import tinker
 import tinker.types as types
 
-from tests.factories import MIXED, datum, image, photo, prompt, words
+from tests.factories import MIXED, as_text, datum, image, photo, prompt, words
 from tests.servers import MODEL, Server, sdk_datum, sdk_input
 from tests.training import ADAM, PLACEHOLDER, batch, logprobs_of, step
 
@@ -129,7 +129,7 @@ async def test_two_hundred_prompts_are_scored_at_once_by_models_and_base(service
     )
     base = await service.create_lora_training_client(MODEL, rank=1, seed=0)  # B is zero: the base model
     for i, (model_input, got) in enumerate(zip(prompts, scores, strict=True)):
-        ids = model_input.chunks[0].tokens
+        ids = as_text(model_input.chunks[0]).tokens
         item = datum(model_input, renderer)
         item = type(item)(
             model_input=model_input,

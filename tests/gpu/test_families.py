@@ -16,7 +16,7 @@ from backends.protocol import BackendFailed
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
+from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import FAMILIES, make_wide_moe
 from tests.sampling import request, sample, sampler_config
@@ -97,7 +97,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
         await running.stop()
     differences = []
     for (name, item), answer in zip(asked, answers, strict=True):
-        (row,) = forward_backward(rank, name, cross_entropy([item]), False).loss_fn_outputs
+        (row,) = present(forward_backward(rank, name, cross_entropy([item]), False)).loss_fn_outputs
         # An image's tokens, with those around it, are not compared.
         is_text = np.ones(len(row["logprobs"]), bool)
         for span in renderer.render(item.model_input, "prompt").spans:
@@ -129,7 +129,7 @@ async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_
     data, drawn = [], []
     for one, answer in zip(prompts, answers, strict=True):
         for sequence in answer.sequences:
-            ids = np.concatenate([one.chunks[0].tokens, sequence.tokens])
+            ids = np.concatenate([as_text(one.chunks[0]).tokens, sequence.tokens])
             text = prompt(EncodedTextChunk(tokens=ids[:-1].astype(np.int32)))
             weights = np.ones(len(ids) - 1, np.float32)
             targets = {"target_tokens": ids[1:].astype(np.int64), "weights": weights}
@@ -148,4 +148,4 @@ async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_
 
 
 def scored_rows(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
-    return [one["logprobs"] for one in forward_backward(rank, "m", cross_entropy(data), True).loss_fn_outputs]
+    return [one["logprobs"] for one in present(forward_backward(rank, "m", cross_entropy(data), True)).loss_fn_outputs]

@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.protocol import ChatTask, ChatUsage, InvalidInput
 from backends.sampler.commands import CountProgress
-from tests.factories import PAINT, photo, present
+from tests.factories import PAINT, as_image, photo, present
 from tests.sampling import assert_close, request, sample, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -302,7 +302,7 @@ async def test_what_is_drawn_can_be_read_as_a_sample_with_its_images(sampler, re
 
 
 def read(prompt: ModelInput) -> list[Any]:
-    return [one.tokens.tolist() if isinstance(one, EncodedTextChunk) else one.data for one in prompt.chunks]
+    return [one.tokens.tolist() if isinstance(one, EncodedTextChunk) else as_image(one).data for one in prompt.chunks]
 
 
 async def kept(sampler, kept_bytes: int, **body) -> tuple[list[str], ChatUsage]:

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tests.factories import as_text
 from tinker_server.observability.recent_samples import IMAGE_BYTES, PROMPT_TOKENS, SEQUENCES, TOKENS, Gallery
 
 OF = ("tiny", None)
@@ -30,7 +31,7 @@ def test_each_owner_has_the_last_few_the_newest_first() -> None:
     for num_tokens in range(1, 6):
         gallery.note(request(num_tokens), response(), "alice", OF)
     gallery.note(request(9), response(), "bob", OF)
-    assert [len(one.prompt.chunks[0].tokens) for one in gallery.of("alice")] == [5, 4, 3]
+    assert [len(as_text(one.prompt.chunks[0]).tokens) for one in gallery.of("alice")] == [5, 4, 3]
     assert len(gallery.of("bob")) == 1 and gallery.of("carol") == []
     sample_id = gallery.of("alice")[0].sample_id
     assert gallery.get("alice", sample_id) is gallery.of("alice")[0]
