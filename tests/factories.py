@@ -57,7 +57,7 @@ def photo(width: int, height: int, seed: int = 0, *, mode: str = "RGB", format: 
 
 
 def text(*tokens: int) -> EncodedTextChunk:
-    return EncodedTextChunk(tokens=list(tokens))
+    return EncodedTextChunk(tokens=np.array(tokens, np.int32))
 
 
 def words(count: int, seed: int = 0) -> EncodedTextChunk:
@@ -69,7 +69,7 @@ def image(width: int, height: int, seed: int = 0) -> ImageChunk:
     return ImageChunk(data=photo(width, height, seed), format="png")
 
 
-def prompt(*chunks: EncodedTextChunk | ImageChunk) -> ModelInput:
+def prompt(*chunks: Chunk) -> ModelInput:
     return ModelInput(chunks=list(chunks))
 
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 from tinker import types
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
@@ -33,6 +34,6 @@ def our_input(model_input: types.ModelInput) -> ModelInput:
 
 def _our_chunk(chunk: types.ModelInputChunk) -> EncodedTextChunk | ImageChunk:
     if isinstance(chunk, types.EncodedTextChunk):
-        return EncodedTextChunk(tokens=chunk.tokens)
+        return EncodedTextChunk(tokens=np.array(chunk.tokens, np.int32))
     assert isinstance(chunk, types.ImageChunk)
     return ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens)

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -128,7 +129,8 @@ def test_100_what_has_expired_is_removed_from_the_disk(tmp_path: Path) -> None:
     running = Running(tmp_path, session_timeout_s=1, clock=lambda: time.time() + shift_s[0])
     try:
         model_id = running.model()
-        for seq_id, fields in enumerate(({"path": "short", "ttl_seconds": 3600}, {"path": "long"}), start=1):
+        asked: list[dict[str, Any]] = [{"path": "short", "ttl_seconds": 3600}, {"path": "long"}]
+        for seq_id, fields in enumerate(asked, start=1):
             running.result(running.post("/save_weights", model_id=model_id, seq_id=seq_id, **fields))
         assert len(list(tmp_path.glob("checkpoints/*/weights/*"))) == 2
         shift_s[0] = 3700

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
@@ -117,7 +118,7 @@ def test_105_sessions_are_searched_and_assigned(
     ]
     fake.post(f"/sessions/{ids[0]}/finish", reason={"type": "errored"}, detail="why")
 
-    def search(**conditions: object) -> list[str]:
+    def search(**conditions: Any) -> list[str]:
         found, cursor = [], None
         while True:
             request = SessionSearchRequest(limit=1, cursor=cursor, **conditions)

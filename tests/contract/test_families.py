@@ -228,7 +228,7 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
                 "weights": np.ones(len(whole), np.float32),
             },
         )
-        (expected,) = logprobs(rank, [scored], trained_as.get(adapter, adapter))
+        (expected,) = logprobs(rank, [scored], trained_as.get(adapter) or present(adapter))
         of_prompt = expected[: len(rendered.token_ids_T) - 1]
         for span in rendered.spans:
             of_prompt[max(span.offset - 1, 0) : span.offset + span.num_tokens - 1] = 0

@@ -125,9 +125,9 @@ async def test_adapters_are_served_beside_the_mapped_base(parts: Parts, referenc
 async def test_an_engine_or_a_trainer_that_dies_maps_the_same_copy_again(parts: Parts, reference: Reference) -> None:
     before = await scores(parts)
     holder, trainer, engine = parts.pids()
-    os.kill(engine, signal.SIGKILL)
+    os.kill(present(engine), signal.SIGKILL)
     assert np.array_equal(await scores(parts), before, equal_nan=True)
-    os.kill(trainer, signal.SIGKILL)
+    os.kill(present(trainer), signal.SIGKILL)
     await parts.trainer.restarted(0)
     await loss_of(parts, "again", reference)
     after = parts.pids()
@@ -145,7 +145,7 @@ async def test_a_dead_holder_leaves_mapped_weights_right_and_all_start_again(
     in_flight = asyncio.create_task(sample(parts.sampler, long, None))
     await asyncio.sleep(0.2)
     pids = parts.pids()
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(present(pids[0]), signal.SIGKILL)
     async with asyncio.timeout(SIGNALS_S):
         await parts.base._supervisor.restarted(0)
     assert all(tensor.equal(contents[name]) for name, tensor in mapped.items())

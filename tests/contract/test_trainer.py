@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum, ImageChunk
+from api_schemas.inputs import Chunk, Datum, ImageChunk
 from api_schemas.training import AdamParams, Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.inputs.rendering import Renderer
@@ -134,7 +134,7 @@ def padded_logprobs(data: list[Datum], renderer: Renderer, model) -> list[np.nda
 
 def test_many_text_chunks_are_as_one(rank, renderer):
     whole, picture = words(12, 3), image(80, 60, 2)
-    pieces = [words(0), *(type(whole)(tokens=whole.tokens[i : i + 5]) for i in (0, 5, 10)), picture]
+    pieces: list[Chunk] = [words(0), *(type(whole)(tokens=whole.tokens[i : i + 5]) for i in (0, 5, 10)), picture]
     results = []
     for chunks in ([whole, picture], pieces):
         rank.create_model("m", LORA)

@@ -10,6 +10,7 @@ import pytest
 import tinker
 import tinker.types as types
 
+from api_schemas.inputs import Chunk
 from tests.factories import MIXED, as_text, datum, image, photo, prompt, words
 from tests.servers import MODEL, Server, sdk_datum, sdk_input
 from tests.training import ADAM, PLACEHOLDER, batch, logprobs_of, step
@@ -87,7 +88,7 @@ def test_a_snapshot_keeps_its_weights_while_training_goes_on(service, renderer):
 
 def test_images_matter(service, renderer):
     client = service.create_lora_training_client(MODEL, rank=8, seed=6).result()
-    chunks = [words(3, 1), image(64, 96, 1), words(5, 2)]
+    chunks: list[Chunk] = [words(3, 1), image(64, 96, 1), words(5, 2)]
     other = [chunks[0], image(64, 96, 2), chunks[2]]
     first, second = logprobs_of(client, [datum(prompt(*c), renderer, 1) for c in (chunks, other)])
     assert np.abs(first - second)[:3].max() < 1e-5

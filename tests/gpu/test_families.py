@@ -6,6 +6,7 @@ pytest tests/gpu/test_families.py
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ WINDOWED = ("Mistral", "Gemma 3")
 """Decoders of which the kernel in bfloat16 would leave something out."""
 
 
-def on_cuda(source: Path, dtype: str, **others: object) -> TrainerRank:
+def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
     settings = dataclasses.replace(config(source), device="cuda", dtype=dtype, **others)
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
 
@@ -53,7 +54,10 @@ def test_the_trainer_computes_as_on_the_cpu(kind, tmp_path):
     given = [datum(one.model_input, renderer, seed) for seed, one in enumerate(inputs(renderer))]
     on_cpu = trainer(source)
     expected, expected_gradients = scored(on_cpu, given), gradients(on_cpu, "m")
-    bounds = [("float32", 1e-3, 1e-2), ("bfloat16", MEAN, LARGEST)]
+    bounds: list[tuple[Literal["float32", "bfloat16"], float, float]] = [
+        ("float32", 1e-3, 1e-2),
+        ("bfloat16", MEAN, LARGEST),
+    ]
     for dtype, mean, largest in bounds[:1] if kind in WINDOWED else bounds:
         rank = on_cuda(source, dtype)
         found = np.concatenate([np.abs(a - b) for a, b in zip(scored(rank, given), expected, strict=True)])

@@ -5,6 +5,7 @@ pytest tests/gpu/test_trainer.py
 
 import asyncio
 import dataclasses
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -30,10 +31,10 @@ from tests.trainers import (
 )
 
 pytestmark = pytest.mark.gpu
-CUDA = {"device": "cuda"}
+CUDA: dict[str, Any] = {"device": "cuda"}
 
 
-def on_cuda(source, dtype: str, max_tokens: int = 1024) -> TrainerRank:
+def on_cuda(source, dtype: Literal["float32", "bfloat16"], max_tokens: int = 1024) -> TrainerRank:
     settings = dataclasses.replace(config(source, max_tokens, 8192), dtype=dtype, **CUDA)
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
 

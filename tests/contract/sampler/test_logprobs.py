@@ -4,6 +4,7 @@ pytest tests/contract/sampler
 """
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,12 +94,12 @@ async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference
         request(model_input, prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=5),
         adapters["large"],
     )
-    sequence, length = response.sequences[0], len(response.prompt_logprobs)
+    sequence, length = response.sequences[0], len(present(response.prompt_logprobs))
     logprobs, token_ids = reference.logprobs_TV(model_input, sequence.tokens, "large").topk(5)
     table = response.topk_prompt_logprobs
     assert (present(table).token_ids[0] == 0).all()
     assert (present(table).logprobs[0] == -99999.0).all()
-    for row in np.flatnonzero(np.nan_to_num(response.prompt_logprobs) != 0):
+    for row in np.flatnonzero(np.nan_to_num(present(response.prompt_logprobs)) != 0):
         assert_close(present(table).logprobs[row], logprobs[row - 1, :3].numpy())
         assert present(table).token_ids[row].tolist() == token_ids[row - 1, :3].tolist()
     assert_close(present(sequence.topk_logprobs).logprobs, logprobs[length - 1 : -1].numpy())
@@ -149,7 +150,7 @@ async def test_chosen_tokens_in_sparse_tensors_come_back_in_sparse_tensors(sampl
 async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler, reference, adapters):
     model_input, k = prompt(words(60, 3)), 100
     scaled_TV = reference.logprobs_TV(model_input, [], "small", temperature=0.5)[:-1].double().numpy()
-    fields = {"params": {"temperature": 0.5, "seed": 3}, "prompt_alt_tokens_k": k}
+    fields: dict[str, Any] = {"params": {"temperature": 0.5, "seed": 3}, "prompt_alt_tokens_k": k}
     first, again = [await sample(sampler, request(model_input, **fields), adapters["small"]) for _ in range(2)]
     tokens = present(first.prompt_alt_tokens).tokens
     assert tokens.shape == (59, k) and (tokens == present(again.prompt_alt_tokens).tokens).all()

@@ -1,5 +1,7 @@
 """Protobuf and JSON forms of the wire types, against the SDK's own encoders and decoders."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import zstandard
@@ -14,7 +16,7 @@ from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepReq
 from tests.factories import as_image, as_text, photo
 
 
-def encoded(**changes: object) -> pb.ForwardBackwardRequest:
+def encoded(**changes: Any) -> pb.ForwardBackwardRequest:
     datum = pb.Datum(
         model_input=[
             pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.array([5, 6], "<i4").tobytes())),

@@ -4,6 +4,7 @@ pytest tests/unit/backends/families/test_processors.py
 """
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_many_patches_are_normalised_part_by_part(processor, monkeypatch) -> Non
 
 def test_a_trainers_pixels_stay_bytes_and_a_samplers_are_normalised(source) -> None:
     model_input = prompt(image(70, 50))
-    limits = {"image_cache_bytes": 0, "max_image_pixels": 10**7}
+    limits: dict[str, Any] = {"image_cache_bytes": 0, "max_image_pixels": 10**7}
     (stays,) = Renderer(str(source), pixel_dtype=torch.uint8, **limits).render(model_input, "prompt").images
     sampler = Renderer(str(source), pixel_dtype=torch.bfloat16, **limits)
     (rounded,) = sampler.render(model_input, "prompt").images

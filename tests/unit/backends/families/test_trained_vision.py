@@ -71,7 +71,7 @@ def test_every_linear_of_a_trained_tower_has_one_flag_and_its_patch_embedding_no
     with torch.device("meta"):
         model = family.model_class.from_config(config)
     groups = trained_modules(family, model, train_vision=True)
-    assert groups["train_vision"] == tower_modules(model, present(family.vision).lora)
+    assert groups["train_vision"] == tower_modules(model, present(present(family.vision).lora))
     everything = [name for names in groups.values() for name in names]
     assert list(untrained(model, everything, [])) == ["model.visual.patch_embed.proj.weight"]
     assert "train_vision" not in trained_modules(family, model, train_vision=False)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def make(kind: str, directory: Path) -> Path:
     return directory
 
 
-def replaying(source: Path, directory: Path, **settings: object) -> TrainerRank:
+def replaying(source: Path, directory: Path, **settings: Any) -> TrainerRank:
     """A rank with a trained adapter."""
     rank = TrainerRank(replace(config(source), routing_dir=directory, **settings), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
@@ -198,7 +199,7 @@ def test_gradients_pass_through_the_replayed_experts(tmp_path: Path) -> None:
 
     forward_backward(rank, "m", cross_entropy(data), True)
     found = gradients(rank, "m")
-    norm = torch.sqrt(sum((one.double() ** 2).sum() for one in found.values())).item()
+    norm = torch.stack([(one.double() ** 2).sum() for one in found.values()]).sum().sqrt().item()
     step, values = 1e-3, []
     tensors = lora_model(rank, "m").tensors
     for sign in (1, -2):
