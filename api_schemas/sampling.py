@@ -1,6 +1,6 @@
 """Types for sampling (docs/protocol.md, Sampling)."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
@@ -14,6 +14,7 @@ T = TypeVar("T")
 MAX_STOP_CHARACTERS = 1 << 16
 """Largest total length of a request's stop strings, which are all searched for after every token."""
 Stops = Annotated[list[T], FirstError(), Field(max_length=1024)]
+StopValue = str | Stops[str] | Stops[Integer] | None
 
 
 class SamplingParams(Request):
@@ -23,7 +24,7 @@ class SamplingParams(Request):
     """Largest number of tokens; absent: up to the context limit."""
     seed: Integer | None = Field(default=None, ge=-(2**63), lt=2**64)
     """Any 64 bits, signed or not. The same seed and request give the same tokens."""
-    stop: str | Stops[str] | Stops[Integer] | None = None
+    stop: StopValue = None
     """Stop strings or token ids, in addition to the model's end tokens. An empty list disables the end tokens too."""
     temperature: Real = Field(default=1.0, ge=0)
     """Temperature; 0 is greedy."""
@@ -34,7 +35,7 @@ class SamplingParams(Request):
 
     @field_validator("stop")
     @classmethod
-    def _is_short(cls, value: Any) -> Any:
+    def _is_short(cls, value: StopValue) -> StopValue:
         texts = [value] if isinstance(value, str) else [one for one in value or () if isinstance(one, str)]
         if (length := sum(map(len, texts))) > MAX_STOP_CHARACTERS:
             text = "has {length} characters; {most} are allowed"

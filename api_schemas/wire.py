@@ -5,7 +5,7 @@ All packed arrays are little-endian. Results are stored as protobuf; `old_client
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import zstandard
@@ -27,7 +27,7 @@ from api_schemas.inputs import (
 from api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
 
-_DTYPE_OF: dict[int, np.dtype[Any]] = {
+_DTYPE_OF: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
@@ -232,7 +232,7 @@ def _chunk(message: pb.Chunk) -> EncodedTextChunk | ImageChunk | DmelChunk:
             raise ValueError("model_input: a chunk holds nothing this server knows")
 
 
-def _array(data: bytes, dtype: np.dtype[Any], what: str) -> np.ndarray:
+def _array(data: bytes, dtype: np.dtype[np.generic], what: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise ValueError(f"{what}: {len(data)} bytes are no whole number of {dtype.name}")
     return np.frombuffer(data, dtype=dtype)

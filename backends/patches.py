@@ -13,10 +13,11 @@ from functools import cache
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from backends.protocol import BackendFailed
 
+T = TypeVar("T")
 OURS = "ours"
 """A change that belongs here, not into the other project."""
 State = Literal["as written", "changed", "absent"]
@@ -55,8 +56,8 @@ class Patch:
         """Hashes of the known sources."""
         return (self.sha256,) if isinstance(self.sha256, str) else self.sha256
 
-    def replace(self, new: object, on: object = None, attribute: str | None = None) -> Any:
-        """Set the target to `new` and return what was there before.
+    def replace(self, new: T, on: object = None, attribute: str | None = None) -> T:
+        """Set the target to `new` and return what was there before, or `new` where nothing was.
 
         `on` names the one object whose attribute is set instead, by the target's last name unless `attribute` is
         another. Raises BackendFailed for a target that is not as written.
@@ -65,12 +66,12 @@ class Patch:
         module, _, path = self.target.partition(":")
         *holders, last = path.split(".")
         attribute = attribute or last
-        holder: Any = on
+        holder = on
         if on is None:
             holder = importlib.import_module(module)
             for name in holders:
                 holder = getattr(holder, name)
-        before = None if self.how == "added" else getattr(holder, attribute)
+        before: T = new if self.how == "added" else getattr(holder, attribute)
         setattr(holder, attribute, new)
         return before
 

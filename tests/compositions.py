@@ -42,7 +42,7 @@ def compositions() -> list[Composition]:
     rows += [_with_tail(f"tail-{number}", total) for number, total in enumerate(totals)]
     rows += [_with_long_ones(f"long-{number}") for number in range(16)]
     rows += [_with_many(f"many-{number}") for number in range(5)]
-    rows += [_with_total(f"images-{number}", _random(number).integers(500, 9000), few=8) for number in range(42)]
+    rows += [_with_total(f"images-{number}", int(_random(number).integers(500, 9000)), few=8) for number in range(42)]
     return [dataclasses.replace(row, has_images=row.name.startswith("images")) for row in rows]
 
 

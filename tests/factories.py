@@ -25,6 +25,24 @@ def present(value: T | None) -> T:
     return value
 
 
+def succeeded(outcome: T | Exception | None) -> T:
+    """Return the answer of a request that the test expects to succeed."""
+    assert outcome is not None and not isinstance(outcome, Exception), outcome
+    return outcome
+
+
+def as_text(chunk: Chunk) -> EncodedTextChunk:
+    """Return a chunk that the test knows to be text."""
+    assert isinstance(chunk, EncodedTextChunk)
+    return chunk
+
+
+def as_image(chunk: Chunk) -> ImageChunk:
+    """Return a chunk that the test knows to be an image."""
+    assert isinstance(chunk, ImageChunk)
+    return chunk
+
+
 def make_renderer(source: Path) -> Renderer:
     return Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
 
@@ -39,7 +57,7 @@ def photo(width: int, height: int, seed: int = 0, *, mode: str = "RGB", format: 
 
 
 def text(*tokens: int) -> EncodedTextChunk:
-    return EncodedTextChunk(tokens=list(tokens))
+    return EncodedTextChunk(tokens=np.array(tokens, np.int32))
 
 
 def words(count: int, seed: int = 0) -> EncodedTextChunk:
@@ -51,7 +69,7 @@ def image(width: int, height: int, seed: int = 0) -> ImageChunk:
     return ImageChunk(data=photo(width, height, seed), format="png")
 
 
-def prompt(*chunks: EncodedTextChunk | ImageChunk) -> ModelInput:
+def prompt(*chunks: Chunk) -> ModelInput:
     return ModelInput(chunks=list(chunks))
 
 

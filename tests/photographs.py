@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 from tinker import types
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
@@ -28,11 +29,11 @@ def photographs(split: str, count: int) -> list[Photo]:
 
 def our_input(model_input: types.ModelInput) -> ModelInput:
     """The SDK's ModelInput as ours."""
-    return ModelInput(
-        chunks=[
-            EncodedTextChunk(tokens=chunk.tokens)
-            if isinstance(chunk, types.EncodedTextChunk)
-            else ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens)
-            for chunk in model_input.chunks
-        ]
-    )
+    return ModelInput(chunks=[_our_chunk(chunk) for chunk in model_input.chunks])
+
+
+def _our_chunk(chunk: types.ModelInputChunk) -> EncodedTextChunk | ImageChunk:
+    if isinstance(chunk, types.EncodedTextChunk):
+        return EncodedTextChunk(tokens=np.array(chunk.tokens, np.int32))
+    assert isinstance(chunk, types.ImageChunk)
+    return ImageChunk(data=chunk.data, format=chunk.format, expected_tokens=chunk.expected_tokens)

@@ -125,9 +125,9 @@ def request(model_input: ModelInput, params: dict | None = None, **fields) -> Sa
     )
 
 
-def targets(rows: list[list[int]]) -> TensorData:
+def targets(rows: list[list[int]] | np.ndarray) -> TensorData:
     """Dense target_prompt_logprobs."""
-    return TensorData(data=np.ravel(rows).tolist(), dtype="int64", shape=[len(rows), len(rows[0])])
+    return TensorData(data=[*np.ravel(rows).tolist()], dtype="int64", shape=[len(rows), len(rows[0])])
 
 
 def scoring(model_input: ModelInput) -> SampleRequest:
@@ -153,8 +153,8 @@ async def drawn(sampler: SamplerPool, model_input: ModelInput, params: dict, **f
     return response.sequences[0]
 
 
-def assert_close(got: np.ndarray, expected: np.ndarray) -> None:
-    assert got.dtype == np.float32
+def assert_close(got: np.ndarray | None, expected: np.ndarray) -> None:
+    assert got is not None and got.dtype == np.float32
     np.testing.assert_allclose(got, expected, rtol=0, atol=ATOL)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import tinker
 import tinker.types as types
 
+from tests.factories import present
+
 MODEL = "tests/tiny-vl"
 KEY = "tml-test"
 RUNNING: set["Server"] = set()
@@ -53,7 +55,7 @@ class Server:
         RUNNING.add(self)
         timer = threading.Timer(400, self.process.kill)
         timer.start()
-        line = self.process.stdout.readline()
+        line = present(self.process.stdout).readline()
         timer.cancel()
         assert re.search(re.escape(self.base_url), line), f"no URL but {line!r}; log:\n{self.log.read_text()[-4000:]}"
         return self
@@ -62,7 +64,7 @@ class Server:
         """Ctrl-C, or another signal; returns the exit code."""
         self.process.send_signal(by)
         code = self.process.wait(60)
-        self.process.stdout.close()
+        present(self.process.stdout).close()
         RUNNING.discard(self)
         return code
 
@@ -70,7 +72,7 @@ class Server:
         """A crash."""
         self.process.kill()
         self.process.wait()
-        self.process.stdout.close()
+        present(self.process.stdout).close()
         RUNNING.discard(self)
 
     def client(self) -> tinker.ServiceClient:

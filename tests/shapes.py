@@ -38,14 +38,14 @@ def _seeing(kind: Any, heads: int, key_heads: int, *, tied: bool = False, **text
 def _config(name: str) -> PretrainedConfig:
     match name:
         case "4b":
-            sizes = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+            sizes: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
             return _seeing(Qwen3VLConfig, 32, 8, tied=True, **sizes)
         case "32b":
             sizes = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
             return _seeing(Qwen3VLConfig, 64, 8, **sizes)
         case "30b-a3b":
             sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
-            experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+            experts: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
             return _seeing(Qwen3VLMoeConfig, 32, 4, **sizes, **experts)
         case "8b-text":
             sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}

@@ -39,7 +39,7 @@ GRACE_S = 0.3
 def batch(loss_fn: str, num_targets: int = 2) -> ForwardBackwardInput:
     """One datum."""
     targets = np.arange(1, num_targets + 1)
-    chunk = EncodedTextChunk(tokens=[1, 2])
+    chunk = EncodedTextChunk(tokens=np.array([1, 2]))
     datum = Datum(model_input=ModelInput(chunks=[chunk]), loss_fn_inputs={"target_tokens": targets})
     return ForwardBackwardInput(data=[datum], loss_fn=loss_fn)
 
@@ -59,7 +59,6 @@ class Client:
         self, kind: str, request: Request, seq_id: int, lane: str | None = None, owner: str | None = None
     ) -> str:
         body = request.model_dump_json().encode()
-        has_images = isinstance(request, ForwardBackwardRequest)
         operation = Operation(
             kind,
             lane or self.model_id,
@@ -70,12 +69,12 @@ class Client:
             hashlib.sha256(body).hexdigest(),
             len(body),
             request=request,
-            images=image_places(body, wire.JSON, request) if has_images else (),
+            images=image_places(body, wire.JSON, request) if isinstance(request, ForwardBackwardRequest) else (),
         )
         return await self.services.scheduler.submit(operation)
 
-    async def create_model(self, number: int = 0, **fields: object) -> str:
-        values = {"base_model": "tiny", "lora_config": LoraConfig(rank=8)} | fields
+    async def create_model(self, number: int = 0, **fields: Any) -> str:
+        values: dict[str, Any] = {"base_model": "tiny", "lora_config": LoraConfig(rank=8)} | fields
         request = CreateModelRequest(session_id=self.session_id, model_seq_id=number, **values)
         return await self.submit("create_model", request, 0, f"{self.session_id}:train:{number}")
 
@@ -95,7 +94,7 @@ class Client:
         lane = model_id or self.model_id
         return await self.submit("optim_step", OptimStepRequest(model_id=lane, seq_id=seq_id), seq_id, lane)
 
-    async def save(self, seq_id: int, path: str, **fields: object) -> str:
+    async def save(self, seq_id: int, path: str, **fields: Any) -> str:
         request = SaveWeightsRequest(model_id=self.model_id, seq_id=seq_id, path=path, **fields)
         return await self.submit("save_weights", request, seq_id)
 
@@ -107,7 +106,7 @@ class Client:
         request = SaveWeightsForSamplerRequest(model_id=self.model_id, seq_id=seq_id, path=path)
         return await self.submit("save_weights_for_sampler", request, seq_id)
 
-    async def load_as(self, number: int, path: str, **fields: object) -> str:
+    async def load_as(self, number: int, path: str, **fields: Any) -> str:
         request = LoadWeightsRequest(session_id=self.session_id, model_seq_id=number, path=path, **fields)
         return await self.submit("load_weights", request, 0, f"{self.session_id}:train:{number}")
 
@@ -125,7 +124,7 @@ class Client:
         request = SampleRequest(
             sampling_session_id=sampler_id,
             seq_id=seq_id,
-            prompt=ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2])]),
+            prompt=ModelInput(chunks=[EncodedTextChunk(tokens=np.array([1, 2]))]),
             sampling_params=SamplingParams(max_tokens=1),
         )
         return await self.submit("sample", request, seq_id, sampler_id)

@@ -17,7 +17,7 @@ from backends.trainer import commands
 from backends.trainer.distributed import World
 from backends.trainer.lora.model import LoraModel
 from backends.trainer.rank import TrainerRank
-from tests.factories import cross_entropy
+from tests.factories import cross_entropy, present
 from tests.specs import tiny_spec
 
 LORA = Trainable(rank=8, seed=1)
@@ -71,7 +71,7 @@ def together(
 
 def logprobs(rank: TrainerRank, data: list[Datum], model_id: str = "m") -> list[np.ndarray]:
     output = forward_backward(rank, model_id, cross_entropy(data), False)
-    return [one["logprobs"] for one in output.loss_fn_outputs]
+    return [one["logprobs"] for one in present(output).loss_fn_outputs]
 
 
 def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from backends.protocol import BackendFailed
 from tinker_server.app import create_app
@@ -125,7 +124,7 @@ def described(settings: Settings, url: str) -> str:
     )
 
 
-def loop_factory() -> Any:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's event loop if it is installed; None stands for asyncio's own."""
     try:
         import uvloop

@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import shtab
 from pydantic import ValidationError
@@ -82,7 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What a parser's commands are added to."""
+
+
+def _add_operators(commands: Commands, common: argparse.ArgumentParser, served: list[argparse.ArgumentParser]) -> None:
     """Add the commands for operators: status, admin, doctor, backup, restore."""
     remote = argparse.ArgumentParser(add_help=False)
     url, key = (os.environ.get(name) for name in ("TINKER_BASE_URL", "TINKER_API_KEY"))  # the SDK's own
@@ -104,7 +108,7 @@ def _add_operators(commands: Any, common: argparse.ArgumentParser, served: list[
         one.add_argument("directory", type=Path, help="directory of the backup")
 
 
-def _add_administration(commands: Any, remote: argparse.ArgumentParser) -> None:
+def _add_administration(commands: Commands, remote: argparse.ArgumentParser) -> None:
     """Add the command for administrators, whose key must have that role."""
     admin_help = "all owners of a running server, with an administrator's key"
     actions = commands.add_parser("admin", help=admin_help).add_subparsers(dest="action", required=True)

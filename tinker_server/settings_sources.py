@@ -87,12 +87,12 @@ def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]
 
 def described(error: ValidationError) -> str:
     """Return one line about the first wrong setting."""
-    problem: Any = error.errors()[0]
+    problem = error.errors()[0]
     name = ".".join(map(str, problem["loc"]))
     return f"setting {name}: {problem['msg']}; it is {repr(problem['input'])[:_SHOWN_CHARS]}"
 
 
-def _leaves(table: Mapping[str, Any], tables: set[str], before: str = "") -> Iterator[str]:
+def _leaves(table: Mapping[str, object], tables: set[str], before: str = "") -> Iterator[str]:
     """Yield the names that a file sets. `tables`: names of tables that have settings in them."""
     for name, value in table.items():
         if before + name in tables and isinstance(value, Mapping):

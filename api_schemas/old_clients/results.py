@@ -5,10 +5,10 @@ request of the server is answered meanwhile.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -71,13 +71,13 @@ class _Items:
     """A list that is encoded a slice at a time."""
 
     length: int
-    slice: Callable[[int, int], list[Any]]
+    slice: Callable[[int, int], Sequence[object]]
 
 
 def forward_backward_json(body: bytes) -> Iterator[bytes]:
     """Encode a protobuf ForwardBackwardOutput as a ForwardBackwardJson, in parts."""
     message = pb.ForwardBackwardOutput.FromString(body)
-    outputs: list[dict[str, Any]] = []
+    outputs: list[dict[str, object]] = []
     for record in message.loss_fn_outputs:
         parts = {name: _unbatched(tensor) for name, tensor in record.fields.items()}
         outputs += [{name: _tensor_json(parts[name][index]) for name in parts} for index in range(record.num_datums)]
@@ -99,14 +99,14 @@ def _unbatched(message: pb.BatchedTensor) -> list[np.ndarray]:
     ]
 
 
-def _tensor_json(array: np.ndarray) -> dict[str, Any]:
+def _tensor_json(array: np.ndarray) -> dict[str, object]:
     return {"data": _null_for_nan(array.ravel()), "dtype": "float32", "shape": list(array.shape)}
 
 
 def sample_json(body: bytes) -> Iterator[bytes]:
     """Encode a protobuf SampleResponse as a SampleJson, in parts."""
     message = pb.SampleResponse.FromString(body)
-    answer: dict[str, Any] = {
+    answer: dict[str, object] = {
         "type": "sample",
         "sequences": [
             {
@@ -153,7 +153,7 @@ def _null_for_nan(values: np.ndarray) -> _Items:
     return _Items(len(values), numbers)
 
 
-def _strict_json(value: Any) -> Iterator[bytes]:
+def _strict_json(value: object) -> Iterator[bytes]:
     """Encode JSON in parts of some kilobytes."""
     held: list[str] = []
     size = 0
@@ -166,7 +166,7 @@ def _strict_json(value: Any) -> Iterator[bytes]:
     yield "".join(held).encode()
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     match value:
         case dict():
             for number, (key, one) in enumerate(value.items()):

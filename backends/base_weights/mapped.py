@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import EllipsisType
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -25,6 +26,8 @@ from backends.protocol import BackendFailed
 log = logging.getLogger(__name__)
 GET_VIEWS = {"cmd": "get_views"}
 """A request to the holder, answered with `tensors` and `views`."""
+Handle = SharedTensor | tuple[Callable[..., Tensor], tuple[object, ...]]
+"""A tensor of the holder's: in shared memory, or as torch sends one of a GPU."""
 _LENGTH = struct.Struct("!Q")
 """The length of a message, as vLLM's weight cache sends it."""
 _TIMEOUT_S = 300.0
@@ -37,12 +40,35 @@ _ROWS = 4
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class TensorInFile(Protocol):
+    """A tensor whose parts are read when they are indexed."""
+
+    def get_shape(self) -> list[int]:
+        """Return the sizes of its dimensions."""
+
+    def get_dtype(self) -> str:
+        """Return its type, as the file names it."""
+
+    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> Tensor:
+        """Read a part."""
+
+
+class _File(Protocol):
+    """An opened safetensors file."""
+
+    def get_slice(self, name: str) -> TensorInFile:
+        """Return a tensor that is not read yet."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a tensor."""
+
+
 class Files:
     """The tensors of a model's safetensors files, by name."""
 
     def __init__(self, directory: Path) -> None:
         self._opened = ExitStack()
-        self._by_name: dict[str, Any] = {}
+        self._by_name: dict[str, _File] = {}
         index = directory / "model.safetensors.index.json"
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
         for path in sorted(directory.glob("*.safetensors")):
@@ -69,14 +95,13 @@ class Files:
         """Return all names."""
         return list(self._by_name)
 
-    def slice(self, name: str) -> Any:
+    def slice(self, name: str) -> TensorInFile:
         """Return a tensor whose parts are read when they are indexed."""
         return self._by_name[name].get_slice(name)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
-        read: Tensor = self._by_name[name].get_tensor(name)
-        return read
+        return self._by_name[name].get_tensor(name)
 
 
 def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
@@ -102,7 +127,7 @@ def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
     return {name: view.of(wholes[view.tensor]) for name, view in views.items()}
 
 
-def _mapped(shared: SharedTensor | tuple[Callable[..., Tensor], tuple[Any, ...]], device: torch.device) -> Tensor:
+def _mapped(shared: Handle, device: torch.device) -> Tensor:
     if isinstance(shared, SharedTensor):
         return shared.mapped()
     rebuild, args = shared
@@ -151,7 +176,7 @@ def _is_as_good(view: Tensor, file_dtype: torch.dtype, dtype: torch.dtype) -> bo
     return is_exact or (view.dtype == dtype and view.numel() > _SMALL)
 
 
-def require_same(name: str, view: Tensor, shape: Sequence[int], file: Any) -> None:
+def require_same(name: str, view: Tensor, shape: Sequence[int], file: TensorInFile) -> None:
     """Raise BackendFailed unless blocks of rows of a mapped tensor are bitwise those of the file."""
     if tuple(view.shape) != tuple(shape):
         raise BackendFailed(f"{name} has shape {tuple(view.shape)} where it is held, and {tuple(shape)} in the files")
@@ -187,8 +212,12 @@ class JoinedViews(TorchDispatchMode):
         self._storages = {_storage(one) for one in mapped.values()}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Run the operator."""
         kwargs = kwargs or {}
         aten = torch.ops.aten

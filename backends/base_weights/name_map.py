@@ -44,7 +44,7 @@ class View:
 
 
 def trace_loading(
-    load: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    load: Callable[[Iterable[tuple[str, Tensor]]], object],
     parameters: Mapping[str, Tensor],
     files: Mapping[str, tuple[Sequence[int], torch.dtype]],
 ) -> dict[str, View]:
@@ -82,8 +82,12 @@ class _Copies(TorchDispatchMode):
         self.found: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Run the operator."""
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from backends.config import BackendConfig
 from backends.configure.gpus import CARDS_GIB, cards
@@ -23,7 +22,7 @@ class Suggestion:
 
     flag: str
     """The command line's."""
-    settings: dict[str, Any]
+    settings: dict[str, int]
     gpus: str | None = None
 
 

@@ -5,7 +5,6 @@ P tiles, S pixels of a tile's side, N tokens of an image
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +58,7 @@ class InternVLVision:
         self.placeholder_id = self.feature_id = ids[CONTEXT]
         self._tile_tokens = tile_tokens
 
-    def engine_options(self, max_images: int) -> dict[str, Any]:
+    def engine_options(self, max_images: int) -> dict[str, object]:
         """Limit images, and allow no video."""
         return {"limit_mm_per_prompt": {"image": max_images, "video": 0}}
 

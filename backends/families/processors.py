@@ -5,7 +5,7 @@ Bytes are a fourth of the normalised pixels to compute, to cache and to copy to 
 P patches or tiles, C channels
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -25,12 +25,12 @@ _TESTED = ((64, 96), (100, 77))
 class ImageProcessor:
     """The processor of the model in a directory; resizes, cuts and normalises as its file says."""
 
-    def __init__(self, source: str, **options: Any) -> None:
+    def __init__(self, source: str, **options: bool) -> None:
         """`options` go to every call. Raises BackendFailed if there is no processor, or one that does more than
         that."""
         try:
             # Trainer and sampler must see the same pixels: those of the torchvision backend.
-            self.own: Any = AutoImageProcessor.from_pretrained(source, backend="torchvision")
+            self.own = AutoImageProcessor.from_pretrained(source, backend="torchvision")
         except (OSError, ValueError) as error:
             raise BackendFailed(f"{source}: the model takes images but has no image processor: {error}") from None
         self._options = options
@@ -57,7 +57,7 @@ class ImageProcessor:
             torch.div(part - mean_C1, std_C1, out=into)
         return result
 
-    def _statistics(self, source: str) -> tuple[Any, Any]:
+    def _statistics(self, source: str) -> tuple[Sequence[float], Sequence[float]]:
         own = self.own
         if not (own.do_rescale and own.do_normalize):
             raise BackendFailed(f"{source}: its image processor does not rescale and normalise; none such is supported")

@@ -6,12 +6,12 @@ tower, A width of one of its heads
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
@@ -103,7 +103,7 @@ class Qwen3VLVision:
         )
         self.lora = TowerLora(TOWER, (f"{TOWER}.patch_embed",), (*linears, *projections))
 
-    def engine_options(self, max_images: int) -> dict[str, Any]:
+    def engine_options(self, max_images: int) -> dict[str, object]:
         """Switch normalising off: pixels come normalised, and the engine would do it again."""
         return {
             "mm_device_do_normalize": False,
@@ -150,7 +150,7 @@ class Qwen3VLTower:
         self, model: PreTrainedModel, processor: PictureProcessor, dtype: torch.dtype, *, has_taps: bool
     ) -> None:
         """`model` is the one whose forward calls its own get_image_features; it takes pixels of `dtype`."""
-        self._run: Callable[..., Any] = model.get_image_features
+        self._run = model.get_image_features
         self._processor, self._dtype = processor, dtype
         self._grids = Grids(model.visual)
         self._embedding = model.visual.patch_embed.proj
@@ -158,7 +158,7 @@ class Qwen3VLTower:
         tower_patch(embed, "forward").replace(self._embed, on=embed)
         _use_varlen(model.visual)
         self._has_taps = has_taps
-        self._output: type[Any]
+        self._output: Callable[..., object]
         self._splits_taps: bool
 
     def compute(self, images: Sequence[RenderedImage], device: torch.device) -> list[ImageFeatures]:
@@ -192,7 +192,7 @@ class Qwen3VLTower:
         """Return empty pixels, which only say that there are images, and the real grids."""
         return {"pixel_values": torch.empty(0, device=device), "image_grid_thw": to_device(_sizes(images), device)}
 
-    def output(self, features: Sequence[ImageFeatures]) -> Any:
+    def output(self, features: Sequence[ImageFeatures]) -> object:
         """Return features in the form that `compute` got from the model."""
         tokens = tuple(one[0] for one in features)
         if not self._has_taps:
@@ -242,8 +242,17 @@ def _use_varlen(tower: PreTrainedModel) -> None:
             tower_patch(block.attn, "forward").replace(partial(_attend, block.attn), on=block.attn)
 
 
+class _Attention(Protocol):
+    """The attention of transformers' vision blocks."""
+
+    qkv: nn.Linear
+    proj: nn.Linear
+    num_heads: int
+    scaling: float
+
+
 def _attend(
-    attention: Any,
+    attention: _Attention,
     hidden_PE: Tensor,
     *,
     cu_seqlens: Tensor,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class SmolVLMVision:
         # All tiles have one size: there is nothing to pad.
         self._processor = ImageProcessor(source, do_pad=False)
         self.normalised = self._processor.normalised
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        self._tokenizer = AutoTokenizer.from_pretrained(source)
         self.placeholder_id = self.feature_id = config.image_token_id
         seen = config.vision_config
         self._tile_tokens = (seen.image_size // seen.patch_size) ** 2 // config.scale_factor**2
@@ -64,7 +63,7 @@ class SmolVLMVision:
         self._layouts: dict[tuple[int, int], np.ndarray] = {}
         self._lock = Lock()
 
-    def engine_options(self, max_images: int) -> dict[str, Any]:
+    def engine_options(self, max_images: int) -> dict[str, object]:
         """Limit images."""
         return {"limit_mm_per_prompt": {"image": max_images}}
 

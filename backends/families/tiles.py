@@ -5,7 +5,7 @@ language model
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class TileTower:
         self, model: PreTrainedModel, normalised: Callable[[Tensor], Tensor], *, has_samples: bool = False
     ) -> None:
         """`has_samples`: forward takes pixels as [samples, P, 3, S, S], not [P, 3, S, S]."""
-        self._run: Callable[..., Any] = model.get_image_features
+        self._run = model.get_image_features
         self._normalised = normalised
         self._has_samples = has_samples
 
@@ -70,7 +70,7 @@ class TileTower:
         """Return empty pixels, which only say that there are images."""
         return {"pixel_values": torch.empty(0, device=device)}
 
-    def output(self, features: Sequence[ImageFeatures]) -> Any:
+    def output(self, features: Sequence[ImageFeatures]) -> object:
         """Return all images' tiles [P, F, H], one after the other."""
         return BaseModelOutputWithPooling(pooler_output=torch.cat([one[0] for one in features]))
 

@@ -7,11 +7,10 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from backends.protocol import BackendFailed
 
@@ -103,20 +102,20 @@ def _read_header(path: Path) -> Iterator[_Tensor]:
             yield _Tensor(name, entry["dtype"], entry["shape"], 8 + length + begin, end - begin)
 
 
-def head_width(text_config: Any) -> int:
+def head_width(text_config: PretrainedConfig) -> int:
     """Return the numbers of a head's query or key."""
     # Older architectures' configs name no head_dim.
     return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
 
 
-def kv_bytes_per_token(text_config: Any, dtype: str) -> int:
+def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
     """Bytes of one token's keys and values in all layers that keep them: not those of linear attention."""
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
     num_layers = sum(kind != "linear_attention" for kind in kinds)
     return int(2 * num_layers * text_config.num_key_value_heads * head_width(text_config) * BYTES_PER_NUMBER[dtype])
 
 
-def state_bytes_per_sequence(text_config: Any, dtype: str) -> int:
+def state_bytes_per_sequence(text_config: PretrainedConfig, dtype: str) -> int:
     """Bytes of one sequence's state in all layers of linear attention; its heads' states are counted in float32."""
     num_layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or ())
     if not num_layers:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from safetensors import safe_open
 from torch import Tensor
@@ -67,8 +67,23 @@ def other_files(metadata: Mapping[str, str] | None) -> list[str]:
     return _others(int((metadata or {}).get(_NUM_FILES, 1)))
 
 
+class AdapterFile(Protocol):
+    """An opened adapter."""
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a tensor."""
+
+
+class _File(AdapterFile, Protocol):
+    def metadata(self) -> dict[str, str]:
+        """Return the header's texts."""
+
+
 @contextmanager
-def open_adapter(path: str, framework: str) -> Iterator[Any]:
+def open_adapter(path: str, framework: str) -> Iterator[AdapterFile]:
     """Open an adapter as `safe_open` does: tensors named as in PEFT's form, but those of a layer's experts in one."""
     with ExitStack() as opened:
         first = opened.enter_context(safe_open(path, framework=framework))
@@ -84,7 +99,7 @@ def open_adapter(path: str, framework: str) -> Iterator[Any]:
 class _StackedAdapter:
     """Each tensor under its own name, from opened files."""
 
-    def __init__(self, files: Sequence[Any]) -> None:
+    def __init__(self, files: Sequence[_File]) -> None:
         self._views: Mapping[str, Tensor] = {
             f"{name}.lora_{half}.weight": view
             for file in files

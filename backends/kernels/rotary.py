@@ -3,12 +3,12 @@
 P patches, H heads, D width of a head
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from backends.kernels.autograd import Context
 
 
 def rotate(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
@@ -20,13 +20,13 @@ def rotate(qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
+    def forward(ctx: Context, qkv_PX: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
         ctx.save_for_backward(cos_PD, sin_PD)
         ctx.mark_dirty(qkv_PX)
         return _rotated(qkv_PX, cos_PD, sin_PD)
 
     @staticmethod
-    def backward(ctx: Any, grad_PX: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad_PX: Tensor) -> tuple[Tensor, None, None]:
         cos_PD, sin_PD = ctx.saved_tensors
         return _rotated(grad_PX.clone(memory_format=torch.contiguous_format), cos_PD, -sin_PD), None, None
 

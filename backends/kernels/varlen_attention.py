@@ -13,12 +13,13 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backends.kernels.autograd import Context
 from backends.patches import Patch
 
 log = logging.getLogger(__name__)
@@ -320,21 +321,30 @@ def _empty_lse(query_THD: Tensor) -> Tensor:
 
 
 @packed_attention.register_fake
-def _(query_THD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query_THD: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query_THD), _empty_lse(query_THD)
 
 
 @packed_attention_backward.register_fake
-def _(_grad_THD: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _(_grad_THD: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, *_: object) -> tuple[Tensor, ...]:
     return torch.empty_like(query_THD), torch.empty_like(key_TGD), torch.empty_like(value_TGD)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+class _AttentionContext(Context, Protocol):
+    longest: int
+    scale: float
+
+
+def _save(
+    ctx: _AttentionContext,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float],
+    output: tuple[Tensor, Tensor],
+) -> None:
     *tensors, cu_seqlens, cu_seqlens_host, ctx.longest, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output, cu_seqlens, cu_seqlens_host)
 
 
-def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: _AttentionContext, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = packed_attention_backward(grad_THD, *ctx.saved_tensors, ctx.longest, ctx.scale)
     return *gradients, None, None, None, None
 

@@ -22,7 +22,7 @@ STREAM_LIMIT = 1 << 20
 """Limit of the StreamReader that `read_message` reads from."""
 
 
-def parts(message: Any, max_bytes: int | None = None) -> list[bytes | memoryview]:
+def parts(message: object, max_bytes: int | None = None) -> list[bytes | memoryview]:
     """Return a message in the form in which it is sent: lengths of all parts, the pickled message, its large buffers.
 
     Raises InvalidInput for a message of more than `max_bytes`.
@@ -53,7 +53,7 @@ class Outbox:
         self._queue: asyncio.Queue[list[bytes | memoryview]] = asyncio.Queue()
         self._writing = asyncio.create_task(self._write(), name=f"messages to {name}")
 
-    def send(self, message: Any, max_bytes: int | None = None) -> None:
+    def send(self, message: object, max_bytes: int | None = None) -> None:
         """Queue a message. Raises as `parts` and pickling do; a closed connection is noticed by the reading half."""
         self._queue.put_nowait(parts(message, max_bytes))
 

@@ -26,6 +26,7 @@ from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDie
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+C = TypeVar("C")
 OnPart = Callable[[Any], None]
 """Takes one part of an answer, ahead of the answer itself."""
 MAX_ANSWER_BYTES = 512 << 20
@@ -173,17 +174,17 @@ KeepWaiting = Callable[[float], None]
 """Called in a child before long work, with the number of seconds that the server should wait from now."""
 
 
-def serve(make: Callable[[KeepWaiting], Callable[[Any, OnPart], Any]]) -> None:
+def serve(make: Callable[[KeepWaiting], Callable[[C, OnPart], object]]) -> None:
     """Run a child's whole life, one command at a time. The function that `make` returns takes a command, and a callback
     for parts of the answer. It returns the answer, or a Future of it: the next command then runs meanwhile."""
     connection, lock = _connection(), threading.Lock()
 
-    def send(*message: Any) -> None:
+    def send(*message: object) -> None:
         data = b"".join(parts(message, MAX_ANSWER_BYTES))
         with lock, contextlib.suppress(ConnectionError):  # the server has closed its end: `receive` will notice
             connection.sendall(data)
 
-    def answer(call_id: int, result: Callable[[], Any], began_ns: int) -> None:
+    def answer(call_id: int, result: Callable[[], object], began_ns: int) -> None:
         try:
             value = result()
             if isinstance(value, Future):
@@ -200,14 +201,14 @@ def serve(make: Callable[[KeepWaiting], Callable[[Any, OnPart], Any]]) -> None:
             answer(call_id, partial(handle, command, partial(send, call_id, "part")), time.time_ns())
 
 
-async def serve_async(handle: Callable[[Any, OnPart], Awaitable[Any]]) -> None:
+async def serve_async(handle: Callable[[C, OnPart], Awaitable[object]]) -> None:
     """Run a child's whole life, commands side by side: as `serve`, but `handle` is a coroutine function. When the
     caller of a command stops waiting, its coroutine is cancelled."""
     reader, writer = await asyncio.open_connection(sock=_connection(), limit=STREAM_LIMIT)
     outbox = Outbox(writer, "the server")
     running: dict[int, asyncio.Task[None]] = {}
 
-    async def run(call_id: int, command: Any) -> None:
+    async def run(call_id: int, command: C) -> None:
         began_ns = time.time_ns()
         try:
             answer = await handle(command, lambda part: outbox.send((call_id, "part", part), MAX_ANSWER_BYTES))

@@ -1,9 +1,7 @@
 """Saved adapters in the engine's slots: many at a time, each compared with what the trainer scored with it."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from vllm.lora.request import LoRARequest
@@ -11,7 +9,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from backends.formats.load_check import LoadCheck
-from backends.formats.stacked_adapters import other_files
+from backends.formats.stacked_adapters import AdapterFile, other_files
 from backends.inputs.rendering import Renderer
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, LOAD_CHECK_FILE, BackendFailed, InvalidInput
 from backends.sampler.engine import MAX_ADAPTERS
@@ -91,10 +89,9 @@ class AdapterLoader:
             await self._engine.remove_lora(version.number)
 
 
-def _check_finite(file: Any) -> None:
+def _check_finite(file: AdapterFile) -> None:
     """Raise InvalidInput naming the first tensor with NaN or infinity in it."""
-    names: Iterator[str] = iter(file.keys())
-    for name in names:
+    for name in file.keys():  # noqa: SIM118 - the file is no mapping
         if not file.get_tensor(name).isfinite().all():
             raise InvalidInput(
                 f"the sampler weights cannot be used: {name} holds values that are not finite; the training"

@@ -6,7 +6,7 @@ T tokens, P prompt positions after the first, K likeliest or chosen tokens, C al
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from vllm.logprobs import FlatLogprobs, Logprob
@@ -59,8 +59,17 @@ def _check_step(step: Mapping[int, Logprob]) -> None:
         raise FloatingPointError("log probabilities are not finite")
 
 
+class PromptFields(TypedDict, total=False):
+    """The fields of a SampleResponse that its prompt has."""
+
+    prompt_logprobs: np.ndarray
+    topk_prompt_logprobs: TopkLogprobs
+    target_prompt_logprobs: PromptTensor
+    prompt_alt_tokens: PromptAltTokens
+
+
 def _answer(task: SamplingTask, rendered: Rendered, outputs: Sequence[RequestOutput]) -> SampleResponse:
-    fields: dict[str, Any] = {}
+    fields: PromptFields = {}
     num_scored = num_scored_tokens(task.scores)
     if task.scores.logprobs or num_scored:
         length = len(rendered.token_ids_T)
@@ -89,10 +98,10 @@ def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
 
 def _prompt_scores(
     scores: PromptScores, rendered: Rendered, ids_PC: np.ndarray, logprobs_PC: np.ndarray
-) -> dict[str, Any]:
+) -> PromptFields:
     """Return the requested scores, from columns: the token itself, the likeliest, the chosen, the drawn."""
     k, draws = scores.topk, ids_PC.shape[1] - scores.num_draws
-    fields: dict[str, Any] = {}
+    fields: PromptFields = {}
     logprobs_T, topk = _token_scores(scores, rendered, ids_PC[:, : k + 1], logprobs_PC[:, : k + 1])
     if scores.logprobs:
         fields["prompt_logprobs"] = logprobs_T

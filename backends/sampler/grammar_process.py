@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 from pathlib import Path
-from typing import Any
 
 import xgrammar
 
@@ -60,7 +59,7 @@ class Grammars:
         if limited and not mask.any():
             raise InvalidInput("no answer is allowed by it")
 
-    def _compile(self, kind: GrammarKind, text: str) -> Any:
+    def _compile(self, kind: GrammarKind, text: str) -> xgrammar.CompiledGrammar:
         assert self._compiler is not None, "the first command is StartGrammars"
         match kind:
             case "json":

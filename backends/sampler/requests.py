@@ -19,7 +19,7 @@ from api_schemas.inputs import ImageChunk, ModelInput
 from backends.families.family import ImageSpan, Vision
 from backends.inputs.rendering import Rendered, Renderer
 from backends.protocol import PromptScores, SamplingTask
-from backends.sampler.vllm_patches.prompt_scores import extra_args
+from backends.sampler.vllm_patches.prompt_scores import Asked, extra_args
 
 
 class Prompt:
@@ -139,7 +139,7 @@ def num_scored_tokens(scores: PromptScores) -> int:
     return scores.topk + num_targets + scores.num_draws
 
 
-def _scored_tokens(task: SamplingTask) -> dict[str, object] | None:
+def _scored_tokens(task: SamplingTask) -> dict[str, Asked] | None:
     """Return what the worker puts in the last columns of the prompt's log probabilities."""
     targets, params = task.scores.targets, task.params
     if targets is None and not task.scores.num_draws:

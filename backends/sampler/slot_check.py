@@ -13,12 +13,12 @@ S slots, E experts (1 in other layers), R the engine's largest rank, r the adapt
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.lora.layers import FusedMoEWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, FusedMoEWithLoRA
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -27,6 +27,9 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from backends.families.lora_names import EXPERT_STACKS
 from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_FILE
+
+if TYPE_CHECKING:
+    from vllm.lora.model_manager import LoRAModelManager
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ Part = tuple[Tensor, Tensor]
 class SlotCheck:
     """Compares each slot with the files of the adapter that was put there."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: "LoRAModelManager") -> None:
         """`manager` is vLLM's LoRA model manager."""
         self._manager = manager
         self._helpers: dict[int, tuple[Path, PEFTHelper]] = {}
@@ -144,7 +147,7 @@ def _stack(experts: Sequence[Part | None]) -> Part | None:
     return torch.stack([a for a, _ in whole]), torch.stack([b for _, b in whole])
 
 
-def _buffers(module: Any) -> list[tuple[Tensor, Tensor]]:
+def _buffers(module: BaseLayerWithLoRA) -> list[tuple[Tensor, Tensor]]:
     """Return each slice's A [S, E, R, I] and B [S, E, O, R]; those of experts are gate, down and up."""
     if isinstance(module, FusedMoEWithLoRA):
         gate_a, up_a = module.w13_lora_a_stacked
@@ -154,7 +157,7 @@ def _buffers(module: Any) -> list[tuple[Tensor, Tensor]]:
     return [(a, b)] if isinstance(a, Tensor) else list(zip(a, b, strict=True))
 
 
-def _differs(module: Any, slot: int, parts: Sequence[Part | None]) -> Tensor:
+def _differs(module: BaseLayerWithLoRA, slot: int, parts: Sequence[Part | None]) -> Tensor:
     """Return whether any bit of a module's slot differs from the files, as a tensor of one boolean."""
     buffers = [(a_SERI[slot], b_SEOR[slot]) for a_SERI, b_SEOR in _buffers(module)]
     whole = _by_slice(parts, _sizes(module, buffers))
@@ -169,7 +172,7 @@ def _differs(module: Any, slot: int, parts: Sequence[Part | None]) -> Tensor:
     return torch.stack(flags).any()
 
 
-def _sizes(module: Any, buffers: Sequence[Part]) -> list[int]:
+def _sizes(module: BaseLayerWithLoRA, buffers: Sequence[Part]) -> list[int]:
     """Return the outputs of each slice of a module, of all ranks together."""
     here = [b_EOR.shape[-2] for _, b_EOR in buffers]
     if get_tensor_model_parallel_world_size() == 1:

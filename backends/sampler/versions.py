@@ -14,7 +14,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from vllm.lora.request import LoRARequest
 
@@ -138,7 +138,7 @@ class VersionCache:
         linking.add_done_callback(lambda done: self._ended(version, done))
         return version
 
-    def _ended(self, version: Version, task: "asyncio.Future[Any]") -> None:
+    def _ended(self, version: Version, task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> None:
         if _failed(task):
             self._evict(version)
             if version is self._loader.base:
@@ -177,5 +177,5 @@ def link_each(source: Path, directory: Path, names: Iterable[str]) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def _failed(task: "asyncio.Future[Any]") -> bool:
+def _failed(task: "asyncio.Future[None] | asyncio.Future[LoadCheck | None]") -> bool:
     return task.cancelled() or task.exception() is not None

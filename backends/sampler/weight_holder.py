@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +25,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_cache.daemon import WeightCacheDaemon, export_entries, export_model_attrs
 from vllm.model_executor.model_loader.weight_cache.protocol import TensorEntry, recv_msg, send_msg
+from vllm.model_executor.models.interfaces_base import VllmModel
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 import backends.sampler.vllm_patches.worker  # noqa: F401 - changes layers before they are made, as in the engine
 from backends.base_weights.commands import Hold
-from backends.base_weights.mapped import GET_VIEWS, Files
+from backends.base_weights.mapped import GET_VIEWS, Files, Handle
 from backends.base_weights.name_map import View, trace_loading
 from backends.base_weights.shared_memory import PickledAsTensor, SharedTensor, share
 from backends.inputs.rendering import Renderer
@@ -99,7 +99,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         else:
             send_msg(conn, {"status": "error", "message": f"unknown command {request['cmd']!r}"})
 
-    def _export(self) -> dict[str, Any]:
+    def _export(self) -> dict[str, Handle]:
         """Return handles of the tensors that have views, which are one consumer's."""
         held = _parameters(self._loaded)
         names = {view.tensor for view in self._views.values()}
@@ -108,7 +108,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
         # Parameters of vLLM's own classes would have a trainer import vLLM.
         return {name: reduce_tensor(held[name].detach().as_subclass(Tensor)) for name in names}
 
-    def _send_shared_state(self, conn: socket.socket, request: Mapping[str, Any]) -> None:
+    def _send_shared_state(self, conn: socket.socket, request: Mapping[str, object]) -> None:
         """As vLLM's `_handle_get_state`, which would send tensors of the CPU by value."""
         from backends.sampler.vllm_patches.cpu import CPU_UUID
 
@@ -151,7 +151,7 @@ def find_views(config: VllmConfig, files: Files) -> dict[str, View]:
 
 
 @contextmanager
-def made_on_meta(config: VllmConfig) -> Iterator[Any]:
+def made_on_meta(config: VllmConfig) -> Iterator[VllmModel]:
     """Make vLLM's model without memory, in a block in which it may load its weights."""
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         yield initialize_model(vllm_config=config, model_config=config.model_config)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from backends.protocol import BackendFailed, InvalidInput
 
 log = logging.getLogger(__name__)
 K = TypeVar("K")
+P = ParamSpec("P")
 T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Longer than any rank waits for another: the server ends a group that hangs long before."""
@@ -84,7 +85,7 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function`, which may use any part of the model. If that is sharded, all ranks call it with functions
         that run the same layers."""
         return function(*args, **kwargs)
@@ -131,11 +132,11 @@ def total_norm(gradients: Sequence[Tensor], world: World) -> Tensor:
     return square.sqrt().to(norm.dtype)
 
 
-def gather_objects(value: Any, world: World) -> list[Any]:
+def gather_objects(value: T, world: World) -> list[T]:
     """Return every rank's value, in rank order, on every rank."""
     if world.size == 1:
         return [value]
-    values: list[Any] = [None] * world.size
+    values = [value] * world.size
     dist.all_gather_object(values, value)
     return values
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def cookbook_of_session(tmp_path_factory: pytest.TempPathFactory, pytestconfig: 
     if (caltech101 := pytestconfig.getoption("caltech101")) is not None:
         sources.append(caltech101)
     subprocess.run([PYTHON, ROOT / "tests" / "acceptance" / "working_folder.py", *sources], check=True)
-    settings = {"backend__stable_reinforce": "importance_sampling"}
+    settings: dict[str, Any] = {"backend__stable_reinforce": "importance_sampling"}
     server = Server(directory / "data", served(folder), **settings).start()
     yield Cookbook(folder, server)
     assert server.stop() == 0, server.log.read_text()[-4000:]

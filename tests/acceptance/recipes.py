@@ -99,7 +99,7 @@ class Cookbook:
 
     def killed(self, recipe: str, *arguments: str, log_dir: Path, after_step: int) -> None:
         """A recipe that is killed once metrics.jsonl has a line of `after_step`."""
-        command = [PYTHON, "-m", f"tinker_cookbook.recipes.{recipe}", f"log_path={log_dir}", *arguments]
+        command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", f"log_path={log_dir}", *map(str, arguments)]
         began = time.monotonic()
         with subprocess.Popen(
             command, cwd=self.folder, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
@@ -232,7 +233,9 @@ def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner,
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_has_a_serious_fault_of_access(seen: Watched, run_id: str, scheme: str, picture: Picture) -> None:
+def test_no_page_has_a_serious_fault_of_access(
+    seen: Watched, run_id: str, scheme: Literal["light", "dark"], picture: Picture
+) -> None:
     seen.page.emulate_media(color_scheme=scheme)
     paths = {"runs": "/", "run": f"/runs/{run_id}", "samples": "/samples", "playground": "/playground"}
     for name, path in (paths | {"machine": "/machine"}).items():

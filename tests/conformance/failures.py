@@ -1,6 +1,7 @@
 """Datums that a loss cannot take, and what must follow when one is sent to the real server."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,5 +56,5 @@ def assert_each_fails_alone(service: tinker.ServiceClient, renderer: Renderer, c
 
 def complete(loss_fn: str) -> types.Datum:
     """Inputs of an RL loss."""
-    inputs = {"logprobs": floats(5, fill=-1), "advantages": floats(5, fill=1)}
-    return bad(**inputs, **({"sequence_ratio_mask": floats(5, fill=1)} if loss_fn == "gspo" else {}))
+    inputs: dict[str, Any] = {"logprobs": floats(5, fill=-1), "advantages": floats(5, fill=1)}
+    return bad(**inputs, sequence_ratio_mask=floats(5, fill=1) if loss_fn == "gspo" else None)

@@ -132,7 +132,7 @@ async def call_async(method: Callable[..., Any], arguments: tuple[Any, ...]) -> 
 def test_109_async_twins_send_the_same(
     fake: Running, wire: Wire, client: tinker.ServiceClient, training: tinker.TrainingClient, kind: str
 ) -> None:
-    address = {"base_url": fake.url, "api_key": "tml-test"}
+    address: dict[str, Any] = {"base_url": fake.url, "api_key": "tml-test"}
     rest = tinker.RestClient(**address)
     sampler = client.create_sampling_client(base_model="tiny").result()
     sampler_id = rest.get_session(client.holder.get_session_id()).result().sampler_ids[0]

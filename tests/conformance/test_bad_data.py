@@ -3,6 +3,8 @@
 pytest tests/conformance/test_bad_data.py
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tinker
@@ -65,7 +67,7 @@ def test_040_a_missing_input_is_named_with_its_datum(service: tinker.ServiceClie
 
 def test_041_wrong_lengths_and_ranks_are_named_with_both(service: tinker.ServiceClient, renderer: Renderer) -> None:
     targets = np.zeros(5, np.int64)
-    both = {"logprobs": floats(5), "advantages": floats(5)}
+    both: dict[str, Any] = {"logprobs": floats(5), "advantages": floats(5)}
     assert_each_fails_alone(
         service,
         renderer,
@@ -114,7 +116,7 @@ def test_041_tokens_outside_the_vocabulary_and_values_that_are_not_finite_are_na
         return np.array(ids, np.int64)
 
     where = r"datum 1, chunk 0: "
-    both = {"logprobs": floats(5), "advantages": floats(5)}
+    both: dict[str, Any] = {"logprobs": floats(5), "advantages": floats(5)}
     nan, infinite = floats(5, fill=float("nan")), np.append(floats(4), np.float32("inf"))
     assert_each_fails_alone(
         service,

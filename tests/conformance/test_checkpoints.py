@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -45,7 +46,7 @@ def test_097_checkpoints_are_listed_newest_first_with_their_kind(
     assert all((checkpoint.size_bytes or 0) > 0 and not checkpoint.public for checkpoint in listed.checkpoints)
     page = rest.list_user_checkpoints(limit=2, offset=1).result()
     assert [checkpoint.checkpoint_id for checkpoint in page.checkpoints] == ids[1:]
-    assert (page.cursor.offset, page.cursor.limit) == (1, 2) and page.cursor.total_count >= 3
+    assert (present(page.cursor).offset, present(page.cursor).limit) == (1, 2) and present(page.cursor).total_count >= 3
     with pytest.raises(tinker.NotFoundError):
         rest.list_checkpoints("nothing").result()
     for version, shown in (("0.27.3", 2), ("0.28.0", 3), ("0.8.1", 2), ("1.0", 3), ("odd", 3)):
@@ -128,7 +129,8 @@ def test_100_what_has_expired_is_removed_from_the_disk(tmp_path: Path) -> None:
     running = Running(tmp_path, session_timeout_s=1, clock=lambda: time.time() + shift_s[0])
     try:
         model_id = running.model()
-        for seq_id, fields in enumerate(({"path": "short", "ttl_seconds": 3600}, {"path": "long"}), start=1):
+        asked: list[dict[str, Any]] = [{"path": "short", "ttl_seconds": 3600}, {"path": "long"}]
+        for seq_id, fields in enumerate(asked, start=1):
             running.result(running.post("/save_weights", model_id=model_id, seq_id=seq_id, **fields))
         assert len(list(tmp_path.glob("checkpoints/*/weights/*"))) == 2
         shift_s[0] = 3700
@@ -197,7 +199,7 @@ def test_102_older_clients_are_led_to_an_archive(training: tinker.TrainingClient
     for _ in range(2):
         with tarfile.open(fileobj=io.BytesIO(fetch(answer.headers["location"]))) as tar:
             names = set(tar.getnames())
-            weights = load(tar.extractfile("adapter_model.safetensors").read())
+            weights = load(present(tar.extractfile("adapter_model.safetensors")).read())
         assert {"adapter_config.json", "peft/adapter_model.safetensors"} <= names
         assert "base_model.model.model.unembed_tokens.lora_A.weight" in weights
     assert len(list((fake.settings.data_dir / "archives").iterdir())) == 1
@@ -218,11 +220,11 @@ def test_103_copies_stand_on_their_own(
     resumed = client.create_training_client_from_state_with_optimizer(copy).result()
     assert present(resumed.optim_step(types.AdamParams()).result().metrics)["step"] == 2
     run = rest.get_training_run_by_tinker_path(copy).result()
-    assert run.base_model == "tiny" and run.last_checkpoint.user_metadata == {"k": "v"}
-    assert run.last_checkpoint.expires_at is None
-    assert rest.get_training_run_by_tinker_path(again).result().last_checkpoint.expires_at is not None
+    assert run.base_model == "tiny" and present(run.last_checkpoint).user_metadata == {"k": "v"}
+    assert present(run.last_checkpoint).expires_at is None
+    assert present(rest.get_training_run_by_tinker_path(again).result().last_checkpoint).expires_at is not None
     copied = rest.list_training_runs(project_id="second").result().training_runs
-    assert [run.last_checkpoint.tinker_path for run in copied] == [again]
+    assert [present(run.last_checkpoint).tinker_path for run in copied] == [again]
     with pytest.raises(tinker.NotFoundError):
         client.copy_weights(source).result()
 

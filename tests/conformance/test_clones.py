@@ -13,6 +13,7 @@ import tinker
 from tinker import types
 
 from tests.conformance.wire import Seen, Wire
+from tests.factories import present
 from tests.fake_server import Running
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -53,8 +54,8 @@ def test_081_copies_in_other_processes_sample_under_numbers_of_their_own(
     began, children = time.monotonic(), []
     for form, given in (("pickle", pickle.dumps(sampler)), ("handle", sampler.get_sampler_handle().encode())):
         child = subprocess.Popen([sys.executable, "-c", CHILD, form], stdin=subprocess.PIPE)
-        child.stdin.write(given)
-        child.stdin.close()
+        present(child.stdin).write(given)
+        present(child.stdin).close()
         children.append(child)
     assert [child.wait(60) for child in children] == [0, 0]
     elapsed_s = time.monotonic() - began

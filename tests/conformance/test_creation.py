@@ -9,6 +9,7 @@ import asyncio
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
@@ -27,7 +28,7 @@ LORA = {"rank": 8}
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
 def test_015_a_lora_client_has_what_was_asked_for(fake: Running, wire: Wire, client: tinker.ServiceClient) -> None:
-    asked = {
+    asked: dict[str, Any] = {
         "rank": 16,
         "seed": 3,
         "train_mlp": False,

@@ -4,6 +4,7 @@ pytest tests/conformance/test_gradients.py
 """
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -84,7 +85,7 @@ def test_030_requests_before_a_step_add_up_and_the_step_clears_them(
 def sparse(array: np.ndarray) -> types.TensorData:
     """As CSR, whatever its size."""
     rows, columns = np.nonzero(array)
-    kind = "int64" if np.issubdtype(array.dtype, np.integer) else "float32"
+    kind: Literal["int64", "float32"] = "int64" if np.issubdtype(array.dtype, np.integer) else "float32"
     starts = [0, *np.bincount(rows, minlength=len(array)).cumsum().tolist()]
     return types.TensorData(
         data=array[rows, columns].tolist(),

@@ -108,7 +108,7 @@ def test_069_sample_returns_n_sequences_with_logprobs(real: tinker.SamplingClien
     sampled = real.sample(LONG, 3, types.SamplingParams(max_tokens=5, stop=[])).result()
     assert len(sampled.sequences) == 3
     for sequence in sampled.sequences:
-        assert len(sequence.tokens) == len(sequence.logprobs) == 5 and sequence.stop_reason == "length"
+        assert len(sequence.tokens) == len(present(sequence.logprobs)) == 5 and sequence.stop_reason == "length"
         assert sequence.sequence_id
 
 
@@ -130,9 +130,9 @@ def test_074_topk_tables_are_dense(real: tinker.SamplingClient) -> None:
     ).result()
     assert (
         present(scores.topk_prompt_logprobs)[0] is None
-        and [len(row) for row in present(scores.topk_prompt_logprobs)[1:]] == [3] * 3
+        and [len(present(row)) for row in present(scores.topk_prompt_logprobs)[1:]] == [3] * 3
     )
-    assert scores.sequences[0].topk_logprobs_np.token_ids.shape == (2, 2)
+    assert present(scores.sequences[0].topk_logprobs_np).token_ids.shape == (2, 2)
 
 
 def test_075_target_logprobs_come_back_in_the_layout_asked(real: tinker.SamplingClient) -> None:
@@ -142,17 +142,17 @@ def test_075_target_logprobs_come_back_in_the_layout_asked(real: tinker.Sampling
     )
     first = real.sample(LONG, 1, ONE_TOKEN, include_prompt_logprobs=True, target_prompt_logprobs=dense).result()
     second = real.sample(LONG, 1, ONE_TOKEN, target_prompt_logprobs=sparse).result().target_prompt_logprobs
-    table = np.asarray(first.target_prompt_logprobs.data).reshape(3, 2)
-    np.testing.assert_allclose(table[:, 0], present(first.prompt_logprobs)[1:], atol=1e-4)
+    table = np.asarray(present(first.target_prompt_logprobs).data).reshape(3, 2)
+    np.testing.assert_allclose(table[:, 0], [present(one) for one in present(first.prompt_logprobs)[1:]], atol=1e-4)
     assert table[0, 1] == 0 and (table[1:] < 0).all()
-    assert second.sparse_crow_indices == [0, 1, 1, 2] and second.sparse_col_indices == [0, 1]
-    np.testing.assert_allclose(second.data, [table[0, 0], table[2, 1]], atol=1e-4)
+    assert present(second).sparse_crow_indices == [0, 1, 1, 2] and present(second).sparse_col_indices == [0, 1]
+    np.testing.assert_allclose(present(second).data, [table[0, 0], table[2, 1]], atol=1e-4)
 
 
 def test_075_alternative_tokens_are_drawn_at_every_position(real: tinker.SamplingClient) -> None:
     drawn = real.sample(LONG, 1, ONE_TOKEN, prompt_alt_tokens_k=4).result().prompt_alt_tokens
-    assert drawn.tokens.shape == drawn.logprobs.shape == [3, 4]
-    assert all(math.isfinite(value) and value < 0 for value in np.asarray(drawn.logprobs.data))
+    assert present(drawn).tokens.shape == present(drawn).logprobs.shape == [3, 4]
+    assert all(math.isfinite(value) and value < 0 for value in np.asarray(present(drawn).logprobs.data))
 
 
 def test_077_an_empty_prompt_is_refused_and_one_token_is_enough(real: tinker.SamplingClient) -> None:

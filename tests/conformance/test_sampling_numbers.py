@@ -5,6 +5,7 @@ pytest tests/conformance/test_sampling_numbers.py
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer
 from api_schemas.inputs import ModelInput
 from backends.inputs.rendering import Renderer
 from tests.conformance.reference import Reference, Trained
-from tests.factories import MIXED, datum, image, present, prompt, words
+from tests.factories import MIXED, as_text, datum, image, present, prompt, words
 from tests.servers import MODEL, sdk_input
 from tests.training import batch, logprobs_of, step
 
@@ -47,14 +48,14 @@ def next_logprobs(reference: Reference) -> np.ndarray:
 
 def after(tokens: Sequence[int]) -> ModelInput:
     (chunk,) = TEXT.chunks
-    return prompt(words(0).model_copy(update={"tokens": np.array([*chunk.tokens, *tokens], np.int32)}))
+    return prompt(words(0).model_copy(update={"tokens": np.array([*as_text(chunk).tokens, *tokens], np.int32)}))
 
 
 def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Path) -> None:
     """All cut the same draw, and what stops it stays; what is asked for is added to the model's end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_vl)
     ends = {tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")}
-    long = {"max_tokens": 100, "seed": 3}
+    long: dict[str, Any] = {"max_tokens": 100, "seed": 3}
     forms = [ask(sampler, 24, **long), ask(sampler, 24, **long | {"stop": None})]
     whole, absent = (form.result().sequences for form in forms)
     assert all((len(one.tokens), one.stop_reason) == (100, "length") for one in whole)
@@ -73,7 +74,7 @@ def test_070_the_five_forms_of_stop(sampler: tinker.SamplingClient, tiny_vl: Pat
     for cut, free in zip(by_id.result().sequences, whole, strict=True):
         at = next((index for index, token in enumerate(free.tokens) if token in {*ids, *ends}), 99)
         assert cut.tokens == free.tokens[: at + 1]
-        assert len(cut.logprobs) == len(cut.tokens)
+        assert len(present(cut.logprobs)) == len(cut.tokens)
     assert by_id.result().sequences[which].stop_reason == "stop"
     for form in (by_text, by_texts):
         cut = form.result().sequences[which]
@@ -90,7 +91,7 @@ def test_071_max_tokens_absent_is_the_context_and_one_is_one(sampler: tinker.Sam
 
 @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_k": 1}])
 def test_072_greedy_takes_the_likeliest_token(
-    sampler: tinker.SamplingClient, reference: Reference, greedy: dict[str, float]
+    sampler: tinker.SamplingClient, reference: Reference, greedy: dict[str, Any]
 ) -> None:
     tokens = draw(sampler, **greedy)[0].tokens
     rows = reference.distribution_TV(after(tokens))[-len(tokens) - 1 : -1]

@@ -44,11 +44,11 @@ def until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
 def test_064_a_killed_clients_model_leaves_memory(server: Running) -> None:
     trainer = server.backend.tiny.trainer
     client = subprocess.Popen([sys.executable, "-c", CLIENT, server.url], stdout=subprocess.PIPE, text=True)
-    model_id = client.stdout.readline().strip()
+    model_id = present(client.stdout).readline().strip()
     assert model_id in trainer.steps
     client.kill()
     client.wait()
-    client.stdout.close()
+    present(client.stdout).close()
     until(lambda: model_id not in trainer.steps)
 
 

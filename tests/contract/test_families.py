@@ -148,7 +148,7 @@ def test_in_bfloat16_the_trainer_is_near_float32(rank, source, data) -> None:
     rounded.create_model("a", LORA)
     perturb(rounded, "a")
     output = forward_backward(rounded, "a", cross_entropy(data), True)
-    pairs = zip(output.loss_fn_outputs, logprobs(rank, data, "a"), strict=True)
+    pairs = zip(present(output).loss_fn_outputs, logprobs(rank, data, "a"), strict=True)
     found = np.concatenate([np.abs(one["logprobs"] - other) for one, other in pairs])
     assert found.mean() < 0.05  # 0.02 was seen; rounding sends tokens of a mixture to other experts
 
@@ -161,7 +161,7 @@ def test_packed_samples_are_as_one_by_one(source, data) -> None:
         rank.create_model("m", LORA)
         perturb(rank, "m")
         output = forward_backward(rank, "m", cross_entropy(data), True)
-        results.append(([one["logprobs"] for one in output.loss_fn_outputs], gradients(rank, "m")))
+        results.append(([one["logprobs"] for one in present(output).loss_fn_outputs], gradients(rank, "m")))
     (packed, packed_gradients), (single, single_gradients) = results
     for one, other in zip(packed, single, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
@@ -228,7 +228,7 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
                 "weights": np.ones(len(whole), np.float32),
             },
         )
-        (expected,) = logprobs(rank, [scored], trained_as.get(adapter, adapter))
+        (expected,) = logprobs(rank, [scored], trained_as.get(adapter) or present(adapter))
         of_prompt = expected[: len(rendered.token_ids_T) - 1]
         for span in rendered.spans:
             of_prompt[max(span.offset - 1, 0) : span.offset + span.num_tokens - 1] = 0

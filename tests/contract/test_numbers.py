@@ -176,7 +176,7 @@ def test_a_flood_of_samples_of_one_owner_gives_another_no_429(tmp_path: Path) ->
         server.set_gate(gate, is_open=False)
         server.http.headers["x-api-key"] = alice
         flood, number = server.sampler(), 0
-        fields = {"prompt": {"chunks": [{"tokens": [999] * 200_000}]}}
+        fields: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [999] * 200_000}]}}
         while (refused := server.sample(flood, number, **fields)).status_code != 429:
             number += 1
             assert number < 20

@@ -24,7 +24,7 @@ from backends.processes.supervisor import Supervisor
 from backends.protocol import ignore_loading
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
-from tests.factories import cross_entropy, datum, image, prompt, words
+from tests.factories import cross_entropy, datum, image, present, prompt, words
 from tests.sampling import Reference, assert_close, request, sample, sampler_config, scoring
 from tests.trainers import LORA
 from tinker_server.embedded import DIRECTORIES, TINY_VL
@@ -63,7 +63,7 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
     yield running
     await asyncio.gather(trainer.stop(), running.sampler.stop())
     await base.stop()
-    assert not base.spec.base_dir.exists()
+    assert not present(base.spec.base_dir).exists()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ async def loss_of(parts: Parts, model_id: str, reference: Reference) -> np.ndarr
 
 async def test_the_directory_of_the_sockets_is_the_users_alone(parts: Parts) -> None:
     directory = parts.base.spec.base_dir
-    assert directory.stat().st_mode & 0o777 == 0o700
+    assert present(directory).stat().st_mode & 0o777 == 0o700
     assert parts.base.spec.base_socket(None).stat().st_mode & 0o777 == 0o600
 
 
@@ -125,9 +125,9 @@ async def test_adapters_are_served_beside_the_mapped_base(parts: Parts, referenc
 async def test_an_engine_or_a_trainer_that_dies_maps_the_same_copy_again(parts: Parts, reference: Reference) -> None:
     before = await scores(parts)
     holder, trainer, engine = parts.pids()
-    os.kill(engine, signal.SIGKILL)
+    os.kill(present(engine), signal.SIGKILL)
     assert np.array_equal(await scores(parts), before, equal_nan=True)
-    os.kill(trainer, signal.SIGKILL)
+    os.kill(present(trainer), signal.SIGKILL)
     await parts.trainer.restarted(0)
     await loss_of(parts, "again", reference)
     after = parts.pids()
@@ -145,7 +145,7 @@ async def test_a_dead_holder_leaves_mapped_weights_right_and_all_start_again(
     in_flight = asyncio.create_task(sample(parts.sampler, long, None))
     await asyncio.sleep(0.2)
     pids = parts.pids()
-    os.kill(pids[0], signal.SIGKILL)
+    os.kill(present(pids[0]), signal.SIGKILL)
     async with asyncio.timeout(SIGNALS_S):
         await parts.base._supervisor.restarted(0)
     assert all(tensor.equal(contents[name]) for name, tensor in mapped.items())

@@ -19,7 +19,7 @@ import pytest
 
 from api_schemas.old_clients import results
 from api_schemas.sessions import CreateSessionRequest
-from api_schemas.training import ForwardBackwardRequest, LoraConfig, Trainable
+from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest, LoraConfig, Trainable
 from backends.processes import supervisor
 from backends.processes.launcher import launch_trainer
 from backends.protocol import BackendFailed
@@ -73,7 +73,7 @@ async def forward_backward(client: Client, seq_id: int, model_id: str | None = N
     lane, items = model_id or client.model_id, list(MIXED.values())
     renderer = make_renderer(Path(client.trainer._spec.directory))  # type: ignore[attr-defined]
     data = [datum(items[(seq_id + n) % len(items)], renderer, seq_id) for n in range(2)]
-    loss_input = {"data": data, "loss_fn": "cross_entropy"}
+    loss_input = ForwardBackwardInput(data=data, loss_fn="cross_entropy")
     request = ForwardBackwardRequest(model_id=lane, seq_id=seq_id, forward_backward_input=loss_input)
     return await client.submit("forward_backward", request, seq_id, lane)
 

@@ -17,7 +17,7 @@ from backends.formats.expert_routing import read_routing, routing_name
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, make_renderer, prompt, words
+from tests.factories import MIXED, cross_entropy, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN
 from tests.models import make_tiny_vl, make_wide_moe
 from tests.sampling import ATOL, request, sample, sampler_config
@@ -75,9 +75,9 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
         )
         chosen.clear()
         output = forward_backward(rank, "m", cross_entropy([item]), False)
-        assert output.metrics["replayed_tokens:sum"] == len(targets)
-        np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"][-len(tokens) :], logprobs, atol=ATOL)
-        kept_TLK = read_routing(routing_dir, routing_name(OWNER, "m", rendered))
+        assert present(output).metrics["replayed_tokens:sum"] == len(targets)
+        np.testing.assert_allclose(present(output).loss_fn_outputs[0]["logprobs"][-len(tokens) :], logprobs, atol=ATOL)
+        kept_TLK = present(read_routing(routing_dir, routing_name(OWNER, "m", rendered)))
         own_TLK = torch.stack(chosen, dim=1).numpy()
         assert (np.sort(kept_TLK, -1) == np.sort(own_TLK, -1)).all(-1).mean() > 0.999  # but for the nearest to a tie
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import launch
-from backends.processes.rpc import Child
+from backends.processes.rpc import Child, Command
 from backends.processes.supervisor import Silence, Supervisor
 from backends.protocol import BackendFailed, ChatTask, ignore_loading
 from backends.sampler.pool import SamplerPool
@@ -112,7 +112,7 @@ async def test_a_stop_that_meets_a_sign_of_progress_ends(num_iterations: int) ->
 
     child = Mock(died=asyncio.Event(), call=ask_progress, stop=AsyncMock())
     isolation = CrashIsolation(is_exclusive=True)
-    silence = Silence(0.4, lambda: isolation.is_busy, lambda child: child.call(None))
+    silence = Silence(0.4, lambda: isolation.is_busy, lambda child: child.call(Command[int]()))
     running = Supervisor("light", AsyncMock(return_value=[child]), AsyncMock(), silence=silence)
     await running.start(ignore_loading)
 

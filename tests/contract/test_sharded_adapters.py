@@ -31,7 +31,7 @@ ADAM = AdamParams(learning_rate=0.1, eps=1.0, weight_decay=0.1, grad_clip_norm=5
 Kind = Literal["replicate", "shard"]
 
 
-def rank_of(world: World, source: Path, kind: Kind, dtype: str = "float32") -> TrainerRank:
+def rank_of(world: World, source: Path, kind: Kind, dtype: Literal["float32", "bfloat16"] = "float32") -> TrainerRank:
     mesh = Mesh(replicate=world.size) if kind == "replicate" else Mesh(shard=world.size)
     spec = replace(config(source, 60), mesh=mesh, dtype=dtype, trains_vision=(dtype == "float32"))
     return TrainerRank(spec, world)

@@ -28,7 +28,7 @@ from backends.trainer.rank import TrainerRank
 from backends.trainer.step.batch_request import Members
 from backends.trainer.step.losses import LOSSES
 from backends.trainer.step.packed_microbatch import Failures
-from tests.factories import MIXED, batch, cross_entropy, datum, prompt, words
+from tests.factories import MIXED, batch, cross_entropy, datum, present, prompt, words
 from tests.ranks import on_two_ranks
 from tests.trainers import (
     LORA,
@@ -319,7 +319,7 @@ async def test_a_flood_delays_anothers_small_request_by_no_more_than_a_microbatc
             rows += 1
             return await on_all(command)
 
-        await until(lambda: client.state("flood").latest_work > client.state("small").latest_work)
+        await until(lambda: present(client.state("flood")).latest_work > present(client.state("small")).latest_work)
         client._on_all_or_end = counted  # type: ignore[method-assign]
         await client.forward_backward("small", small, backward=True)
         assert rows <= 3 and not flood.done()
@@ -351,7 +351,9 @@ async def test_each_request_gets_the_spans_of_the_microbatches_with_its_datums(
             await client.create_model(name, LORA, owner)
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(compute("long", long))
-            await until(lambda: client.state("long").latest_work > client.state("shorter").latest_work)
+            await until(
+                lambda: present(client.state("long")).latest_work > present(client.state("shorter")).latest_work
+            )
             for name in ("short", "shorter"):
                 group.create_task(compute(name, short))
     finally:

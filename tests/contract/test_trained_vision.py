@@ -21,7 +21,7 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.sampling import ATOL, sample, sampler_config, scoring
@@ -89,7 +89,7 @@ def step(rank: TrainerRank, name: str, data: list[Datum]) -> list[np.ndarray]:
     """The log probabilities before it."""
     output = forward_backward(rank, name, cross_entropy(data), True)
     rank.optim_step(name, SMOOTH)
-    return [one["logprobs"] for one in output.loss_fn_outputs]
+    return [one["logprobs"] for one in present(output).loss_fn_outputs]
 
 
 def test_gradients_are_those_of_transformers_and_peft(rank, source, renderer, data, tmp_path) -> None:
@@ -149,7 +149,7 @@ def test_models_in_one_microbatch_see_with_their_own_towers(rank, source, data) 
     outputs = together(together_rank, [(name, cross_entropy(data[:3])) for name in models])
     for name, output in zip(models, outputs, strict=True):
         alone = forward_backward(apart, name, cross_entropy(data[:3]), True)
-        for got, wanted in zip(output.loss_fn_outputs, alone.loss_fn_outputs, strict=True):
+        for got, wanted in zip(succeeded(output).loss_fn_outputs, present(alone).loss_fn_outputs, strict=True):
             np.testing.assert_allclose(got["logprobs"], wanted["logprobs"], atol=1e-4)
         assert_same(gradients(together_rank, name), gradients(apart, name))
 

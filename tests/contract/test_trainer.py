@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import Datum, ImageChunk
+from api_schemas.inputs import Chunk, Datum, ImageChunk
 from api_schemas.training import AdamParams, Trainable
 from backends.families.qwen3_vl import mrope_positions
 from backends.inputs.rendering import Renderer
@@ -28,7 +28,7 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import TrainerClient
 from backends.trainer.model import token_logprobs
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, prompt, words
+from tests.factories import MIXED, batch, cross_entropy, datum, image, make_renderer, present, prompt, words
 from tests.models import make_tiny_of, make_tiny_vl
 from tests.trainers import (
     LORA,
@@ -63,7 +63,7 @@ def test_logprobs_are_those_of_transformers(rank, reference, renderer, name):
     output = forward_backward(rank, "m", cross_entropy([item]), False)
     with torch.no_grad():
         expected = reference_logprobs(renderer, item, reference)[:, 0]
-    np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"], expected, atol=1e-4)
+    np.testing.assert_allclose(present(output).loss_fn_outputs[0]["logprobs"], expected, atol=1e-4)
 
 
 def test_positions_are_those_of_transformers(renderer, reference):
@@ -96,16 +96,16 @@ def test_packed_samples_are_as_one_by_one_and_as_transformers_pads_them(tiny_vl,
         output = forward_backward(rank, "m", cross_entropy(data), True)
         results.append((output, gradients(rank, "m")))
     (packed, packed_gradients), (single, single_gradients) = results
-    for one, other in zip(packed.loss_fn_outputs, single.loss_fn_outputs, strict=True):
+    for one, other in zip(present(packed).loss_fn_outputs, present(single).loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-4)
-    assert packed.metrics["loss:sum"] == pytest.approx(single.metrics["loss:sum"], rel=1e-5)
+    assert present(packed).metrics["loss:sum"] == pytest.approx(present(single).metrics["loss:sum"], rel=1e-5)
     assert_same(packed_gradients, single_gradients)
 
     fresh = trainer(tiny_vl)
     fresh.create_model("m", LORA)
     unpadded = forward_backward(fresh, "m", cross_entropy(data), False)
     for index, logprobs in enumerate(padded_logprobs(data, renderer, reference)):
-        np.testing.assert_allclose(unpadded.loss_fn_outputs[index]["logprobs"], logprobs, atol=1e-4)
+        np.testing.assert_allclose(present(unpadded).loss_fn_outputs[index]["logprobs"], logprobs, atol=1e-4)
 
 
 def padded_logprobs(data: list[Datum], renderer: Renderer, model) -> list[np.ndarray]:
@@ -134,14 +134,14 @@ def padded_logprobs(data: list[Datum], renderer: Renderer, model) -> list[np.nda
 
 def test_many_text_chunks_are_as_one(rank, renderer):
     whole, picture = words(12, 3), image(80, 60, 2)
-    pieces = [words(0), *(type(whole)(tokens=whole.tokens[i : i + 5]) for i in (0, 5, 10)), picture]
+    pieces: list[Chunk] = [words(0), *(type(whole)(tokens=whole.tokens[i : i + 5]) for i in (0, 5, 10)), picture]
     results = []
     for chunks in ([whole, picture], pieces):
         rank.create_model("m", LORA)
         perturb(rank, "m")
         item = datum(prompt(*chunks), renderer)
         output = forward_backward(rank, "m", cross_entropy([item]), True)
-        results.append((output.loss_fn_outputs[0]["logprobs"], gradients(rank, "m")))
+        results.append((present(output).loss_fn_outputs[0]["logprobs"], gradients(rank, "m")))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     assert_same(results[0][1], results[1][1], rtol=0)
 
@@ -155,13 +155,13 @@ def test_soft_targets_and_ragged_k_keep_their_shapes(rank, reference, renderer):
     ]
     output = forward_backward(rank, "m", cross_entropy(data), True)
     loss = 0.0
-    for item, got in zip(data, output.loss_fn_outputs, strict=True):
+    for item, got in zip(data, present(output).loss_fn_outputs, strict=True):
         with torch.no_grad():
             expected = reference_logprobs(renderer, item, reference).numpy()
         assert got["logprobs"].shape == item.loss_fn_inputs["target_tokens"].shape
         np.testing.assert_allclose(got["logprobs"], expected.reshape(got["logprobs"].shape), atol=1e-4)
         loss -= (item.loss_fn_inputs["weights"] * got["logprobs"]).sum()
-    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+    assert present(output).metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
 
 
 def test_logits_in_chunks_change_nothing(tiny_vl, renderer, monkeypatch):
@@ -174,7 +174,7 @@ def test_logits_in_chunks_change_nothing(tiny_vl, renderer, monkeypatch):
         perturb(rank, "m")
         output = forward_backward(rank, "m", cross_entropy(data), True)
         results.append((output, gradients(rank, "m")))
-    for one, other in zip(results[0][0].loss_fn_outputs, results[1][0].loss_fn_outputs, strict=True):
+    for one, other in zip(present(results[0][0]).loss_fn_outputs, present(results[1][0]).loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1e-5)
     assert_same(results[1][1], results[0][1])
 
@@ -281,7 +281,9 @@ def test_a_dropped_model_leaves_the_others_as_they_are(rank, renderer):
     forward_backward(rank, "dropped", cross_entropy([item]), True)
     rank.delete_model("dropped")
     after = forward_backward(rank, "kept", cross_entropy([item]), False)
-    np.testing.assert_array_equal(before.loss_fn_outputs[0]["logprobs"], after.loss_fn_outputs[0]["logprobs"])
+    np.testing.assert_array_equal(
+        present(before).loss_fn_outputs[0]["logprobs"], present(after).loss_fn_outputs[0]["logprobs"]
+    )
 
 
 def test_the_same_seed_gives_the_same_adapter_and_another_seed_another(rank):
@@ -391,7 +393,7 @@ def test_text_models_train_as_transformers_scores_them(tiny_text):
     data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
     output = forward_backward(rank, "m", cross_entropy(data), True)
     model = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
-    for item, got in zip(data, output.loss_fn_outputs, strict=True):
+    for item, got in zip(data, present(output).loss_fn_outputs, strict=True):
         with torch.no_grad():
             expected = reference_logprobs(renderer, item, model)[:, 0]
         np.testing.assert_allclose(got["logprobs"], expected, atol=1e-4)
@@ -410,7 +412,7 @@ def test_a_sliding_window_stays_the_models_own_in_packed_microbatches(tiny_text,
     output = forward_backward(rank, "m", cross_entropy(data), False)
     model, everywhere = (AutoModelForCausalLM.from_pretrained(one).eval() for one in (source, tiny_text))
     with torch.no_grad():
-        for item, got in zip(data, output.loss_fn_outputs, strict=True):
+        for item, got in zip(data, present(output).loss_fn_outputs, strict=True):
             np.testing.assert_allclose(got["logprobs"], reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
         assert np.abs(got["logprobs"] - reference_logprobs(renderer, item, everywhere)[:, 0].numpy()).max() > 0.01
 

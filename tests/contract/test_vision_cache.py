@@ -18,7 +18,7 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.client import TrainerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, image, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, image, present, prompt, words
 from tests.trainers import SMOOTH, assert_same, config, forward_backward, gradients, perturb
 
 LORA = Trainable(rank=8, seed=1)
@@ -74,7 +74,7 @@ def run(rank: TrainerRank, data: list[Datum]) -> tuple[list[np.ndarray], dict[st
     rank.models["m"].clear_gradient()
     output = forward_backward(rank, "m", cross_entropy(data), True)
     found = {name: gradient.clone() for name, gradient in gradients(rank, "m").items()}
-    return [row["logprobs"] for row in output.loss_fn_outputs], found
+    return [row["logprobs"] for row in present(output).loss_fn_outputs], found
 
 
 def assert_agree(got, wanted) -> None:
@@ -117,7 +117,7 @@ def test_features_do_not_depend_on_the_adapter(keeping, forgetting, data):
         forward_backward(rank, "other", cross_entropy(data), True)
         rank.optim_step("other", SMOOTH)
     outputs = [forward_backward(rank, "other", cross_entropy(data), False) for rank in (keeping, forgetting)]
-    for a, b in zip(*(output.loss_fn_outputs for output in outputs), strict=True):
+    for a, b in zip(*(present(output).loss_fn_outputs for output in outputs), strict=True):
         np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
     assert not [name for name in gradients(keeping, "m") if "visual" in name]
     for rank in (keeping, forgetting):
@@ -128,15 +128,15 @@ def test_what_is_kept_stays_within_its_bound_and_the_oldest_go(tiny_vl, forgetti
     one = datum(prompt(words(2), SMALL, words(1)), renderer)
     probe = trainer(tiny_vl, 1 << 26)
     forward_backward(probe, "m", cross_entropy([one]), False)
-    size = probe.base.vision._cache.size
-    kept = [one.on(torch.device("cpu")) for one in probe.base.vision._cache._values.values()]
+    size = present(probe.base.vision)._cache.size
+    kept = [one.on(torch.device("cpu")) for one in present(probe.base.vision)._cache._values.values()]
     assert size == sum(part.nbytes for features in kept for part in features) > 0
     rank = trainer(tiny_vl, 3 * size)
     tower = Tower(rank)
     squares = [datum(prompt(words(1), image(64, 64, seed), words(1)), renderer) for seed in range(10, 15)]
     for item in squares:
         forward_backward(rank, "m", cross_entropy([item]), False)
-        assert rank.base.vision._cache.size <= 3 * size
+        assert present(rank.base.vision)._cache.size <= 3 * size
     assert tower.take() == 5
     forward_backward(rank, "m", cross_entropy(squares[2:]), False)
     assert tower.take() == 0

@@ -13,7 +13,7 @@ import openai
 import pytest
 from tinker import types
 
-from tests.factories import PAINT, photo
+from tests.factories import PAINT, photo, present
 from tests.servers import KEY, MODEL, Server
 
 MESSAGES: Any = [{"role": "user", "content": "hello world"}]
@@ -75,7 +75,7 @@ def test_openai_calls_tools(chatgpt: openai.OpenAI) -> None:
 
 def test_openai_completes_and_its_errors_are_its_own(chatgpt: openai.OpenAI, server: Server) -> None:
     done = chatgpt.completions.create(model=MODEL, prompt=["hello", "world"], max_tokens=3, logprobs=1, seed=1)
-    assert len(done.choices) == 2 and len(done.choices[0].logprobs.token_logprobs) == 3
+    assert len(done.choices) == 2 and len(present(present(done.choices[0].logprobs).token_logprobs)) == 3
     with pytest.raises(openai.NotFoundError, match="is not served here") as unknown:
         chatgpt.chat.completions.create(model="other", messages=MESSAGES)
     assert unknown.value.code == "model_not_found"
@@ -161,7 +161,7 @@ def test_a_rollout_of_trained_weights_trains_without_tokenising_again(server: Se
         ).result()
         assert choice.token_ids == list(sampled.sequences[0].tokens) and answer.model == name
         logprobs = [one.logprob for one in choice.logprobs.content]
-        np.testing.assert_allclose(logprobs, sampled.sequences[0].logprobs, atol=1e-4)
+        np.testing.assert_allclose(logprobs, present(sampled.sequences[0].logprobs), atol=1e-4)
     old = [one.logprob for one in choice.logprobs.content]
     rollout = types.Datum(
         model_input=types.ModelInput.from_ints([*tokens, *choice.token_ids[:-1]]),

@@ -15,7 +15,7 @@ import tinker
 from tinker import types
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.factories import image, make_renderer, prompt, words
+from tests.factories import image, make_renderer, present, prompt, words
 from tests.full import assert_scores
 from tests.servers import KEY, MODEL, Server, sdk_input
 from tests.training import batch, logprobs_of, step
@@ -32,8 +32,8 @@ def full_server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     assert running.stop() == 0, running.log.read_text()[-4000:]
 
 
-def scores(sampler: tinker.SamplingClient) -> list[float | None]:
-    return sampler.compute_logprobs(PROMPT).result()[1:]
+def scores(sampler: tinker.SamplingClient) -> list[float]:
+    return [present(one) for one in sampler.compute_logprobs(PROMPT).result()[1:]]
 
 
 def kill_trainer(server: Server) -> None:

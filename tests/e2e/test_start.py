@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.factories import present
 from tests.servers import MODEL, Server
 from tests.terminal import terminal
 
@@ -42,7 +43,7 @@ def test_on_a_terminal_two_models_load_with_bars_above_which_the_log_stays_whole
             timer.start()
             try:
                 bars = seen.wait(lambda lines: all(num_lines(lines, name) for name in names), 120)
-                url = server.stdout.readline()
+                url = present(server.stdout).readline()
                 server.send_signal(signal.SIGINT)
                 code = server.wait(60)
             finally:

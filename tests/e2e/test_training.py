@@ -10,7 +10,8 @@ import pytest
 import tinker
 import tinker.types as types
 
-from tests.factories import MIXED, datum, image, photo, prompt, words
+from api_schemas.inputs import Chunk
+from tests.factories import MIXED, as_text, datum, image, photo, prompt, words
 from tests.servers import MODEL, Server, sdk_datum, sdk_input
 from tests.training import ADAM, PLACEHOLDER, batch, logprobs_of, step
 
@@ -87,7 +88,7 @@ def test_a_snapshot_keeps_its_weights_while_training_goes_on(service, renderer):
 
 def test_images_matter(service, renderer):
     client = service.create_lora_training_client(MODEL, rank=8, seed=6).result()
-    chunks = [words(3, 1), image(64, 96, 1), words(5, 2)]
+    chunks: list[Chunk] = [words(3, 1), image(64, 96, 1), words(5, 2)]
     other = [chunks[0], image(64, 96, 2), chunks[2]]
     first, second = logprobs_of(client, [datum(prompt(*c), renderer, 1) for c in (chunks, other)])
     assert np.abs(first - second)[:3].max() < 1e-5
@@ -129,7 +130,7 @@ async def test_two_hundred_prompts_are_scored_at_once_by_models_and_base(service
     )
     base = await service.create_lora_training_client(MODEL, rank=1, seed=0)  # B is zero: the base model
     for i, (model_input, got) in enumerate(zip(prompts, scores, strict=True)):
-        ids = model_input.chunks[0].tokens
+        ids = as_text(model_input.chunks[0]).tokens
         item = datum(model_input, renderer)
         item = type(item)(
             model_input=model_input,

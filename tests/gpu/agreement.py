@@ -3,6 +3,8 @@
 The bounds are twice what vLLM and transformers differ by on one H200 with random models.
 """
 
+from typing import Any
+
 import numpy as np
 
 from backends.model_spec import Placement
@@ -11,7 +13,7 @@ from tests.servers import sdk_input
 from tests.training import logprobs_of
 
 MEAN, LARGEST = 0.03, 0.2
-ON_CUDA = {
+ON_CUDA: dict[str, Any] = {
     "device": "cuda",
     "dtype": "bfloat16",
     "placement": Placement(sampler_fraction=0.2),

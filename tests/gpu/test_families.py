@@ -6,6 +6,7 @@ pytest tests/gpu/test_families.py
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from backends.protocol import BackendFailed
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
+from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
 from tests.models import FAMILIES, make_wide_moe
 from tests.sampling import request, sample, sampler_config
@@ -30,7 +31,7 @@ WINDOWED = ("Mistral", "Gemma 3")
 """Decoders of which the kernel in bfloat16 would leave something out."""
 
 
-def on_cuda(source: Path, dtype: str, **others: object) -> TrainerRank:
+def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
     settings = dataclasses.replace(config(source), device="cuda", dtype=dtype, **others)
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
 
@@ -53,7 +54,10 @@ def test_the_trainer_computes_as_on_the_cpu(kind, tmp_path):
     given = [datum(one.model_input, renderer, seed) for seed, one in enumerate(inputs(renderer))]
     on_cpu = trainer(source)
     expected, expected_gradients = scored(on_cpu, given), gradients(on_cpu, "m")
-    bounds = [("float32", 1e-3, 1e-2), ("bfloat16", MEAN, LARGEST)]
+    bounds: list[tuple[Literal["float32", "bfloat16"], float, float]] = [
+        ("float32", 1e-3, 1e-2),
+        ("bfloat16", MEAN, LARGEST),
+    ]
     for dtype, mean, largest in bounds[:1] if kind in WINDOWED else bounds:
         rank = on_cuda(source, dtype)
         found = np.concatenate([np.abs(a - b) for a, b in zip(scored(rank, given), expected, strict=True)])
@@ -97,7 +101,7 @@ async def test_the_sampler_scores_as_the_trainer(kind, tmp_path):
         await running.stop()
     differences = []
     for (name, item), answer in zip(asked, answers, strict=True):
-        (row,) = forward_backward(rank, name, cross_entropy([item]), False).loss_fn_outputs
+        (row,) = present(forward_backward(rank, name, cross_entropy([item]), False)).loss_fn_outputs
         # An image's tokens, with those around it, are not compared.
         is_text = np.ones(len(row["logprobs"]), bool)
         for span in renderer.render(item.model_input, "prompt").spans:
@@ -129,7 +133,7 @@ async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_
     data, drawn = [], []
     for one, answer in zip(prompts, answers, strict=True):
         for sequence in answer.sequences:
-            ids = np.concatenate([one.chunks[0].tokens, sequence.tokens])
+            ids = np.concatenate([as_text(one.chunks[0]).tokens, sequence.tokens])
             text = prompt(EncodedTextChunk(tokens=ids[:-1].astype(np.int32)))
             weights = np.ones(len(ids) - 1, np.float32)
             targets = {"target_tokens": ids[1:].astype(np.int64), "weights": weights}
@@ -148,4 +152,4 @@ async def test_a_mixture_is_trained_by_the_experts_that_it_was_sampled_with(tmp_
 
 
 def scored_rows(rank: TrainerRank, data: list[Datum]) -> list[np.ndarray]:
-    return [one["logprobs"] for one in forward_backward(rank, "m", cross_entropy(data), True).loss_fn_outputs]
+    return [one["logprobs"] for one in present(forward_backward(rank, "m", cross_entropy(data), True)).loss_fn_outputs]

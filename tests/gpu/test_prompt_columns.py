@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tinker.types as types
 
-from tests.factories import prompt, words
+from tests.factories import as_text, prompt, words
 from tests.servers import MODEL, sdk_input
 from tests.training import batch, step
 
@@ -24,7 +24,7 @@ def test_chosen_and_drawn_tokens_agree_with_the_other_scores(server, renderer):
     works = []
     for index in range(12):
         model_input = prompt(words([5, 60, 700][index % 3], index))
-        ids = model_input.chunks[0].tokens.astype(np.int64)
+        ids = as_text(model_input.chunks[0]).tokens.astype(np.int64)
         targets = np.stack([ids[1:], np.full(len(ids) - 1, -1), ids[:-1]], axis=1)
         future = (adapted, base)[index % 2].sample(
             sdk_input(model_input),

@@ -7,7 +7,7 @@ import numpy as np
 
 from api_schemas.inputs import Datum, ImageChunk, ModelInput
 from backends.inputs.rendering import Renderer
-from tests.factories import MIXED, VOCAB, datum
+from tests.factories import MIXED, VOCAB, as_text, datum
 from tests.servers import MODEL
 
 NUM_SMALL = 1100
@@ -48,5 +48,5 @@ def _chunks(model_input: ModelInput, renderer: Renderer) -> list[dict[str, Any]]
             png = base64.b64encode(chunk.data).decode()
             chunks.append({"png": png, "expected_tokens": None if number % 2 else length})
         else:
-            chunks.append({"tokens": chunk.tokens.tolist()})
+            chunks.append({"tokens": as_text(chunk).tokens.tolist()})
     return chunks

@@ -5,10 +5,9 @@ billions of states. These bounds limit how large a small body can become.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from re import _constants as sre_constants
 from re import _parser as sre_parser
-from typing import Any
 
 from tinker_server.errors import BadField
 
@@ -34,7 +33,7 @@ _PARTS = ("content", "tool_calls")
 """Fields of a message, and of a part, that are lists of objects."""
 
 
-def require_bounded(body: Mapping[str, Any]) -> None:
+def require_bounded(body: Mapping[str, object]) -> None:
     """Raise BadField for a body with a field that is too large, or with plain values where objects are required."""
     for field, most in _BLOCKS.items():
         _require_objects(body.get(field), field, most)
@@ -59,7 +58,7 @@ def require_bounded(body: Mapping[str, Any]) -> None:
         raise BadField(f"the request has more than {MAX_VALUES} values")
 
 
-def _parts(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parts(value: object, where: str) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield all objects of a list and of their nested lists, the outer ones first."""
     for index, one in enumerate(value if isinstance(value, list) else ()):
         if isinstance(one, dict):
@@ -68,7 +67,7 @@ def _parts(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from _parts(one.get(name), f"{where}.{index}.{name}")
 
 
-def _require_objects(value: Any, where: str, most: int) -> None:
+def _require_objects(value: object, where: str, most: int) -> None:
     if not isinstance(value, list):
         if value is not None and not isinstance(value, str):
             raise BadField(f"{where} is {_named(value)}; it must be a list of objects", where.partition(".")[0])
@@ -80,13 +79,13 @@ def _require_objects(value: Any, where: str, most: int) -> None:
             raise BadField(f"{where}.{index} is {_named(one)}; it must be an object", where.partition(".")[0])
 
 
-def _require_format(value: Any) -> None:
+def _require_format(value: object) -> None:
     """Refuse structural tags given as lists of structures and triggers, which no answer here would follow."""
     if isinstance(value, dict) and not value.keys().isdisjoint(("structures", "triggers")):
         raise BadField("response_format.structures is not supported; structural_tag takes a format", "response_format")
 
 
-def _require_stops(value: Any, field: str) -> None:
+def _require_stops(value: object, field: str) -> None:
     stops = value if isinstance(value, list) else [] if value is None else [value]
     if len(stops) > MAX_STOPS:
         raise BadField(f"{field} has {len(stops)} items; {MAX_STOPS} are allowed", field)
@@ -97,7 +96,7 @@ def _require_stops(value: Any, field: str) -> None:
             raise BadField(f"{field} holds {_named(one)}; it must hold strings or token ids", field)
 
 
-def _require_biases(value: Any) -> None:
+def _require_biases(value: object) -> None:
     if value is None:
         return
     if not isinstance(value, dict) or not all(isinstance(one, int | float) for one in value.values()):
@@ -106,7 +105,7 @@ def _require_biases(value: Any) -> None:
         raise BadField(f"logit_bias has {len(value)} tokens; {MAX_BIASES} are allowed", "logit_bias")
 
 
-def _require_prompt(value: Any) -> None:
+def _require_prompt(value: object) -> None:
     """Require a text, a list of texts, a list of token ids, or a list of such lists."""
     if value is None or isinstance(value, str):
         return
@@ -118,7 +117,7 @@ def _require_prompt(value: Any) -> None:
     raise BadField("prompt must be a text, a list of texts, a list of token ids, or a list of such lists", "prompt")
 
 
-def _patterns(value: Any) -> Iterator[str]:
+def _patterns(value: object) -> Iterator[str]:
     """Yield all regular expressions of a schema."""
     if isinstance(value, dict):
         for name, one in value.items():
@@ -148,7 +147,7 @@ def _require_quick_pattern(pattern: str, field: str) -> None:
         )
 
 
-def _repetition(parsed: Any) -> int:
+def _repetition(parsed: sre_parser.SubPattern) -> int:
     """Return the largest product of the counts of nested repetitions; an unbounded one counts as 1."""
     largest = 1
     for operator, argument in parsed:
@@ -163,11 +162,11 @@ def _repetition(parsed: Any) -> int:
     return largest
 
 
-def _holds(part: Any) -> bool:
+def _holds(part: object) -> bool:
     return isinstance(part, sre_parser.SubPattern)
 
 
-def _values(values: Any) -> Iterator[Any]:
+def _values(values: Iterable[object]) -> Iterator[object]:
     """Yield every value at any depth; `unstorable` has bounded the depth."""
     for value in values:
         yield value
@@ -177,7 +176,7 @@ def _values(values: Any) -> Iterator[Any]:
             yield from _values(value)
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     """Return the JSON type of a value, in words."""
     if value is None:
         return "null"

@@ -13,7 +13,7 @@ _SLICE = 1 << 20
 _PNG = b"\x89PNG"
 
 
-async def with_data(endpoint: ChatEndpoint, body: dict[str, Any], addresses: ImageAddresses) -> None:
+async def with_data(endpoint: ChatEndpoint, body: dict[str, object], addresses: ImageAddresses) -> None:
     """Replace addresses of images by data URIs. Raises BadField for an address that is not allowed or not readable."""
     if endpoint == "completions":
         return
@@ -27,7 +27,7 @@ async def with_data(endpoint: ChatEndpoint, body: dict[str, Any], addresses: Ima
             holder[key] = f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def files(body: dict[str, Any]) -> list[bytes]:
+def files(body: dict[str, object]) -> list[bytes]:
     """Return the image files that a conversation has as base64. Invalid base64 gives an empty file, which the sampler
     refuses with the reason."""
     found = []
@@ -46,7 +46,7 @@ def _decoded(text: str) -> bytes:
         return b""
 
 
-def _sources(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
+def _sources(value: object) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each object that holds an image's address or data, in either vendor's form, with the key of it."""
     if isinstance(value, list):
         for part in value:

@@ -49,7 +49,7 @@ class ChatRequest:
     streamed: bool
     num_sequences: int
     """Number of sequences that the engine samples."""
-    body: dict[str, Any]
+    body: dict[str, object]
     size_bytes: int
 
 
@@ -109,17 +109,17 @@ def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
     return ChatRequest(endpoint, model, streamed, prompts * n, body, len(content))
 
 
-def _checked(body: dict[str, Any], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:
+def _checked(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:
     value = default if body.get(field) is None else body[field]
     if not is_good(value):
         raise BadField(f"{field} is {str(value)[:100]}; it must be {allowed}", field)
     return value
 
 
-def _is_temperature(value: Any) -> bool:
+def _is_temperature(value: object) -> bool:
     return isinstance(value, int | float) and (value == 0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE)
 
 
-def _num_prompts(prompt: Any) -> int:
+def _num_prompts(prompt: object) -> int:
     """Return the number of prompts: a list holds several, unless it holds one prompt's token ids."""
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1

@@ -55,11 +55,10 @@ def runs_table(found: dict[str, Any]) -> Table:
     return table
 
 
-def _ask(arguments: argparse.Namespace, method: str, path: str, **values: Any) -> Any:
-    sent: dict[str, Any] = {"params": values} if method == "GET" else {"json": values}
+def _ask(arguments: argparse.Namespace, method: str, path: str, **values: str | int) -> Any:
     url = f"{arguments.url.rstrip('/')}/api/v1{path}"
     with connected(arguments.url, arguments.key, _WAIT_S) as client:
-        answer = client.request(method, url, **sent)
+        answer = client.get(url, params=values) if method == "GET" else client.request(method, url, json=values)
     if answer.status_code >= 300:
         raise StartFailed(f"{url} answers {answer.status_code}: {answer.text[:300]}")
     return answer.json() if answer.content else None

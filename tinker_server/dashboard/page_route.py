@@ -5,7 +5,6 @@ The content security policy allows only our own scripts and styles, so markup in
 
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi import Request, Response
@@ -31,7 +30,7 @@ CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 class PageRoute(APIRoute):
     """A custom route class, as FastAPI documents it."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, None, Response]]:
         """Return the handler, which answers errors as pages and adds our headers to every answer."""
         handle = super().get_route_handler()
 

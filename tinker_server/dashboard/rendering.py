@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
@@ -95,7 +94,7 @@ def base_of(request: Request) -> str:
     return prefix if _PREFIX.fullmatch(prefix) else ""
 
 
-def page(request: Request, template: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:
+def page(request: Request, template: str, values: Mapping[str, object], status: int = 200) -> HTMLResponse:
     """Render a page or a part of one. The template's `viewer` is the person signed in, or None."""
     viewer = getattr(request.state, "viewer", None)
     text = _ENVIRONMENT.get_template(template).render(

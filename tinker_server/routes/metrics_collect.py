@@ -3,9 +3,9 @@
 import asyncio
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,6 +13,8 @@ from prometheus_client.registry import CollectorRegistry
 
 from backends.protocol import BaseModel, EngineUse, GpuState, ProcessState
 from tinker_server.web.deps import Services
+
+Labels = TypeVar("Labels", bound=tuple[str, ...])
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,15 @@ def _gpus(gpus: list[GpuState]) -> Iterator[Metric]:
     yield _gauge("tinker_gpu_utilization", "Fraction of the time in which a kernel runs.", ("gpu",), used)
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], values: dict[Any, Any]) -> Metric:
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[Labels, float]) -> Metric:
     return _filled(GaugeMetricFamily(name, text, labels=labels), values)
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], values: dict[Any, Any]) -> Metric:
+def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Labels, float]) -> Metric:
     return _filled(CounterMetricFamily(name, text, labels=labels), values)
 
 
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: dict[Any, Any]) -> Metric:
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Labels, float]) -> Metric:
     for key, value in values.items():
         family.add_metric([str(part) for part in key], value)
     return family

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Select, Subquery, Text, and_, case, cast, exists, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -70,7 +70,7 @@ class RunRecord:
         return list(dict.fromkeys([*(self.run.tags or []), *self.session.tags]))
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """Metadata of the run and of its session, which the run's override."""
         return self.session.user_metadata | (self.run.user_metadata or {})
 

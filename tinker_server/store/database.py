@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
-from sqlalchemy import Connection, Table, delete, event, inspect, make_url, select, tuple_
+from sqlalchemy import AdaptedConnection, Connection, Table, delete, event, inspect, make_url, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     ArgumentError,
@@ -32,6 +32,9 @@ from tinker_server.errors import BadRequest, DatabaseUnavailable, DiskFull, Star
 from tinker_server.store.lease import Lease, sole_use
 from tinker_server.store.outage import Outage
 from tinker_server.store.postgresql import CONNECT_S, Connections
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects.sqlite.aiosqlite import AsyncAdapt_aiosqlite_connection
 
 T = TypeVar("T")
 S = TypeVar("S", AsyncSession, AsyncConnection)
@@ -145,7 +148,7 @@ class Database:
                     raise
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _roll_back_sqlite(self, connection: Any, *_: object) -> None:
+    def _roll_back_sqlite(self, connection: AdaptedConnection, *_: object) -> None:
         """End the transaction of a connection that is about to be closed because its caller was cancelled.
 
         Closing does not end it while a cursor is left, and the traceback of the cancelled call refers to one: nobody
@@ -222,7 +225,8 @@ class Database:
         if self._engine.dialect.name != "sqlite":
             return
         async with self._engine.connect() as connection:
-            driver: Any = (await connection.get_raw_connection()).driver_connection
+            driver = (await connection.get_raw_connection()).driver_connection
+            assert driver is not None
             async with self._write_lock:
                 # As a script: a plain execute would stop after the first page.
                 await driver.executescript(f"PRAGMA incremental_vacuum({SHRUNK_PAGES});")
@@ -238,7 +242,9 @@ class Database:
         await self._engine.dispose()
 
 
-def _set_up_sqlite(busy_timeout_ms: int, synchronous: str, connection: Any, _: object) -> None:
+def _set_up_sqlite(
+    busy_timeout_ms: int, synchronous: str, connection: "AsyncAdapt_aiosqlite_connection", _: object
+) -> None:
     connection.isolation_level = None  # the driver begins no transactions by itself; _begin_sqlite does
     cursor = connection.cursor()
     # auto_vacuum comes first: it has an effect only on databases that do not exist yet.
@@ -281,7 +287,8 @@ def _begin_sqlite(connection: Connection) -> None:
     # A transaction that reads first and writes later cannot always get the write lock. So it is taken at once.
     writes = connection.get_execution_options().get("writes", False)
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
-    driver: Any = connection.connection.dbapi_connection
+    driver = connection.connection.dbapi_connection
+    assert isinstance(driver, AdaptedConnection)
     try:
         driver.run_async(lambda raw: raw.execute(begin))  # the dialect's cursor would go to its thread three times
     except asyncio.CancelledError:  # the transaction may have begun, and nobody would end it

@@ -3,8 +3,10 @@
 import socket
 import sys
 import uuid
-from typing import Any
+from typing import Protocol
 from weakref import WeakSet
+
+from sqlalchemy import AdaptedConnection
 
 CONNECT_S = 5.0
 """Seconds until a new connection can be used."""
@@ -25,15 +27,22 @@ _END = (
 )
 
 
+class _Driver(Protocol):
+    """A connection of asyncpg's."""
+
+    def terminate(self) -> None:
+        """Close it at once."""
+
+
 class Connections:
     """The open connections."""
 
     def __init__(self) -> None:
-        self._open: WeakSet[Any] = WeakSet()
+        self._open: WeakSet[_Driver] = WeakSet()
         self._server = f"tinker-server {uuid.uuid4().hex[:12]}"
         self._num_aborts = self._num_ended = 0
 
-    def set_up(self, adapted: Any, _: object) -> None:
+    def set_up(self, adapted: AdaptedConnection, _: object) -> None:
         """Set a new connection's time limits; first, end the aborted connections that PostgreSQL still has."""
         driver = adapted.driver_connection
         self._open.add(driver)
@@ -53,7 +62,7 @@ class Connections:
             driver.terminate()
 
 
-def _keep_alive(connected: Any) -> None:
+def _keep_alive(connected: socket.socket | None) -> None:
     if connected is None or connected.family == socket.AF_UNIX:
         return
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -2,10 +2,13 @@
 
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from api_schemas.training import Trainable
 from tinker_server.store import tables
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 R = TypeVar("R")
 
@@ -17,7 +20,7 @@ class Session:
     session_id: str
     owner: str
     tags: list[str]
-    user_metadata: dict[str, Any]
+    user_metadata: dict[str, str]
     project_id: str | None = None
     display_name: str | None = None
     created_at: float
@@ -42,10 +45,10 @@ class TrainingRun:
     name: str | None = None
     notes: str | None = None
     tags: list[str] | None = None
-    optimizer_config: dict[str, Any]
+    optimizer_config: dict[str, object]
     status: str
     snapshot: str | None = None
-    computed_with: dict[str, Any] | None = None
+    computed_with: dict[str, str] | None = None
     created_at: float
 
 
@@ -150,6 +153,6 @@ def held_bytes(value: object) -> int:
     return num_bytes + sum(held_bytes(part) for part in vars(value).values())
 
 
-def columns(record: Any) -> dict[str, Any]:
+def columns(record: "DataclassInstance") -> dict[str, object]:
     """Return the columns of the record's row."""
     return {field.name: getattr(record, field.name) for field in fields(record)}

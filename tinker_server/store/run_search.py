@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import ColumnElement, SQLColumnExpression, Text, case, cast, func, or_
 from sqlalchemy.orm import InstrumentedAttribute
@@ -10,7 +9,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from tinker_server.store.database import can_be_searched
 from tinker_server.store.tables import SessionRow, TrainingRunRow
 
-NOTED: tuple[InstrumentedAttribute[Any], ...] = (
+NOTED: tuple[InstrumentedAttribute[object], ...] = (
     TrainingRunRow.user_metadata,
     TrainingRunRow.name,
     TrainingRunRow.notes,
@@ -52,6 +51,6 @@ def has_words(search: RunSearch) -> Iterator[ColumnElement[bool]]:
         yield or_(*either)
 
 
-def _contains(value: SQLColumnExpression[Any], word: str) -> ColumnElement[bool]:
+def _contains(value: SQLColumnExpression[object], word: str) -> ColumnElement[bool]:
     """Return the condition that a text, or a JSON value as text, contains the word in any case."""
     return func.lower(cast(value, Text)).contains(word.lower(), autoescape=True)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -106,7 +105,7 @@ class RunStore:
 
         await self._set(model_id, end_log, status="lost", snapshot=None)
 
-    async def set_snapshot(self, model_id: str, snapshot: str, position: int, computed_with: dict[str, Any]) -> None:
+    async def set_snapshot(self, model_id: str, snapshot: str, position: int, computed_with: dict[str, str]) -> None:
         """Record a written snapshot of the model at a position of its log. The one before is released."""
 
         async def truncate_log(session: AsyncSession) -> None:

@@ -18,10 +18,10 @@ class TrainableJson(TypeDecorator[Trainable]):
     impl = JSON
     cache_ok = True
 
-    def process_bind_param(self, value: Trainable | None, dialect: Dialect) -> Any:
+    def process_bind_param(self, value: Trainable | None, dialect: Dialect) -> dict[str, object] | None:
         return None if value is None else value.model_dump()
 
-    def process_result_value(self, value: Any, dialect: Dialect) -> Trainable | None:
+    def process_result_value(self, value: object, dialect: Dialect) -> Trainable | None:
         return None if value is None else Trainable.model_validate(value)
 
 
@@ -29,7 +29,14 @@ _LOGGED = text("position IS NOT NULL")
 
 
 class Table(DeclarativeBase):
-    type_annotation_map = {float: Double, int: BigInteger, bytes: LargeBinary, dict[str, Any]: JSON, list[str]: JSON}
+    type_annotation_map = {
+        float: Double,
+        int: BigInteger,
+        bytes: LargeBinary,
+        dict[str, Any]: JSON,
+        dict[str, str]: JSON,
+        list[str]: JSON,
+    }
 
 
 class SessionRow(Table):
@@ -43,7 +50,7 @@ class SessionRow(Table):
     idempotency_key: Mapped[str | None] = mapped_column(unique=True)
     """Owner and idempotency key of the request that created it, so that a retry finds it."""
     tags: Mapped[list[str]]
-    user_metadata: Mapped[dict[str, Any]]
+    user_metadata: Mapped[dict[str, str]]
     project_id: Mapped[str | None]
     display_name: Mapped[str | None]
     sdk_version: Mapped[str]
@@ -78,7 +85,7 @@ class TrainingRunRow(Table):
     """`active`; `suspended`: on disk until its next operation; `lost`: unloaded."""
     snapshot: Mapped[str | None]
     """Directory, below the data directory, of the snapshot that the log is run on; null: on a fresh model."""
-    computed_with: Mapped[dict[str, Any] | None]
+    computed_with: Mapped[dict[str, str] | None]
     """`BaseModelInfo.numerics` when the snapshot was taken: what results depend on beside model and operation."""
     created_at: Mapped[float]
 

@@ -1,7 +1,6 @@
 """HTTP answers to errors; every answer has a body and its length."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,7 +34,7 @@ def answer(
 
 def describe(error: RequestValidationError) -> str:
     """Name the first few fields of a body that are wrong."""
-    problems: list[Any] = list(error.errors())
+    problems = error.errors()
     places = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems[:5]]
     return "; ".join(places) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 

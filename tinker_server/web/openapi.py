@@ -105,7 +105,7 @@ def _tag(route: APIRoute) -> str:
     return route.endpoint.__module__.rpartition(".")[2]
 
 
-def _fields(schema: Any) -> Iterator[Schema]:
+def _fields(schema: object) -> Iterator[Schema]:
     """Yield the fields of every object in a schema."""
     if isinstance(schema, dict):
         if isinstance(fields := schema.get("properties"), dict):

@@ -8,7 +8,7 @@ import base64
 import hashlib
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from fastapi import Depends
 from fastapi import Request as HttpRequest
@@ -120,11 +120,11 @@ class Numbered(BaseModel):
     forward_only: bool = False
 
 
-def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Any]]]:
+def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]]:
     """Return a dependency that reads the body of one kind of operation."""
     kind = OPERATIONS[operation_kind]
 
-    async def read(http: HttpRequest, models: OwnModels) -> Submission[Any]:
+    async def read(http: HttpRequest, models: OwnModels) -> Submission[Request]:
         settings = models.server.settings
         content_type = _content_type(http, kind)
         body = await http.body()

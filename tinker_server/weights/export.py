@@ -20,7 +20,7 @@ import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
@@ -84,26 +84,35 @@ def write_tinker_form(peft: Path, directory: Path) -> None:
 def has_tower(source: Path) -> bool:
     """Return whether the file's adapter covers more than the layers of a decoder and a head."""
     with source.open("rb") as read:
-        header, _ = _header(read)
-    modules = {name.partition(".lora_")[0] for name in header if name != "__metadata__" and not _LAYER.fullmatch(name)}
+        header, _, _ = _header(read)
+    modules = {name.partition(".lora_")[0] for name in header if not _LAYER.fullmatch(name)}
     return len(modules) > 1
 
 
-def _header(read: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file and its size in bytes. Raises ValueError."""
+class _Place(TypedDict):
+    """One tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+def _header(read: BinaryIO) -> tuple[dict[str, _Place], object, int]:
+    """Return the tensors and the metadata of a safetensors file, and its header's size in bytes. Raises ValueError."""
     (header_bytes,) = struct.unpack("<Q", read.read(8))
     if header_bytes > _MAX_HEADER_BYTES:
         raise ValueError(f"{read.name} is no safetensors file")
-    return json.loads(read.read(header_bytes)), header_bytes
+    header = json.loads(read.read(header_bytes))
+    metadata = header.pop("__metadata__", None)
+    return header, metadata, header_bytes
 
 
 def rename_tensors(source: Path, target: Path) -> list[str]:
     """Copy a safetensors file with its tensors under their tinker names; return the names."""
     with source.open("rb") as read, target.open("wb") as write:
-        header, header_bytes = _header(read)
-        metadata = header.pop("__metadata__", None)
+        header, metadata, header_bytes = _header(read)
         exported = _collected(header)
-        places: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+        places: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
         end = 0
         for name, tensor in exported.items():
             begin, end = end, end + tensor.num_bytes
@@ -146,7 +155,7 @@ def _pieces(num_bytes: int) -> list[int]:
     return [1 << 20] * whole + [rest]
 
 
-def _collected(header: dict[str, Any]) -> dict[str, _Exported]:
+def _collected(header: dict[str, _Place]) -> dict[str, _Exported]:
     """Return a file's tensors by exported name. Raises ValueError if two have the same, or an expert has none."""
     exported: dict[str, _Exported] = {}
     for peft_name, place in header.items():
@@ -156,7 +165,8 @@ def _collected(header: dict[str, Any]) -> dict[str, _Exported]:
             raise ValueError("two tensors of the adapter have the same exported name")
         if (tensor.dtype, tensor.part_shape) != (place["dtype"], place["shape"]):
             raise ValueError(f"{peft_name}: experts of a layer differ in shape or type")
-        tensor.parts[number] = tuple(place["data_offsets"])
+        begin, end = place["data_offsets"]
+        tensor.parts[number] = begin, end
     for name, tensor in exported.items():
         if None not in tensor.parts and set(tensor.parts) != set(range(len(tensor.parts))):
             raise ValueError(f"{name}: an expert of the layer has no tensor")

@@ -7,9 +7,9 @@ are checked before they are sent.
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
+from vllm.inputs import EngineInput
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
@@ -69,7 +69,7 @@ class ChatEngine:
         """Do nothing: the server has admitted the request."""
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **_: Any
+        self, prompt: EngineInput, sampling_params: SamplingParams, request_id: str, **_: object
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of all of a prompt's sequences as they come, or one in the end where that alone is asked
         for.

@@ -6,9 +6,10 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
+from pydantic import BaseModel
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve import create_error_response
@@ -25,7 +26,9 @@ from backends.sampler.chat.prompts import chat_renderer
 from backends.sampler.chat.requests import parsed
 
 log = logging.getLogger(__name__)
-_CALLS: dict[ChatEndpoint, Callable[[Any, Any], Awaitable[Any]]] = {
+_CALLS: dict[
+    ChatEndpoint, Callable[[GenerateBaseServing, BaseModel], Awaitable[BaseModel | AsyncGenerator[str, None]]]
+] = {
     "chat_completions": OpenAIServingChat.create_chat_completion,
     "completions": OpenAIServingCompletion.create_completion,
     "messages": AnthropicServingMessages.create_messages,
@@ -36,8 +39,8 @@ _CALLS: dict[ChatEndpoint, Callable[[Any, Any], Awaitable[Any]]] = {
 class _Names:
     """A handler's view of its models: the server has looked the name up already."""
 
-    lora_requests: dict[str, Any] = {}
-    base_model_paths: list[Any] = []
+    lora_requests: dict[str, object] = {}
+    base_model_paths: list[object] = []
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -70,7 +73,7 @@ class Chats:
             # Temperature 1 by default, so that log probabilities are the model's own; a generation config may cut its
             # distribution.
             handler.default_sampling_params = {}
-        self._handlers: dict[ChatEndpoint, Any] = {
+        self._handlers: dict[ChatEndpoint, GenerateBaseServing] = {
             "chat_completions": conversation,
             "completions": completion,
             "messages": messages,

@@ -10,12 +10,12 @@ import binascii
 import copy
 import re
 from collections.abc import Container
-from typing import Any
 
 import numpy as np
-from vllm.inputs import EngineInput, tokens_input
+from vllm.inputs import EngineInput, TokensPrompt, tokens_input
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+from vllm.renderers import BaseRenderer
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from backends.inputs.rendering import Renderer
@@ -39,7 +39,7 @@ class _Everything(Container[str]):
 class ImagesAsSent:
     """vLLM's media connector, which fetches and decodes nothing."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_: object) -> None:
         """Ignore vLLM's options of fetching and decoding."""
 
     async def fetch_image_async(self, url: str) -> bytes:
@@ -53,11 +53,11 @@ class ImagesAsSent:
             raise InvalidInput("image_url: what follows base64, is not base64") from None
 
 
-def chat_renderer(engine_renderer: Any, renderer: Renderer) -> Any:
+def chat_renderer(engine_renderer: BaseRenderer, renderer: Renderer) -> BaseRenderer:
     """Return vLLM's renderer, whose tokens become a ModelInput, checked as every other, without pixels yet."""
     ours = copy.copy(engine_renderer)
 
-    async def process(prompt: Any, **_: Any) -> EngineInput:
+    async def process(prompt: TokensPrompt, **_: object) -> EngineInput:
         images = (prompt.get("multi_modal_data") or {}).get("image", [])
         model_input = _model_input(prompt["prompt_token_ids"], images, renderer)
         known = _Everything()
@@ -68,7 +68,7 @@ def chat_renderer(engine_renderer: Any, renderer: Renderer) -> Any:
         if not len(rendered.token_ids_T):
             raise InvalidInput("the prompt is empty")
         spans = [PlaceholderRange(offset=span.offset, length=span.num_tokens) for span in rendered.spans]
-        made: Any = {
+        made: EngineInput = {
             **tokens_input(rendered.token_ids_T.tolist()),
             "prompt": prompt.get("prompt"),
             "mm_placeholders": {"image": spans} if spans else {},

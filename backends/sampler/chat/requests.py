@@ -24,14 +24,15 @@ _REQUESTS: dict[ChatEndpoint, type[BaseModel]] = {
 _LISTS = ("list", "tuple", "set", "frozenset")
 
 
-def parsed(task: ChatTask) -> Any:
+def parsed(task: ChatTask) -> BaseModel:
     """Return the vendor's request. Raises InvalidInput naming the first error."""
     try:
-        return _validator(_REQUESTS[task.endpoint]).validate_python(task.body)
+        request: BaseModel = _validator(_REQUESTS[task.endpoint]).validate_python(task.body)
     except ValidationError as error:
-        first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         location = ".".join(map(str, first["loc"]))
         raise InvalidInput(f"{location or 'the body'}: {first['msg']}") from None
+    return request
 
 
 @cache

@@ -10,16 +10,16 @@
 N rows, K experts of a row, E experts, S adapter slots, R LoRA rank, H hidden width, I inner width, T tokens, C channels
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1d_fwd_cpu
 
 from backends.sampler.vllm_patches import targets
@@ -27,12 +27,16 @@ from backends.sampler.vllm_patches.lora import kernels_with_prompt_rows, rows_by
 
 CPU_UUID = "cpu"
 """The CPU's name where a GPU has a number that no other has."""
+Slices = tuple[Tensor, ...] | Tensor
+"""A tensor for each slice of a layer's outputs, or all of them in one."""
 
 
 class SlotKernels(PunicaWrapperCPU):  # type: ignore[misc]
     """LoRA kernels that compute slot by slot."""
 
-    def add_shrink(self, y: Any, x: Tensor, lora_a_stacked: tuple[Tensor, ...], scale: float, **kwargs: Any) -> None:
+    def add_shrink(
+        self, y: Slices, x: Tensor, lora_a_stacked: tuple[Tensor, ...], scale: float, **kwargs: object
+    ) -> None:
         """Fill each `y` [N, R] with x A^T, by the rows' slots."""
         if self.no_lora:
             return
@@ -43,12 +47,12 @@ class SlotKernels(PunicaWrapperCPU):  # type: ignore[misc]
     def add_expand(  # noqa: PLR0913
         self,
         y: Tensor,
-        x: Any,
+        x: Slices,
         lora_b_stacked: tuple[Tensor, ...],
         output_slices: tuple[int, ...],
         offset_start: int = 0,
         add_inputs: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Add each x B^T to its slice of `y`'s outputs, by the rows' slots."""
         if self.no_lora:
@@ -132,7 +136,7 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
 
     def _with_adapters(self, y: Tensor, x: Tensor, name: str, expert: int, rows: Tensor) -> Tensor:
         """Add to `y` the output of the rows' adapters of this expert for `x`, side by side as their matrices are."""
-        context: Any = self._lora_context
+        context: MoELoRAContext = self._lora_context
         slots_N = context.punica_wrapper.token_lora_indices[rows]
         halves = [getattr(context, f"{name}_lora_{half}_stacked") for half in "ab"]
         for slot, mine in rows_by_slot(slots_N, len(x)):
@@ -158,7 +162,7 @@ def patch_cpu() -> None:
     targets.CPU_CONVOLUTION.replace(_convolve_contiguous)
 
 
-def _leave_weights(layer: Any, **_: object) -> None:
+def _leave_weights(layer: LinearBase, **_: object) -> None:
     """Set the function of a linear layer, and leave its weights as they were loaded."""
     layer.cpu_linear = F.linear
 

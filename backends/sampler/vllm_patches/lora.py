@@ -16,13 +16,13 @@ N rows, H hidden size, R LoRA rank, V vocabulary, S adapter slots
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import PackedLoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -78,7 +78,7 @@ class WorkerAdapters(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         return super()._load_adapter(lora_request)
 
 
-def kernels_with_prompt_rows(base: Any) -> Any:
+def kernels_with_prompt_rows(base: type[PunicaWrapperBase]) -> type[PunicaWrapperBase]:
     """Return a subclass of a device's LoRA kernels whose head takes prompt tokens as rows, too."""
 
     class Kernels(base):  # type: ignore[misc]
@@ -95,7 +95,7 @@ def kernels_with_prompt_rows(base: Any) -> Any:
                 self.prompt_hidden = None
 
         def add_lora_logits(
-            self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: Any
+            self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: object
         ) -> None:
             """Add the adapters' output to the logits `y` of the rows `x`."""
             if self.prompt_hidden is None:

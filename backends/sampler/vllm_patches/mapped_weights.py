@@ -6,10 +6,9 @@ model is made in main memory, of which weights that were never written take none
 device.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig
 
 from backends.sampler.vllm_patches import targets
 
@@ -18,11 +17,10 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 def map_weights() -> None:
     """Apply the change. Once per process, before the model is loaded."""
-    made_by_vllm: Any = None
 
-    def initialize_model(vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+    def initialize_model(vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         with torch.device("cpu"):
-            model: nn.Module = made_by_vllm(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            model = made_by_vllm(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         move_attributes(model, torch.device(vllm_config.device_config.device))
         return model
 

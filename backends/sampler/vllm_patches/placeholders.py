@@ -9,12 +9,12 @@ N rows, V vocabulary
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
 
 from backends.sampler.vllm_patches import targets
 
@@ -30,14 +30,13 @@ def _hidden(logits_NV: Tensor, columns: Tensor) -> Iterator[None]:
         logits_NV.index_copy_(1, columns, before)
 
 
-def hide_from_v1(sampler: Any, ids: Tensor) -> None:
+def hide_from_v1(sampler: Sampler, ids: Tensor) -> None:
     """Change the sampler of the V1 model runner (CPU). `ids` is int64, on the device."""
     ops = sampler.topk_topp_sampler
 
     def greedy_sample(logits_NV: Tensor) -> Tensor:
         with _hidden(logits_NV, ids):
-            token_ids_N: Tensor = greedy(logits_NV)
-        return token_ids_N
+            return greedy(logits_NV)
 
     def forward(
         logits_NV: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -58,8 +57,8 @@ def patch_v2_draws(ids: Tensor) -> None:
     engine for everybody. They are clamped; their log probability stays NaN, and is reported by name.
     """
 
-    def gumbel_sample(logits_NV: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def gumbel_sample(logits_NV: Tensor, *args: object, **kwargs: object) -> Tensor:
         with _hidden(logits_NV, ids) if len(ids) else contextlib.nullcontext():
             return draw(logits_NV, *args, **kwargs).clamp_(0, logits_NV.shape[1] - 1)
 
-    draw: Callable[..., Tensor] = targets.V2_GUMBEL.replace(gumbel_sample)
+    draw = targets.V2_GUMBEL.replace(gumbel_sample)

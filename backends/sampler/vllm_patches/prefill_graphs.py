@@ -8,12 +8,9 @@ Prompts with images run eagerly. Buffers for features of the first decoder layer
 they are empty at capture: a captured graph would leak one prompt's image features into the next step.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from backends.sampler.vllm_patches import targets
 
@@ -50,7 +47,7 @@ def capture_both_kinds() -> None:
     Once, before the engine is made.
     """
 
-    def list_both(manager: Any) -> None:
+    def list_both(manager: CudaGraphManager) -> None:
         if manager.cudagraph_mode is not CUDAGraphMode.FULL:
             list_graphs(manager)
             return
@@ -74,7 +71,7 @@ def capture_both_kinds() -> None:
         }
 
     def choose_without_images(
-        manager: Any, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any
+        manager: CudaGraphManager, num_reqs: int, num_tokens: int, *args: object, **kwargs: object
     ) -> BatchExecutionDescriptor:
         graph = choose(manager, num_reqs, num_tokens, *args, **kwargs)
         if IMAGES.is_next and graph.cg_mode is CUDAGraphMode.FULL and graph.uniform_token_count is None:
@@ -83,5 +80,5 @@ def capture_both_kinds() -> None:
             )
         return graph
 
-    list_graphs: Callable[[Any], None] = targets.V2_GRAPHS.replace(list_both)
-    choose: Callable[..., BatchExecutionDescriptor] = targets.V2_DISPATCH.replace(choose_without_images)
+    list_graphs = targets.V2_GRAPHS.replace(list_both)
+    choose = targets.V2_DISPATCH.replace(choose_without_images)

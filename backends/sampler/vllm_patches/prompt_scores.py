@@ -10,12 +10,18 @@ P prompt positions after the first, N of them in this step, K chosen tokens, D d
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 KEY = "scored_tokens"
 ROWS_AT_ONCE = 256
@@ -24,9 +30,22 @@ measures the memory it needs, so that scores of prompts stay within that."""
 
 PromptRows = Callable[[Tensor], AbstractContextManager[None]]
 """Tells the head's LoRA kernels that its rows are prompt tokens (`lora.py`)."""
+ScoresV1 = dict[str, LogprobsTensors | None]
+StepV1 = Callable[[Tensor, dict[str, int]], ScoresV1]
+"""Scores prompts of a step of the V1 model runner, by its hidden states and each request's tokens."""
 
 
-def extra_args(targets_PK: np.ndarray, num_draws: int, temperature: float, seed: int) -> dict[str, Any]:
+class Asked(TypedDict):
+    """The scored tokens that a request asks for, among its extra arguments."""
+
+    targets: bytes
+    num_targets: int
+    num_draws: int
+    temperature: float
+    seed: int
+
+
+def extra_args(targets_PK: np.ndarray, num_draws: int, temperature: float, seed: int) -> dict[str, Asked]:
     """Return extra arguments for SamplingParams. `targets_PK` holds -1 where nothing is asked."""
     return {
         KEY: {
@@ -52,9 +71,9 @@ class ScoredTokens:
     logprobs_PC: Tensor
 
     @classmethod
-    def asked_by(cls, params: Any, num_rows: int, device: torch.device) -> "ScoredTokens | None":
+    def asked_by(cls, params: SamplingParams, num_rows: int, device: torch.device) -> "ScoredTokens | None":
         """Return empty ones for a request's SamplingParams; None where they ask for none."""
-        asked = (params.extra_args or {}).get(KEY)
+        asked: Asked | None = (params.extra_args or {}).get(KEY)
         if asked is None:
             return None
         num_targets, num_draws = asked["num_targets"], asked["num_draws"]
@@ -89,18 +108,18 @@ class ScoredTokens:
         probabilities_NV = (logits_NV / self.temperature).softmax(-1).nan_to_num(nan=1.0)
         return torch.multinomial(probabilities_NV, self.num_draws, replacement=True, generator=self.generator)
 
-    def put_into(self, tensors: Any) -> None:
+    def put_into(self, tensors: LogprobsTensors) -> None:
         """Overwrite the last columns of vLLM's LogprobsTensors of the whole prompt."""
         width = self.ids_PC.shape[1]
         tensors.logprob_token_ids[:, -width:] = self.ids_PC.to(tensors.logprob_token_ids)
         tensors.logprobs[:, -width:] = self.logprobs_PC.to(tensors.logprobs)
 
 
-def scoring_step_v1(runner: Any, vllm_step: Callable[..., Any], prompt_rows: PromptRows) -> Callable[..., Any]:
+def scoring_step_v1(runner: "GPUModelRunner", vllm_step: StepV1, prompt_rows: PromptRows) -> StepV1:
     """Return a replacement of `_get_prompt_logprobs_dict` of the V1 model runner (CPU), which is `vllm_step`."""
     in_flight: dict[str, ScoredTokens] = {}
 
-    def step(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+    def step(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> ScoresV1:
         for req_id in set(in_flight) - set(runner.requests):
             del in_flight[req_id]
         for req_id in runner.num_prompt_logprobs:
@@ -117,11 +136,11 @@ def scoring_step_v1(runner: Any, vllm_step: Callable[..., Any], prompt_rows: Pro
             offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[req_id]].item()
             hidden = hidden_states[offset : offset + min(num_tokens, num_rows - first)]
             in_flight[req_id].fill(first, hidden, runner.model.compute_logits)
-        answer: dict[str, Any] = vllm_step(hidden_states, num_scheduled_tokens)
+        answer = vllm_step(hidden_states, num_scheduled_tokens)
         _put(in_flight, answer)
         return answer
 
-    def step_on_prompt_rows(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+    def step_on_prompt_rows(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> ScoresV1:
         with prompt_rows(hidden_states):
             return step(hidden_states, num_scheduled_tokens)
 
@@ -133,13 +152,13 @@ class ScoringWorker(PromptLogprobsWorker):  # type: ignore[misc]
 
     prompt_rows: PromptRows = staticmethod(lambda _: nullcontext())
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         """Take vLLM's own arguments."""
         super().__init__(*args)
-        self._params: dict[str, Any] = {}
+        self._params: dict[str, SamplingParams] = {}
         self._in_flight: dict[str, ScoredTokens] = {}
 
-    def add_request(self, req_id: str, req_idx: int, sampling_params: Any) -> None:
+    def add_request(self, req_id: str, req_idx: int, sampling_params: SamplingParams) -> None:
         """Note a request that asks for scored tokens."""
         super().add_request(req_id, req_idx, sampling_params)
         if KEY in (sampling_params.extra_args or {}):
@@ -155,15 +174,15 @@ class ScoringWorker(PromptLogprobsWorker):  # type: ignore[misc]
         self,
         logits_fn: Callable[[Tensor], Tensor],
         hidden_states: Tensor,
-        input_batch: Any,
+        input_batch: InputBatch,
         all_token_ids: Tensor,
         num_computed_tokens: Tensor,
         prompt_lens: np.ndarray,
-    ) -> dict[str, Any]:
+    ) -> dict[str, LogprobsTensors]:
         """Return the step's prompt log probabilities, with the scored tokens in them."""
         with self.prompt_rows(hidden_states):
             self._fill(logits_fn, hidden_states, input_batch, prompt_lens)
-            answer: dict[str, Any] = super().compute_prompt_logprobs(
+            answer: dict[str, LogprobsTensors] = super().compute_prompt_logprobs(
                 logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
             )
         _put(self._in_flight, answer)
@@ -172,7 +191,11 @@ class ScoringWorker(PromptLogprobsWorker):  # type: ignore[misc]
         return answer
 
     def _fill(
-        self, logits_fn: Callable[[Tensor], Tensor], hidden_states: Tensor, input_batch: Any, prompt_lens: np.ndarray
+        self,
+        logits_fn: Callable[[Tensor], Tensor],
+        hidden_states: Tensor,
+        input_batch: InputBatch,
+        prompt_lens: np.ndarray,
     ) -> None:
         for index, req_id in enumerate(input_batch.req_ids) if self._params else ():
             num_rows = int(prompt_lens[input_batch.idx_mapping_np[index]]) - 1
@@ -188,6 +211,6 @@ class ScoringWorker(PromptLogprobsWorker):  # type: ignore[misc]
             self._in_flight[req_id].fill(first, hidden_states[offset : offset + end - first], logits_fn)
 
 
-def _put(in_flight: dict[str, ScoredTokens], answer: dict[str, Any]) -> None:
+def _put(in_flight: dict[str, ScoredTokens], answer: ScoresV1) -> None:
     for req_id in answer.keys() & in_flight.keys():
         in_flight.pop(req_id).put_into(answer[req_id])

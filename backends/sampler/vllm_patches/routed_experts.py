@@ -10,16 +10,21 @@ T tokens, L layers of the decoder, K experts of a token
 import logging
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
 from vllm.outputs import CompletionOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from backends.formats.expert_routing import RoutingFiles, routing_name
 from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches import targets
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +56,19 @@ def keep_routing(
 class RoutingOnCPU:
     """Has the V1 model runner return routed experts, as vLLM's V2 does by itself."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: "GPUModelRunner") -> None:
         self._runner = runner
         self._connector = AuxOutputWorkerConnector(
             vllm_config=runner.vllm_config, model=runner.get_model(), kv_cache_config=runner.kv_cache_config
         )
 
-    def begin_step(self, scheduler_output: Any) -> None:
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Note a step before it is computed."""
         self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
 
-    def sample(self, sample_tokens: Callable[[Any], Any], grammar_output: Any) -> Any:
+    def sample(
+        self, sample_tokens: Callable[[GrammarOutput | None], ModelRunnerOutput], grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput:
         """Return the step's output, with the experts of its tokens."""
         if self._runner.execute_model_state is None:
             return sample_tokens(grammar_output)

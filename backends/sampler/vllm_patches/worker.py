@@ -5,15 +5,18 @@ sampler process calls the worker's own methods by `collective_rpc`. Both model r
 (CUDA).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from backends.formats.stacked_adapters import open_adapter
 from backends.patches import for_device, require_as_written
@@ -35,8 +38,11 @@ else:
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
 
-def _count_batch(core: Any) -> tuple[int, int, float]:
+
+def _count_batch(core: "EngineCore") -> tuple[int, int, float]:
     """Return how many sequences run and wait, and the part of the KV cache that they hold."""
     return *core.scheduler.get_request_counts(), core.scheduler.get_kv_cache_usage()
 
@@ -71,7 +77,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
     """Steps in which the model computed something."""
     routing: RoutingOnCPU | None = None
 
-    def load_model(self, **kwargs: Any) -> None:
+    def load_model(self, **kwargs: object) -> None:
         """Load the model, or map its weights, and mark the norms that add in float32."""
         if self.vllm_config.load_config.load_format == "ipc_cache":
             map_weights()
@@ -82,24 +88,24 @@ class Worker(VllmWorker):  # type: ignore[misc]
         mark(self.model_runner.get_model())
 
     @torch.inference_mode()  # type: ignore[untyped-decorator, unused-ignore]
-    def execute_model(self, scheduler_output: Any) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Compute a step, and count it."""
         IMAGES.record_step(scheduler_output)
         if self.routing is not None:
             self.routing.begin_step(scheduler_output)
-        output = super().execute_model(scheduler_output)
+        output: ModelRunnerOutput | AsyncModelRunnerOutput | None = super().execute_model(scheduler_output)
         self.steps_done += scheduler_output.total_num_scheduled_tokens > 0
         return output
 
     @torch.inference_mode()  # type: ignore[untyped-decorator, unused-ignore]
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample the step's tokens."""
         sample_tokens = super().sample_tokens
         if self.routing is None:
             return sample_tokens(grammar_output)
         return self.routing.sample(sample_tokens, grammar_output)
 
-    def attempt(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str | None, Any]:
+    def attempt(self, method: str, args: Sequence[object], kwargs: dict[str, object]) -> tuple[str | None, object]:
         """Return the error of a method, or None, and its answer (`executor.py`)."""
         try:
             return None, getattr(self, method)(*args, **kwargs)
@@ -112,7 +118,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
         parallel = runner.parallel_config
         if parallel.world_size != 1 and parallel.distributed_executor_backend != targets.EXECUTOR:
             raise RuntimeError("the scheduler is in another process, where blocks of the KV cache are not cleared")
-        prompt_rows = self._head_kernels().prompt_rows if takes_adapters else lambda _: nullcontext()
+        prompt_rows = self._prompt_rows_of_head() if takes_adapters else lambda _: nullcontext()
         ids = torch.tensor(placeholder_ids, dtype=torch.int64, device=runner.device)
         if self.use_v2_model_runner:
             patch_v2_draws(ids)
@@ -129,12 +135,13 @@ class Worker(VllmWorker):  # type: ignore[misc]
         if runner.vllm_config.aux_output_config.enabled:
             self.routing = RoutingOnCPU(runner)
 
-    def _head_kernels(self) -> Any:
-        """Return the LoRA kernels of the model's head."""
+    def _prompt_rows_of_head(self) -> prompt_scores.PromptRows:
+        """Return what tells the LoRA kernels of the model's head that its rows are prompt tokens."""
         heads = [one for one in self.model_runner.get_model().modules() if isinstance(one, LogitsProcessorWithLoRA)]
         if len(heads) != 1:
             raise RuntimeError(f"expected one head that takes LoRA, found {len(heads)}")
-        return heads[0].punica_wrapper
+        prompt_rows: prompt_scores.PromptRows = heads[0].punica_wrapper.prompt_rows
+        return prompt_rows
 
     @property
     def _slots(self) -> Slots:
@@ -157,8 +164,8 @@ class Worker(VllmWorker):  # type: ignore[misc]
         model = self.model_runner.get_model()
         read, found = model.load_weights, set()
 
-        def noted(weights: Any) -> Any:
-            names = read(weights)
+        def noted(weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+            names: set[str] = read(weights)
             found.update(names)
             return names
 

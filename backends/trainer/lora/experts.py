@@ -9,12 +9,13 @@ hidden width, I inputs and O outputs of a matrix, R summed ranks of the microbat
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backends.kernels.autograd import Context
 from backends.trainer.lora.linear import TokenScales, add_product, scaled
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -164,11 +165,11 @@ def _pairs_by_expert(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
             yield expert, slice(begin, end)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, output[1])
 
 
-def _backward(ctx: Any, grad_y_SO: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, grad_y_SO: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return lora_grouped_backward(grad_y_SO.contiguous(), *ctx.saved_tensors), *(None,) * 7
 
 

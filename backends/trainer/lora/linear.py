@@ -10,10 +10,12 @@ linears
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+
+from backends.kernels.autograd import Context
 
 ALPHA = 32
 """Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
@@ -184,13 +186,17 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+class _LinearsContext(Context, Protocol):
+    num_linears: int
+
+
+def _save(ctx: _LinearsContext, inputs: tuple[Tensor, *tuple[list[Tensor], ...], Tensor], output: list[Tensor]) -> None:
     x, *lists, scales_TR = inputs
     ctx.num_linears = len(lists[0])
     ctx.save_for_backward(x, output[-1], scales_TR, *(tensor for tensors in lists for tensor in tensors))
 
 
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
+def _backward(ctx: _LinearsContext, grads: list[Tensor]) -> tuple[Tensor | list[None] | None, ...]:
     x, inner_TN, scales_TR, *tensors = ctx.saved_tensors
     count = ctx.num_linears
     weights, as_RI, bs_RO, grad_as, grad_bs = (tensors[i * count : (i + 1) * count] for i in range(5))

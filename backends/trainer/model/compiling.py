@@ -3,11 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from backends.inputs.rendering import Rendered, Renderer
 from backends.trainer.distributed import World
@@ -35,14 +34,17 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     targets.KEEP_NOT_ALLOWED.replace(has_experts)
     targets.KEEP_OPERATORS.replace(not has_experts)
     for layer in layers:
-        if not hasattr(layer, "linear_attn"):
+        if "linear_attn" not in dict(layer.named_children()):
             layer.compile(dynamic=True, backend=_with_linears_merged)
 
 
-def _with_linears_merged(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def _with_linears_merged(
+    module: fx.GraphModule, inputs: list[Tensor | int | torch.SymInt | None]
+) -> Callable[..., object]:
     merge_linears(module.graph)
     module.recompile()
-    return cast(Callable[..., Any], torch._inductor.compile(module, inputs))
+    compiled: Callable[..., object] = torch._inductor.compile(module, inputs)
+    return compiled
 
 
 def merge_linears(graph: fx.Graph) -> None:

@@ -8,7 +8,7 @@ T tokens of a microbatch, K = 1 target of a token, R summed ranks of its models
 
 import logging
 from functools import partial
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ def samples_of_graph(batch: Microbatch, num_tokens: int) -> int | None:
 class _Graph:
     """Forward and backward of microbatches of one size, at fixed addresses."""
 
-    def __init__(self, scorer: Scorer, like: Microbatch, key: _Key, pool: Any) -> None:
+    def __init__(self, scorer: Scorer, like: Microbatch, key: _Key, pool: "torch.cuda._POOL_HANDLE") -> None:
         num_tokens, width, num_samples = key
         device = like.targets_TK.device
         zeros = partial(torch.zeros, device=device)
@@ -148,7 +148,7 @@ class _Graph:
                 gradient.copy_(before)  # capturing added to it
 
     @torch.enable_grad()  # type: ignore[untyped-decorator, unused-ignore]
-    def _capture(self, scorer: Scorer, pool: Any) -> None:
+    def _capture(self, scorer: Scorer, pool: "torch.cuda._POOL_HANDLE") -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -185,13 +185,17 @@ class _Graph:
         self._backward.replay()
 
 
+class _GraphContext(Protocol):
+    graph: _Graph
+
+
 class _GraphReplay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, graph: _Graph, batch: Microbatch, scales_TR: Tensor) -> Tensor:
+    def forward(ctx: _GraphContext, _anchor: Tensor, graph: _Graph, batch: Microbatch, scales_TR: Tensor) -> Tensor:
         ctx.graph = graph
         return graph.forward(batch, scales_TR).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _GraphContext, grad_TK: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.graph.backward(grad_TK)
         return torch.zeros((), device=grad_TK.device), None, None, None

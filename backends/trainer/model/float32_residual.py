@@ -19,7 +19,7 @@ def keep_in_float32(model: PreTrainedModel) -> None:
     if dtype == torch.float32 or any(isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) for norm in norms):
         return
 
-    def rounded(_: nn.Module, __: Any, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def rounded(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         return tuple(one.to(dtype) for one in output) if isinstance(output, tuple) else output.to(dtype)
 
     def with_rounded_stream(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -31,7 +31,7 @@ def keep_in_float32(model: PreTrainedModel) -> None:
     for module in [*norms, *(one for one in decoder.modules() if "Rotary" in type(one).__name__)]:
         module.register_forward_hook(rounded)
     # In OLMo 2 and others norms follow attention and MLP, which take the stream itself.
-    without_norm = [layer for layer in decoder.layers if not hasattr(layer, "input_layernorm")]
+    without_norm = [layer for layer in decoder.layers if "input_layernorm" not in dict(layer.named_children())]
     for child in (child for layer in without_norm for child in layer.children() if child not in norms):
         child.register_forward_pre_hook(with_rounded_stream, with_kwargs=True)
     if decoder is model.base_model:

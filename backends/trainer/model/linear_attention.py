@@ -11,7 +11,6 @@ T tokens of the microbatch, H heads, K and V widths of a key and a value, C toke
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,14 +62,14 @@ def pack_linear_attention(decoder: nn.Module) -> None:
         _REPLACED.add(module)
 
 
-def _convolution(own: Callable[..., Tensor]) -> Any:
+def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def convolution(
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
         packed_cu_seqlens_host: Tensor | None = None,
-        **other: Any,
+        **other: object,
     ) -> Tensor:
         """Convolve [1, channels, T] with [channels, width], each sample for itself."""
         if packed_cu_seqlens_host is None:
@@ -84,7 +83,7 @@ def _convolution(own: Callable[..., Tensor]) -> Any:
     return convolution
 
 
-def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Any:
+def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def delta_rule(  # noqa: PLR0913
         query: Tensor,
         key: Tensor,
@@ -92,7 +91,7 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Any:
         g: Tensor,
         beta: Tensor,
         packed_cu_seqlens_host: Tensor | None = None,
-        **other: Any,
+        **other: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Query and key [1, T, H, K], value [1, T, H, V], g and beta [1, T, H]; returns [1, T, H, V] and no state."""
         if packed_cu_seqlens_host is None:

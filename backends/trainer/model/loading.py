@@ -7,10 +7,10 @@ transformers can read is sharded, and only the tensor at hand is ever whole.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,25 @@ _SMALL_OWN_BYTES = 256 << 20
 """A copy that may be larger than that part: a tiny model's, whose files are float32."""
 _LOADING = "Loading weights"
 """Label of transformers' progress bar, which goes over the model's parameters by name, each with its tensors."""
+
+
+class Found(TypedDict):
+    """How transformers found a model's files to differ from the model."""
+
+    missing_keys: Iterable[str]
+    unexpected_keys: Iterable[str]
+    mismatched_keys: Iterable[tuple[str, Sequence[int], Sequence[int]]]
+    """Names with the shapes in the files and in the model."""
+
+
+class LoadedParameter(Protocol):
+    """transformers' account of a parameter that it loads."""
+
+    layer_targets: Mapping[str, Iterable[str]]
+    """Names of the tensors that it is made of, by its own names."""
+
+
+Parameters = Iterable[tuple[str, LoadedParameter]]
 
 
 def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -> Root:
@@ -83,11 +102,13 @@ def _mapped(config: ModelSpec, world: World, dtype: torch.dtype) -> BaseTensors:
     return checked_tensors(Path(config.directory), base_socket, world.device, dtype)
 
 
-def _made_of(tensors: BaseTensors, family: Family, directory: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
+def _made_of(
+    tensors: BaseTensors, family: Family, directory: str, arguments: dict[str, object]
+) -> tuple[PreTrainedModel, Found]:
     """Have transformers make its model of these tensors, as it would of the files; return it and what it found."""
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model_class: Any = type(family.model_class.from_config(config))
+        model_class = type(family.model_class.from_config(config))
     state = {**tensors.mapped, **tensors.own}
     with JoinedViews(tensors.mapped):
         model, found = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
@@ -145,7 +166,7 @@ def _was_read(parameter: nn.Parameter) -> bool:
     return not parameter.is_meta and getattr(parameter, "_is_hf_initialized", False)
 
 
-def _check(found: Mapping[str, Any], source: str) -> None:
+def _check(found: Found, source: str) -> None:
     """Raises BackendFailed for what transformers reports as missing, unexpected or mismatched in `found`."""
     _refuse(source, "lacks", found["missing_keys"])
     _refuse(source, "has tensors that the model has not:", found["unexpected_keys"])
@@ -194,10 +215,10 @@ def reporting_progress(directory: Path, progress: Progress) -> Iterator[None]:
     own progress bar."""
     sizes = tensor_bytes(directory)
 
-    def hook(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(bar: Callable[..., object], args: tuple[Parameters], kwargs: dict[str, object]) -> object:
         return each(args[0]) if kwargs.get("desc") == _LOADING else bar(*args, **kwargs)
 
-    def each(parameters: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def each(parameters: Parameters) -> Iterator[tuple[str, LoadedParameter]]:
         for name, mapping in parameters:
             read = [key for keys in mapping.layer_targets.values() for key in keys]
             yield name, mapping  # and goes on when it is loaded

@@ -6,7 +6,7 @@ T tokens of a microbatch, L layers of the decoder, K experts of a token, E exper
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,14 +23,24 @@ UNKNOWN = -1
 """Instead of an expert's number: the router chooses."""
 
 
+class TopKRouter(Protocol):
+    """One of transformers' routers."""
+
+    weight: Tensor
+    num_experts: int
+    top_k: int
+
+    def __call__(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [T, E], and weights and experts [T, K]."""
+
+
 class ReplayingRouter(nn.Module):
     """Replaces a layer's router."""
 
     experts_TK: Tensor
     """Experts of the current microbatch, or `UNKNOWN`."""
 
-    def __init__(self, base: Any) -> None:
-        """`base` is one of transformers' top-k routers."""
+    def __init__(self, base: TopKRouter) -> None:
         super().__init__()
         self.base = base
         # Those without the attribute all normalise.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from backends.kernels.autograd import Context
 from backends.trainer.distributed import Root
 from backends.trainer.lora.linear import (
     LoraLinear,
@@ -99,12 +100,17 @@ def target_logprobs(
     return cast(Tensor, _TargetLogprobs.apply(hidden_TH, head, scales_TR, targets_TK, gradient))  # type: ignore[no-untyped-call]
 
 
+class _HeadContext(Context, Protocol):
+    head: LoraLinear
+    is_known: bool
+
+
 class _TargetLogprobs(torch.autograd.Function):
     """Computes a chunk of tokens at a time; if the gradient is not known, backward recomputes a chunk's logits."""
 
     @staticmethod
     def forward(  # noqa: PLR0913
-        ctx: Any,
+        ctx: _HeadContext,
         hidden_TH: Tensor,
         head: LoraLinear,
         scales_TR: Tensor,
@@ -131,7 +137,7 @@ class _TargetLogprobs(torch.autograd.Function):
         return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: _HeadContext, grad_TK: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.is_known:
             known_TK, grad_TH = ctx.saved_tensors
             # Another gradient than was promised gives no wrong numbers: NaN is refused.
@@ -186,7 +192,9 @@ class _TrainedHead(torch.autograd.Function):
     """As `_TargetLogprobs`; the head's gradient is summed in float32."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
+    def forward(
+        ctx: Context, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor
+    ) -> Tensor:
         logprobs, sums = [], []
         for hidden, targets in _chunks(weight_VH, hidden_TH, targets_TK):
             logits = _head_logits(hidden, weight_VH, bias_V)
@@ -197,7 +205,7 @@ class _TrainedHead(torch.autograd.Function):
         return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Context, grad_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         hidden_TH, weight_VH, bias_V, targets_TK, lse_T1 = ctx.saved_tensors
         wide = torch.promote_types(weight_VH.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight_VH, dtype=wide)

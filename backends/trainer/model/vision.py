@@ -79,7 +79,7 @@ class ImageEncoder:
         self._enough = _FIRST
         self._on_device: list[_CachedFeatures] = []
         self._copying = ThreadPoolExecutor(1, "image-features")
-        self._next: Any = None
+        self._next: object = None
         tower_patch(model, "get_image_features").replace(self._give, on=model)
 
     def warm_up(self, image: RenderedImage, device: torch.device) -> None:

@@ -16,9 +16,9 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
-from backends.protocol import ChatTask, ChatUsage, InvalidInput
+from backends.protocol import ChatEndpoint, ChatTask, ChatUsage, InvalidInput
 from backends.sampler.commands import CountProgress
-from tests.factories import PAINT, photo, present
+from tests.factories import PAINT, as_image, photo, present
 from tests.sampling import assert_close, request, sample, spoilt
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -46,7 +46,7 @@ def seeing(*images: bytes) -> list[dict[str, Any]]:
     ]
 
 
-async def emitted(sampler, endpoint: str, weights: Path | None = None, **body) -> tuple[list[str], ChatUsage]:
+async def emitted(sampler, endpoint: ChatEndpoint, weights: Path | None = None, **body) -> tuple[list[str], ChatUsage]:
     parts: list[str] = []
     usage = await sampler.chat(ChatTask(endpoint, {"model": "tiny", **body}, weights, "somebody"), parts.append)
     return parts, usage
@@ -122,7 +122,7 @@ def as_model_input(token_ids: list[int], images: list[bytes], renderer):
 
 
 async def test_seeded_choices_are_those_of_a_sample_and_a_stream_says_the_same(sampler, renderer):
-    asked = {"n": 3, "seed": 11, "max_tokens": 9}
+    asked: dict[str, Any] = {"n": 3, "seed": 11, "max_tokens": 9}
     whole = await chat(sampler, TEXT, **asked)
     model_input = as_model_input(whole["prompt_token_ids"], [], renderer)
     by_task = await sample(sampler, request(model_input, {"seed": 11, "max_tokens": 9}, num_samples=3), None)
@@ -242,7 +242,7 @@ async def test_a_message_of_anthropics_form_says_what_a_chat_completion_says(sam
         },
         {"type": "text", "text": "what"},
     ]
-    asked = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 12}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 12}
     (part,), usage = await emitted(sampler, "messages", **asked)
     answer = json.loads(part)
     openai = [{"role": "user", "content": [seeing(PNG)[0]["content"][1], {"type": "text", "text": "what"}]}]
@@ -302,7 +302,7 @@ async def test_what_is_drawn_can_be_read_as_a_sample_with_its_images(sampler, re
 
 
 def read(prompt: ModelInput) -> list[Any]:
-    return [one.tokens.tolist() if isinstance(one, EncodedTextChunk) else one.data for one in prompt.chunks]
+    return [one.tokens.tolist() if isinstance(one, EncodedTextChunk) else as_image(one).data for one in prompt.chunks]
 
 
 async def kept(sampler, kept_bytes: int, **body) -> tuple[list[str], ChatUsage]:

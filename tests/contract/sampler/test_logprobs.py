@@ -4,12 +4,13 @@ pytest tests/contract/sampler
 """
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
 from api_schemas.inputs import ModelInput, TensorData
-from tests.factories import MIXED, prompt, words
+from tests.factories import MIXED, present, prompt, words
 from tests.sampling import (
     ADJACENT,
     ATOL,
@@ -93,16 +94,16 @@ async def test_topk_tables_hold_the_likeliest_tokens_in_order(sampler, reference
         request(model_input, prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=5),
         adapters["large"],
     )
-    sequence, length = response.sequences[0], len(response.prompt_logprobs)
+    sequence, length = response.sequences[0], len(present(response.prompt_logprobs))
     logprobs, token_ids = reference.logprobs_TV(model_input, sequence.tokens, "large").topk(5)
     table = response.topk_prompt_logprobs
-    assert (table.token_ids[0] == 0).all()
-    assert (table.logprobs[0] == -99999.0).all()
-    for row in np.flatnonzero(np.nan_to_num(response.prompt_logprobs) != 0):
-        assert_close(table.logprobs[row], logprobs[row - 1, :3].numpy())
-        assert table.token_ids[row].tolist() == token_ids[row - 1, :3].tolist()
-    assert_close(sequence.topk_logprobs.logprobs, logprobs[length - 1 : -1].numpy())
-    assert sequence.topk_logprobs.token_ids.dtype == np.int32
+    assert (present(table).token_ids[0] == 0).all()
+    assert (present(table).logprobs[0] == -99999.0).all()
+    for row in np.flatnonzero(np.nan_to_num(present(response.prompt_logprobs)) != 0):
+        assert_close(present(table).logprobs[row], logprobs[row - 1, :3].numpy())
+        assert present(table).token_ids[row].tolist() == token_ids[row - 1, :3].tolist()
+    assert_close(present(sequence.topk_logprobs).logprobs, logprobs[length - 1 : -1].numpy())
+    assert present(sequence.topk_logprobs).token_ids.dtype == np.int32
 
 
 async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(sampler, reference, adapters):
@@ -123,12 +124,12 @@ async def test_chosen_tokens_are_scored_beside_all_else_the_prompt_is_asked_for(
         rows = np.arange(len(ids))[:, None]
         expected = np.where(ids >= 0, logprobs_TV[rows, np.maximum(ids, 0)], 0)
         chosen = response.target_prompt_logprobs
-        assert chosen.shape == list(ids.shape) and chosen.crow_indices is None
-        np.testing.assert_allclose(chosen.values, expected, atol=ATOL)
+        assert present(chosen).shape == list(ids.shape) and present(chosen).crow_indices is None
+        np.testing.assert_allclose(present(chosen).values, expected, atol=ATOL)
         drawn = response.prompt_alt_tokens
-        np.testing.assert_allclose(drawn.logprobs, logprobs_TV[rows, drawn.tokens], atol=ATOL)
+        np.testing.assert_allclose(present(drawn).logprobs, logprobs_TV[rows, present(drawn).tokens], atol=ATOL)
         assert_close(response.prompt_logprobs, reference.prompt_logprobs(model_input, name))
-        assert response.topk_prompt_logprobs.token_ids.shape == (len(ids) + 1, 2)
+        assert present(response.topk_prompt_logprobs).token_ids.shape == (len(ids) + 1, 2)
         assert len(response.sequences) == 2
 
 
@@ -139,26 +140,27 @@ async def test_chosen_tokens_in_sparse_tensors_come_back_in_sparse_tensors(sampl
     )
     response = await sample(sampler, request(model_input, target_prompt_logprobs=asked), None)
     logprobs_TV = reference.logprobs_TV(model_input, [], None).numpy()
-    chosen = response.target_prompt_logprobs
+    chosen = present(response.target_prompt_logprobs)
     np.testing.assert_allclose(chosen.values, [logprobs_TV[0, 7], 0, logprobs_TV[2, 9]], atol=ATOL)
-    assert (chosen.crow_indices.tolist(), chosen.col_indices.tolist()) == ([0, 2, 2, 3], [0, 3, 4])
+    rows, columns = present(chosen.crow_indices), present(chosen.col_indices)
+    assert (rows.tolist(), columns.tolist()) == ([0, 2, 2, 3], [0, 3, 4])
     assert response.prompt_logprobs is None and response.topk_prompt_logprobs is None
 
 
 async def test_draws_at_prompt_positions_follow_the_scaled_distribution(sampler, reference, adapters):
     model_input, k = prompt(words(60, 3)), 100
     scaled_TV = reference.logprobs_TV(model_input, [], "small", temperature=0.5)[:-1].double().numpy()
-    fields = {"params": {"temperature": 0.5, "seed": 3}, "prompt_alt_tokens_k": k}
+    fields: dict[str, Any] = {"params": {"temperature": 0.5, "seed": 3}, "prompt_alt_tokens_k": k}
     first, again = [await sample(sampler, request(model_input, **fields), adapters["small"]) for _ in range(2)]
-    tokens = first.prompt_alt_tokens.tokens
-    assert tokens.shape == (59, k) and (tokens == again.prompt_alt_tokens.tokens).all()
+    tokens = present(first.prompt_alt_tokens).tokens
+    assert tokens.shape == (59, k) and (tokens == present(again.prompt_alt_tokens).tokens).all()
     # The mean log probability of draws is minus the entropy, up to the error of a mean.
     drawn = np.take_along_axis(scaled_TV, tokens, axis=1)
     entropy_T = -(np.exp(scaled_TV) * scaled_TV).sum(-1)
     variance_T = (np.exp(scaled_TV) * (scaled_TV + entropy_T[:, None]) ** 2).sum(-1)
     assert abs(drawn.mean() + entropy_T.mean()) < 4 * np.sqrt(variance_T.mean() / drawn.size)
     greedy = await sample(sampler, request(model_input, {"temperature": 0}, prompt_alt_tokens_k=2), adapters["small"])
-    assert (greedy.prompt_alt_tokens.tokens == scaled_TV.argmax(-1)[:, None]).all()
+    assert (present(greedy.prompt_alt_tokens).tokens == scaled_TV.argmax(-1)[:, None]).all()
 
 
 async def test_last_n_leaves_everything_before_it_undefined(sampler, reference):
@@ -171,6 +173,6 @@ async def test_last_n_leaves_everything_before_it_undefined(sampler, reference):
 
 async def test_cells_that_top_k_leaves_empty_hold_the_sentinel(sampler):
     sequence = await drawn(sampler, MIXED["text"], {"top_k": 2}, topk_sample_logprobs=4)
-    assert (sequence.topk_logprobs.logprobs[:, 2:] == -99999.0).all()
-    assert (sequence.topk_logprobs.token_ids[:, 2:] == 0).all()
-    assert (sequence.topk_logprobs.logprobs[:, :2] > -99999.0).all()
+    assert (present(sequence.topk_logprobs).logprobs[:, 2:] == -99999.0).all()
+    assert (present(sequence.topk_logprobs).token_ids[:, 2:] == 0).all()
+    assert (present(sequence.topk_logprobs).logprobs[:, :2] > -99999.0).all()

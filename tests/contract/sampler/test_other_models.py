@@ -35,7 +35,7 @@ async def test_other_models_with_adapters_on_the_head_are_those_of_peft(model, t
         inputs = [prompt(words(20 + i, i)) for i in range(24)]
         works = [request(one, prompt_logprobs=True) for one in inputs]
         responses = await asyncio.gather(
-            *(sample(running, work, saved.get(names[i % 6])) for i, work in enumerate(works))
+            *(sample(running, work, saved.get(names[i % 6] or "")) for i, work in enumerate(works))
         )
     finally:
         await running.stop()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -15,7 +16,8 @@ from tests.models import make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 pytestmark = [pytest.mark.slow]
-RANK, SLOTS = 8, 2
+RANK: Literal[8] = 8
+SLOTS = 2
 Make = Callable[[Path], Path]
 
 

@@ -21,7 +21,7 @@ from backends.formats.stacked_adapters import open_adapter
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed, InvalidInput
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, present, prompt, words
 from tests.sampling import request, sample
 from tests.trainers import LORA, config, forward_backward, lora_model, trainer
 
@@ -84,7 +84,7 @@ async def test_saved_weights_carry_the_trainers_scores_and_the_sampler_agrees(sa
     text = words(len(ids)).model_copy(update={"tokens": ids.astype(np.int32)})
     scored = datum(prompt(text), renderer)
     scored = scored.model_copy(update={"loss_fn_inputs": {**scored.loss_fn_inputs, "target_tokens": np.roll(ids, -1)}})
-    (output,) = forward_backward(rank, "m", cross_entropy([scored]), False).loss_fn_outputs
+    (output,) = present(forward_backward(rank, "m", cross_entropy([scored]), False)).loss_fn_outputs
     np.testing.assert_allclose(canary.logprobs, output["logprobs"][:-1], atol=1e-5)
     await sampler.publish(saved, "somebody")
 

@@ -22,7 +22,7 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BackendFailed
 from backends.sampler.adapters import AdapterLoader
 from backends.sampler.versions import VersionCache
 from backends.trainer.rank import TrainerRank
-from tests.factories import cross_entropy, datum, make_renderer
+from tests.factories import cross_entropy, datum, make_renderer, present
 from tests.models import make_tiny_vl
 from tests.slots import running_engine, seeing_trainer
 from tests.trainers import forward_backward
@@ -145,7 +145,7 @@ async def test_an_image_is_scored_as_a_datum_of_the_same_model_is(rank, saved, s
     own = datum(canary.behind_image, seeing)
     following = torch.from_numpy(rendered.token_ids_T).roll(-1).numpy()
     own = own.model_copy(update={"loss_fn_inputs": {**own.loss_fn_inputs, "target_tokens": following}})
-    (output,) = forward_backward(rank, "m2", cross_entropy([own]), False).loss_fn_outputs
+    (output,) = present(forward_backward(rank, "m2", cross_entropy([own]), False)).loss_fn_outputs
     assert output["logprobs"][-len(canary.token_ids) - 1 : -1].tolist() == canary.logprobs_behind_image
 
 

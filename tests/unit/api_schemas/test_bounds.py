@@ -131,9 +131,10 @@ def test_many_numbers_are_read_as_exactly_as_few() -> None:
     assert many.dtype == np.int64 and many.tolist() == numbers
     halves = [value / 2 for value in range(70_000)]
     assert TensorData(data=halves, dtype="float32").to_array().tolist() == halves
-    for bad, text in (([0] * 70_000 + [0.5], "no integer"), ([0] * 70_000 + [2**63], "64 bits|does not fit")):
+    wrong: list[tuple[float, str]] = [(0.5, "no integer"), (2**63, "64 bits|does not fit")]
+    for bad, text in wrong:
         with pytest.raises(ValueError, match=text):
-            TensorData(data=bad, dtype="int64").to_array()
+            TensorData(data=[*[0] * 70_000, bad], dtype="int64").to_array()
     for value in ("1", True, None, float("nan"), float("inf"), [1]):
         with pytest.raises(ValidationError):
             TensorData.model_validate_json(json.dumps({"data": [0] * 70_000 + [value], "dtype": "float32"}))

@@ -59,7 +59,9 @@ def test_what_a_database_cannot_hold_is_refused_by_field(
 
 
 def test_everything_else_is_kept_as_it_is() -> None:
-    metadata = {"ä\u2028🙂\\u0000": [1.5, -(2**63), 2**63 - 1, True, None, {"": nested(MAX_DEPTH - 4)}]}
+    metadata: dict[str, object] = {
+        "ä\u2028🙂\\u0000": [1.5, -(2**63), 2**63 - 1, True, None, {"": nested(MAX_DEPTH - 4)}]
+    }
     assert CreateSessionRequest(user_metadata=metadata).user_metadata == metadata
 
 
@@ -107,7 +109,8 @@ def inner(value: Any) -> Any:
 def with_one(kind: type[Request], name: str) -> Any:
     """A type with just this field, named `value`."""
     field = kind.model_fields[name]
-    return create_model("Only", __config__=ConfigDict(arbitrary_types_allowed=True), value=(field.annotation, field))
+    value: Any = (field.annotation, field)
+    return create_model("Only", __config__=ConfigDict(arbitrary_types_allowed=True), value=value)
 
 
 FIELDS = [(kind, name) for kind in requests() for name in kind.model_fields]

@@ -1,5 +1,7 @@
 """Protobuf and JSON forms of the wire types, against the SDK's own encoders and decoders."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import zstandard
@@ -11,10 +13,10 @@ from api_schemas import wire
 from api_schemas.inputs import TensorData
 from api_schemas.sampling import SampleRequest
 from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRequest
-from tests.factories import photo
+from tests.factories import as_image, as_text, photo
 
 
-def encoded(**changes: object) -> pb.ForwardBackwardRequest:
+def encoded(**changes: Any) -> pb.ForwardBackwardRequest:
     datum = pb.Datum(
         model_input=[
             pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=np.array([5, 6], "<i4").tobytes())),
@@ -45,8 +47,8 @@ def test_a_request_decodes_to_what_was_sent():
     work = request.forward_backward_input
     assert (work.loss_fn, work.loss_fn_config) == ("ppo", {"beta": 0.5, "name": "x"})
     text, image = work.data[0].model_input.chunks
-    assert text.tokens.tolist() == [5, 6]
-    assert (image.data, image.expected_tokens) == (photo(40, 40), 4)
+    assert as_text(text).tokens.tolist() == [5, 6]
+    assert (as_image(image).data, as_image(image).expected_tokens) == (photo(40, 40), 4)
     assert work.data[0].loss_fn_inputs["weights"].tolist() == [1.0] * 6
     assert work.data[0].loss_fn_inputs["target_tokens"].tolist() == [[0, 7], [0, 0], [8, 0]]
 
@@ -110,7 +112,7 @@ def test_old_clients_may_leave_out_types_and_send_nulls():
         ' "sampling_params": {"max_tokens": 3, "seed": null}, "num_samples": null}'
     )
     text, image = request.prompt.chunks
-    assert (text.tokens.tolist(), image.data, request.num_samples) == ([1, 2], b"hi", 1)
+    assert (as_text(text).tokens.tolist(), as_image(image).data, request.num_samples) == ([1, 2], b"hi", 1)
     assert (
         OptimStepRequest.model_validate({"model_id": "m", "seq_id": 1, "adam_params": {}}).adam_params == AdamParams()
     )

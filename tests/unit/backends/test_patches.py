@@ -182,7 +182,11 @@ def test_an_operators_schema_is_its_source() -> None:
 def test_what_is_added_must_not_be_there_yet(project: Project) -> None:
     name = project(engine=CODE)
     new = Patch("a change", f"{name}.engine:Engine.count", (), "a reason", how="added")
-    assert new.replace(lambda self: 5) is None
+
+    def count(_: object) -> int:
+        return 5
+
+    assert new.replace(count) is count
     assert importlib.import_module(f"{name}.engine").Engine().count() == 5
     with pytest.raises(BackendFailed, match=r"Engine\.step is changed \(expected nothing, found sha256"):
         Patch("a change", f"{name}.engine:Engine.step", (), "a reason", how="added").replace(lambda self: 5)

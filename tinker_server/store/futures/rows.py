@@ -1,8 +1,8 @@
 """All SQL on the futures table, apart from the log's and the lists'."""
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from sqlalchemy import CursorResult, Table, bindparam, delete, func, select, update
+from sqlalchemy import Table, bindparam, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from tinker_server.errors import SequenceConflict
@@ -114,7 +114,7 @@ class FutureRows:
         async with self._db.write_rows() as connection:
             insert = self._db.insert(FUTURES).on_conflict_do_nothing(index_elements=["lane", "seq_id"])
             rows = [_new_columns(operation, now) for operation in operations]
-            outcome: CursorResult[Any] = await connection.execute(insert, rows)
+            outcome = await connection.execute(insert, rows)
             firsts: list[First | SequenceConflict]
             if outcome.rowcount == len(operations):
                 firsts = [First(operation.request_id, is_queued=True) for operation in operations]
@@ -201,7 +201,7 @@ async def _first(connection: AsyncConnection, operation: Operation) -> First | S
     return First(request_id, status == "queued")
 
 
-def _new_columns(operation: Operation, now: float) -> dict[str, Any]:
+def _new_columns(operation: Operation, now: float) -> dict[str, object]:
     return {
         "request_id": operation.request_id,
         "kind": operation.operation_kind,
@@ -221,7 +221,7 @@ def _may_run_again(result: Result) -> bool:
     return result.position is not None and result.failure_category is None
 
 
-def _finished_columns(request_id: str, result: Result) -> dict[str, Any]:
+def _finished_columns(request_id: str, result: Result) -> dict[str, object]:
     return {
         "id": request_id,
         "position": result.position,

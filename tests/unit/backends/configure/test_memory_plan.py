@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from tests.models import make_tiny_internvl, make_tiny_qwen3_5, make_tiny_text, 
 from tests.shapes import shape
 from tinker_server.command_line import parse, read_settings
 
-RANK = 16
+RANK: Literal[16] = 16
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3-vl": make_tiny_vl,
     "mixture": partial(make_tiny_vl, moe=True),

@@ -4,6 +4,7 @@ pytest tests/unit/backends/families/test_processors.py
 """
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from PIL import Image
 from backends.families.processors import ImageProcessor
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
-from tests.factories import image, make_renderer, prompt
+from tests.factories import image, make_renderer, present, prompt
 from tests.models import make_tiny_internvl, make_tiny_qwen2_5_vl, make_tiny_smolvlm, make_tiny_vl
 
 KINDS = {
@@ -53,10 +54,10 @@ def changed(directory, settings) -> None:
 def test_pixels_normalised_later_are_bitwise_the_processors_own(kind, source, processor, size, dtype) -> None:
     vision = make_renderer(source).family.vision
     noise = Image.fromarray(np.random.default_rng(1).integers(0, 256, (*size, 3), np.uint8))
-    pixels = vision.process(noise)["pixel_values"]
+    pixels = present(vision).process(noise)["pixel_values"]
     assert pixels.dtype == torch.uint8
     wanted = processor.own([noise], return_tensors="pt", **KINDS[kind][1])["pixel_values"].to(dtype)
-    normalised = vision.normalised(pixels, dtype)
+    normalised = present(vision).normalised(pixels, dtype)
     assert normalised.dtype == dtype
     assert torch.equal(normalised, wanted.view_as(normalised))
 
@@ -79,15 +80,15 @@ def test_many_patches_are_normalised_part_by_part(processor, monkeypatch) -> Non
 
 def test_a_trainers_pixels_stay_bytes_and_a_samplers_are_normalised(source) -> None:
     model_input = prompt(image(70, 50))
-    limits = {"image_cache_bytes": 0, "max_image_pixels": 10**7}
+    limits: dict[str, Any] = {"image_cache_bytes": 0, "max_image_pixels": 10**7}
     (stays,) = Renderer(str(source), pixel_dtype=torch.uint8, **limits).render(model_input, "prompt").images
     sampler = Renderer(str(source), pixel_dtype=torch.bfloat16, **limits)
     (rounded,) = sampler.render(model_input, "prompt").images
     pixels = stays.tensors["pixel_values"]
-    assert pixels.dtype == torch.uint8 and pixels.nbytes == sampler.family.vision.size_bytes(
+    assert pixels.dtype == torch.uint8 and pixels.nbytes == present(sampler.family.vision).size_bytes(
         sampler.layout(model_input, "prompt")[1][0].grid
     )
-    wanted = sampler.family.vision.normalised(pixels, torch.bfloat16)
+    wanted = present(sampler.family.vision).normalised(pixels, torch.bfloat16)
     assert torch.equal(rounded.tensors["pixel_values"], wanted)
 
 

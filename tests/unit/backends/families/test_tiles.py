@@ -24,7 +24,7 @@ from backends.families.coverage import check_coverage
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed, InvalidInput
 from backends.sampler.chat.prompts import chat_renderer
-from tests.factories import image, make_renderer, photo, prompt, text, words
+from tests.factories import image, make_renderer, photo, present, prompt, text, words
 from tests.models import make_tiny_internvl, make_tiny_smolvlm
 
 KINDS = {
@@ -162,7 +162,7 @@ def test_smolvlm_counts_tiles_as_its_processor_cuts_them(tmp_path, settings) -> 
         file = photo(width, height)
         cut = own(images=[Image.open(io.BytesIO(file))], return_row_col_info=True)
         rows, columns = cut["rows"][0][0], cut["cols"][0][0]
-        assert renderer.family.vision.grid(width, height) == (rows, columns), (width, height)
+        assert present(renderer.family.vision).grid(width, height) == (rows, columns), (width, height)
         expected = processor(text=["<image>"], images=[[Image.open(io.BytesIO(file))]])["input_ids"][0]
         rendered = renderer.render(prompt(ImageChunk(data=file, format="png")), "prompt")
         assert rendered.token_ids_T.tolist() == expected

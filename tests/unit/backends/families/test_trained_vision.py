@@ -16,6 +16,7 @@ from backends.families.lora_names import tower_modules, trained_modules
 from backends.families.qwen3_vl import Qwen3VLVision
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed
+from tests.factories import present
 from tests.fakes import FakeBaseModel
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5
 from tests.submitting import server
@@ -70,7 +71,7 @@ def test_every_linear_of_a_trained_tower_has_one_flag_and_its_patch_embedding_no
     with torch.device("meta"):
         model = family.model_class.from_config(config)
     groups = trained_modules(family, model, train_vision=True)
-    assert groups["train_vision"] == tower_modules(model, family.vision.lora)
+    assert groups["train_vision"] == tower_modules(model, present(present(family.vision).lora))
     everything = [name for names in groups.values() for name in names]
     assert list(untrained(model, everything, [])) == ["model.visual.patch_embed.proj.weight"]
     assert "train_vision" not in trained_modules(family, model, train_vision=False)

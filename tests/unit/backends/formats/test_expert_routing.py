@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches.routed_experts import keep_routing
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, make_renderer, prompt, words
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import FAMILIES, make_tiny_moe
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
 from tests.trainers import (
@@ -56,7 +57,7 @@ def make(kind: str, directory: Path) -> Path:
     return directory
 
 
-def replaying(source: Path, directory: Path, **settings: object) -> TrainerRank:
+def replaying(source: Path, directory: Path, **settings: Any) -> TrainerRank:
     """A rank with a trained adapter."""
     rank = TrainerRank(replace(config(source), routing_dir=directory, **settings), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
@@ -130,9 +131,9 @@ def test_without_files_routers_choose_as_always(kind: str, tmp_path: Path) -> No
     perturb(plain, "m")
     batch = cross_entropy(data_of(make_renderer(source)))
     found, expected = (forward_backward(one, "m", batch, True) for one in (rank, plain))
-    assert found.metrics["replayed_tokens:sum"] == 0
-    assert "replayed_tokens:sum" not in expected.metrics
-    for got, wanted in zip(found.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+    assert present(found).metrics["replayed_tokens:sum"] == 0
+    assert "replayed_tokens:sum" not in present(expected).metrics
+    for got, wanted in zip(present(found).loss_fn_outputs, present(expected).loss_fn_outputs, strict=True):
         np.testing.assert_allclose(got["logprobs"], wanted["logprobs"], atol=1e-6)
     assert_same(gradients(rank, "m"), gradients(plain, "m"), rtol=1e-5)
 
@@ -147,10 +148,10 @@ def test_replayed_routing_gives_what_transformers_computes_with_these_experts(ki
     rank = replaying(source, tmp_path / "routing")
     rank.create_model("m", LORA)  # which adds nothing
     output = forward_backward(rank, "m", cross_entropy(data), False)
-    assert output.metrics["replayed_tokens:sum"] == sum(map(len, kept.values()))
+    assert present(output).metrics["replayed_tokens:sum"] == sum(map(len, kept.values()))
     kind_of_model = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
     model = kind_of_model.from_pretrained(source).eval()
-    for index, (item, row) in enumerate(zip(data, output.loss_fn_outputs, strict=True)):
+    for index, (item, row) in enumerate(zip(data, present(output).loss_fn_outputs, strict=True)):
         with torch.no_grad():
             own = reference_logprobs(renderer, item, model)[:, 0].numpy()
         wanted = own
@@ -194,11 +195,11 @@ def test_gradients_pass_through_the_replayed_experts(tmp_path: Path) -> None:
     rank = replaying(source, tmp_path / "routing")
 
     def loss() -> float:
-        return forward_backward(rank, "m", cross_entropy(data), False).metrics["loss:sum"]
+        return present(forward_backward(rank, "m", cross_entropy(data), False)).metrics["loss:sum"]
 
     forward_backward(rank, "m", cross_entropy(data), True)
     found = gradients(rank, "m")
-    norm = torch.sqrt(sum((one.double() ** 2).sum() for one in found.values())).item()
+    norm = torch.stack([(one.double() ** 2).sum() for one in found.values()]).sum().sqrt().item()
     step, values = 1e-3, []
     tensors = lora_model(rank, "m").tensors
     for sign in (1, -2):
@@ -218,10 +219,13 @@ def test_models_in_one_microbatch_have_each_its_own_routing(tmp_path: Path) -> N
     batch = cross_entropy(data)
     alone = [forward_backward(rank, name, batch, False) for name in ("m", "n")]
     for got, wanted in zip(together(rank, [("m", batch), ("n", batch)], False), alone, strict=True):
-        assert got.metrics["replayed_tokens:sum"] == wanted.metrics["replayed_tokens:sum"]
-        for row, expected in zip(got.loss_fn_outputs, wanted.loss_fn_outputs, strict=True):
+        assert succeeded(got).metrics["replayed_tokens:sum"] == present(wanted).metrics["replayed_tokens:sum"]
+        for row, expected in zip(succeeded(got).loss_fn_outputs, present(wanted).loss_fn_outputs, strict=True):
             np.testing.assert_allclose(row["logprobs"], expected["logprobs"], atol=1e-5)
-    assert [one.metrics["replayed_tokens:sum"] for one in alone] == [len(data[1].loss_fn_inputs["target_tokens"]), 0]
+    assert [present(one).metrics["replayed_tokens:sum"] for one in alone] == [
+        len(data[1].loss_fn_inputs["target_tokens"]),
+        0,
+    ]
 
 
 @pytest.mark.parametrize("spoilt", [b"", b"no array", np.lib.format.magic(1, 0) + b"x"])
@@ -233,7 +237,7 @@ def test_a_damaged_file_counts_as_absent(spoilt: bytes, tmp_path: Path, caplog) 
     (file,) = (tmp_path / "routing").iterdir()
     file.write_bytes(spoilt)
     rank = replaying(source, tmp_path / "routing")
-    assert forward_backward(rank, "m", cross_entropy([item]), False).metrics["replayed_tokens:sum"] == 0
+    assert present(forward_backward(rank, "m", cross_entropy([item]), False)).metrics["replayed_tokens:sum"] == 0
     assert "cannot be read" in caplog.text
 
 

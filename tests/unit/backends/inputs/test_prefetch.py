@@ -11,7 +11,7 @@ import torch
 from backends.inputs.prefetch import Prefetcher
 from backends.inputs.rendering import Rendered, Renderer
 from backends.protocol import InvalidInput
-from tests.factories import image, make_renderer, prompt, words
+from tests.factories import image, make_renderer, present, prompt, words
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def renderer(tiny_vl) -> Renderer:
 @pytest.fixture
 def decoded(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The thread of each decoding."""
-    threads, process = [], renderer.family.vision.process
+    threads, process = [], present(renderer.family.vision).process
 
     def noted(*arguments: Any) -> Any:
         threads.append(threading.current_thread().name)

@@ -18,7 +18,7 @@ from backends.sampler.prefix_routes import (
     task_pieces,
     task_tokens,
 )
-from tests.factories import image, prompt, words
+from tests.factories import as_text, image, prompt, words
 
 IDLE = {0: 0, 1: 0, 2: 0}
 
@@ -79,7 +79,7 @@ def test_images_that_differ_are_told_apart_by_their_ends() -> None:
 
 def test_text_in_several_chunks_is_the_same_prompt() -> None:
     chunk = text(1, 300).chunks[0]
-    parts = [chunk.model_copy(update={"tokens": part}) for part in np.split(chunk.tokens, [7, 150])]
+    parts = [chunk.model_copy(update={"tokens": part}) for part in np.split(as_text(chunk).tokens, [7, 150])]
     assert task_pieces(task(prompt(*parts))) == task_pieces(task(prompt(chunk)))
 
 

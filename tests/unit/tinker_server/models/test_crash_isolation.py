@@ -129,7 +129,7 @@ async def test_a_server_whose_database_was_taken_begins_nothing_that_was_left() 
     futures = FutureStore(db, 0)
     futures.rows = Taken(db)
     operations = LeftOperations(futures)
-    left = Operation("forward_backward", "model", 1, b"", "", "alice", "", 0, "a", accepted_at=0.0, tries=0)
+    left = Operation("forward_backward", "model", 1, b"", "", "alice", request_id="a", accepted_at=0.0, tries=0)
     operations.isolate([left])
     with pytest.raises(Superseded):
         async with operations.attempt(left):

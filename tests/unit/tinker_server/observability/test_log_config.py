@@ -17,7 +17,13 @@ def logged(text: str, error: Exception | None = None) -> str:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
     record = logging.LogRecord(
-        "room", logging.INFO, "", 0, "client %s", (text,), error and (type(error), error, error.__traceback__)
+        "room",
+        logging.INFO,
+        "",
+        0,
+        "client %s",
+        (text,),
+        None if error is None else (type(error), error, error.__traceback__),
     )
     handler.handle(record)
     return stream.getvalue()

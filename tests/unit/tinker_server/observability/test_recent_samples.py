@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
+from api_schemas.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from tests.factories import as_text
 from tinker_server.observability.recent_samples import IMAGE_BYTES, PROMPT_TOKENS, SEQUENCES, TOKENS, Gallery
 
 OF = ("tiny", None)
 
 
 def request(num_tokens: int = 3, image_bytes: int = 0) -> SampleRequest:
-    chunks: list[EncodedTextChunk | ImageChunk] = [EncodedTextChunk(tokens=np.arange(num_tokens))]
+    chunks: list[Chunk] = [EncodedTextChunk(tokens=np.arange(num_tokens))]
     if image_bytes:
         chunks.append(ImageChunk(data=b"x" * image_bytes, format="png"))
     prompt = ModelInput(chunks=chunks)
@@ -30,7 +31,7 @@ def test_each_owner_has_the_last_few_the_newest_first() -> None:
     for num_tokens in range(1, 6):
         gallery.note(request(num_tokens), response(), "alice", OF)
     gallery.note(request(9), response(), "bob", OF)
-    assert [len(one.prompt.chunks[0].tokens) for one in gallery.of("alice")] == [5, 4, 3]
+    assert [len(as_text(one.prompt.chunks[0]).tokens) for one in gallery.of("alice")] == [5, 4, 3]
     assert len(gallery.of("bob")) == 1 and gallery.of("carol") == []
     sample_id = gallery.of("alice")[0].sample_id
     assert gallery.get("alice", sample_id) is gallery.of("alice")[0]
@@ -68,12 +69,12 @@ def test_stop_strings_and_pieces_take_no_memory_that_is_not_counted() -> None:
     gallery = Gallery(100, max_bytes=1 << 20)
     stops = SamplingParams(max_tokens=1, stop=["x" * 60 + str(i) for i in range(1000)])
     for _ in range(50):
-        chunks = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(900)]
-        one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=chunks), sampling_params=stops)
+        many: list[Chunk] = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(900)]
+        one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=many), sampling_params=stops)
         gallery.note(one, response(), "alice", OF)
     assert all(one.params.stop is None for one in gallery.of("alice"))
     assert 0 < sum(len(one.prompt.chunks) for one in gallery.of("alice")) <= (1 << 20) // 1000
-    chunks = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(5000)]
+    chunks: list[Chunk] = [EncodedTextChunk(tokens=np.arange(1)) for _ in range(5000)]
     one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=chunks), sampling_params=stops)
     gallery.note(one, response(), "bob", OF)
     assert gallery.of("bob") == []

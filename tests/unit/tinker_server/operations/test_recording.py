@@ -26,13 +26,17 @@ class Working:
         self.worked_s = 5.0
 
 
+def timer_of(work: Operation, model: Working) -> Timer:
+    return Timer(work, model)  # type: ignore[arg-type] # it reads no more of a model
+
+
 def operation(kind: str, seq_id: int = 1, accepted_s_ago: float = 10) -> Operation:
     return Operation(kind, "m", seq_id, b"", "application/json", "alice", accepted_at=time.time() - accepted_s_ago)
 
 
 def test_what_the_trainer_did_not_work_for_it_an_operation_has_waited() -> None:
     model = Working()
-    timer = Timer(operation("forward_backward"), model)
+    timer = timer_of(operation("forward_backward"), model)
     time.sleep(0.05)
     model.worked_s += 0.02
     timing = timer.read()
@@ -43,7 +47,7 @@ def test_what_the_trainer_did_not_work_for_it_an_operation_has_waited() -> None:
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
 def test_a_save_runs_for_as_long_as_it_takes() -> None:
     model = Working()
-    timer = Timer(operation("save_weights"), model)
+    timer = timer_of(operation("save_weights"), model)
     model.worked_s += 0.001
     time.sleep(0.02)
     timing = timer.read()
@@ -55,7 +59,7 @@ async def test_what_cannot_be_recorded_costs_no_result(db: Database, monkeypatch
     recording = Recording(StepStore(db), Metrics())
     output = ForwardBackwardOutput(loss_fn_outputs=[], metrics={"loss:sum": 1.0})
     work = operation("forward_backward")
-    assert await recording.done(work, output, Timer(work, Working())) is None
+    assert await recording.done(work, output, timer_of(work, Working())) is None
 
 
 async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
@@ -63,7 +67,7 @@ async def test_numbers_that_are_not_finite_are_left_out(db: Database) -> None:
     metrics = {"loss:sum": float("nan"), "tokens:sum": 4.0, "sampler_gap:mean": float("inf"), "advantage:mean": 0.5}
     work = operation("forward_backward")
     step = await recording.done(
-        work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=metrics), Timer(work, Working())
+        work, ForwardBackwardOutput(loss_fn_outputs=[], metrics=metrics), timer_of(work, Working())
     )
     assert step is not None
     assert (step.loss, step.sampler_gap, step.advantage, step.loss_tokens) == (None, None, 0.5, 4)

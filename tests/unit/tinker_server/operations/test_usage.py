@@ -57,7 +57,7 @@ async def test_images_count_as_they_are_expanded_whoever_found_them_in_the_cache
     image = ImageChunk(data=b"x", format="png", expected_tokens=expected_tokens)
     request = SampleRequest(
         base_model="tiny",  # of no session, and counted all the same
-        prompt=ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2, 3]), image, image]),
+        prompt=ModelInput(chunks=[EncodedTextChunk(tokens=np.array([1, 2, 3])), image, image]),
         num_samples=3,
         sampling_params=SamplingParams(max_tokens=2),
     )

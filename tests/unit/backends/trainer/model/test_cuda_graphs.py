@@ -17,7 +17,7 @@ from backends.trainer.model.cuda_graphs import Graphs, samples_of_graph
 from backends.trainer.model.packing import Microbatch, pack
 from backends.trainer.model.token_logprobs import Scorer, TokenGradient
 from backends.trainer.rank import TrainerRank
-from tests.factories import cross_entropy, datum, make_renderer, prompt, words
+from tests.factories import cross_entropy, datum, make_renderer, present, prompt, succeeded, words
 from tests.models import FAMILIES
 from tests.trainers import LORA, OWNER, assert_same, config, forward_backward, gradients, perturb, together
 
@@ -138,8 +138,10 @@ def test_microbatches_of_several_models_by_graphs_are_as_without(kind, capturing
         for backward in (True, False):
             found, wanted = (together(one, batches, backward) for one in (rank, plain))
             for of_model, expected in zip(found, wanted, strict=True):
-                assert of_model.metrics == pytest.approx(expected.metrics, rel=1e-4)
-                for row_, other in zip(of_model.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+                assert succeeded(of_model).metrics == pytest.approx(succeeded(expected).metrics, rel=1e-4)
+                for row_, other in zip(
+                    succeeded(of_model).loss_fn_outputs, succeeded(expected).loss_fn_outputs, strict=True
+                ):
                     np.testing.assert_allclose(row_["logprobs"], other["logprobs"], atol=1e-4)
         for name, _ in batches:
             assert_same(gradients(rank, name), gradients(plain, name))
@@ -157,6 +159,8 @@ def test_a_graph_that_computes_something_else_is_not_used(capturing, tmp_path, m
     forward = graphs_module._Graph.forward
     monkeypatch.setattr(graphs_module._Graph, "forward", lambda *given: forward(*given) + 0.5)
     found = forward_backward(rank, "m", batch, False)
-    np.testing.assert_array_equal(found.loss_fn_outputs[0]["logprobs"], expected.loss_fn_outputs[0]["logprobs"])
+    np.testing.assert_array_equal(
+        present(found).loss_fn_outputs[0]["logprobs"], present(expected).loss_fn_outputs[0]["logprobs"]
+    )
     assert rank.base._graphs is None
     assert "0.5 nats from eager ones" in caplog.text

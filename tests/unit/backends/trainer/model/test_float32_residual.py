@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.trainers import LORA, config, forward_backward, logprobs
 NUM_LAYERS = 24
 
 
-def rank_in(dtype: str, source: Path) -> TrainerRank:
+def rank_in(dtype: Literal["float32", "bfloat16"], source: Path) -> TrainerRank:
     rank = TrainerRank(replace(config(source), dtype=dtype), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
     return rank

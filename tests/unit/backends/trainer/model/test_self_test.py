@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from tests.trainers import config
 CPU = torch.device("cpu")
 
 
-def start(source: Path, dtype: str) -> None:
+def start(source: Path, dtype: Literal["float32", "bfloat16"]) -> None:
     TrainerRank(replace(config(source), dtype=dtype), World(0, 1, CPU))
 
 
@@ -35,7 +35,7 @@ def start(source: Path, dtype: str) -> None:
     ],
 )
 def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_does(
-    kind: str, sizes: dict[str, Any], dtype: str, tmp_path: Path
+    kind: str, sizes: dict[str, Any], dtype: Literal["float32", "bfloat16"], tmp_path: Path
 ) -> None:
     """They differ by 0.01 to 0.07 nats on average, which in bfloat16 is not far from rounding."""
     source = make_tiny_of(kind, tmp_path / "model", **sizes)
@@ -45,7 +45,11 @@ def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_doe
 
 @pytest.mark.parametrize(("dtype", "allowed", "refused"), [("float32", 1e-4, 0.002), ("bfloat16", 0.05, 0.15)])
 def test_scores_that_are_a_little_off_for_every_token_are_distinguished_from_rounding(
-    dtype: str, allowed: float, refused: float, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: Literal["float32", "bfloat16"],
+    allowed: float,
+    refused: float,
+    tiny_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Any] = []
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -72,7 +73,9 @@ def test_without_a_choice_it_is_refused_with_the_setting_that_makes_one(tiny_vl:
 
 
 @pytest.mark.parametrize("chosen", ["importance_sampling", None])
-def test_samples_for_it_are_taken_where_it_is_answered(tiny_vl: Path, chosen: str | None) -> None:
+def test_samples_for_it_are_taken_where_it_is_answered(
+    tiny_vl: Path, chosen: Literal["importance_sampling"] | None
+) -> None:
     request = SampleRequest.model_validate(
         {
             "sampling_session_id": "s",
@@ -92,7 +95,7 @@ def test_samples_for_it_are_taken_where_it_is_answered(tiny_vl: Path, chosen: st
 
 
 def test_the_largest_rank_is_128_and_less_where_memory_is_small(tiny_vl: Path) -> None:
-    def largest(main_bytes: int, **settings: int) -> int:
+    def largest(main_bytes: int, **settings: Any) -> int:
         backend = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", **settings)
         return describe_models(backend, Machine(main_bytes))["a"].spec.max_lora_rank
 

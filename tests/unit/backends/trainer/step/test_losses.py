@@ -1,5 +1,7 @@
 """The losses against a reference vector that was computed from their formulas."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ LOGPROBS, OLD, ADVANTAGES, WEIGHTS = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [1.
 def evaluate(loss_fn: str, config: dict | None = None, **inputs: list[float]) -> tuple[float, list[float]]:
     """The loss and its gradient by the log probabilities, for one datum of three positions."""
     datum = Datum(
-        model_input=ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2, 3])]),
+        model_input=ModelInput(chunks=[EncodedTextChunk(tokens=np.array([1, 2, 3]))]),
         loss_fn_inputs={"target_tokens": np.array([1, 2, 3])}
         | {name: np.array(values, dtype=np.float32) for name, values in inputs.items()},
     )
@@ -94,7 +96,7 @@ def test_ratios_up_to_e_to_the_80_have_the_plain_formulas_gradient(loss_fn: str,
     logprobs = torch.tensor(LOGPROBS, dtype=torch.float64).requires_grad_()
     value = plain(loss_fn, logprobs, torch.tensor(old, dtype=torch.float64), torch.tensor(ADVANTAGES).double())
     value.backward()
-    mask = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
+    mask: dict[str, Any] = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
     got_value, got_gradient = evaluate(loss_fn, logprobs=old, advantages=ADVANTAGES, **mask)
     assert logprobs.grad is not None
     assert got_value == pytest.approx(value.item(), rel=2e-5)
@@ -105,8 +107,8 @@ def test_ratios_up_to_e_to_the_80_have_the_plain_formulas_gradient(loss_fn: str,
 @pytest.mark.parametrize("sentinel", [-90.0, -1000.0, -99999.0, -3e38])
 def test_tokens_that_must_not_train_may_have_any_old_log_probability(loss_fn: str, sentinel: float) -> None:
     """With advantage 0, for gspo also outside of the mask, value and gradient are those of the other tokens alone."""
-    mask = {"sequence_ratio_mask": [1.0, 0.0, 1.0]} if loss_fn == "gspo" else {}
-    inputs = {"advantages": [1.0, 0.0, 2.0], **mask}
+    mask: dict[str, Any] = {"sequence_ratio_mask": [1.0, 0.0, 1.0]} if loss_fn == "gspo" else {}
+    inputs: dict[str, Any] = {"advantages": [1.0, 0.0, 2.0], **mask}
     wanted = evaluate(loss_fn, logprobs=[-1.5, -1.0, -0.5], **inputs)
     got = evaluate(loss_fn, logprobs=[-1.5, sentinel, -0.5], **inputs)
     assert got == wanted
@@ -115,7 +117,7 @@ def test_tokens_that_must_not_train_may_have_any_old_log_probability(loss_fn: st
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
 def test_a_ratio_beyond_float32_counts_as_the_largest_and_clips_as_any_other(loss_fn: str) -> None:
-    mask = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
+    mask: dict[str, Any] = {"sequence_ratio_mask": [1.0, 1.0, 1.0]} if loss_fn == "gspo" else {}
     value, gradient = evaluate(loss_fn, logprobs=[-500.0] * 3, advantages=[1.0, 1.0, 2.0], **mask)
     assert np.isfinite([value, *gradient]).all()
     if loss_fn in ("ppo", "gspo"):  # clipped from above, where nothing is left to gain

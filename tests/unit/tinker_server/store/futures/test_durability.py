@@ -250,9 +250,8 @@ async def test_a_full_disk_refuses_by_name_and_a_retry_is_stored_once_there_is_r
 
 async def test_commits_are_synchronous_unless_the_operator_says_otherwise(tmp_path: Path) -> None:
     for synchronous, expected in ((None, 2), ("normal", 1)):
-        db = Database(
-            f"sqlite+aiosqlite:///{tmp_path / 'test.db'}", **({"synchronous": synchronous} if synchronous else {})
-        )
+        given: dict[str, Any] = {} if synchronous is None else {"synchronous": synchronous}
+        db = Database(f"sqlite+aiosqlite:///{tmp_path / 'test.db'}", **given)
         async with db.read() as session:
             assert await session.scalar(text("PRAGMA synchronous")) == expected
         await db.close()
