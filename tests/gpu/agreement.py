@@ -1,8 +1,9 @@
-"""Distance of trainer and sampler of a server, in bfloat16.
+"""Distance of trainer and sampler of a server, in bfloat16; and settings of both on CUDA.
 
 The bounds are twice what vLLM and transformers differ by on one H200 with random models.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,16 @@ ON_CUDA: dict[str, Any] = {
     "kv_cache_bytes": 1 << 30,
 }
 """Settings of a sampler beside a trainer in the test's own process."""
+
+
+def share_kernels(scratch_dir: Path) -> Path:
+    """A server's scratch directory with the kernels that this user has compiled before: a first start compiles for
+    minutes."""
+    for name, compiled in {"triton": Path.home() / ".triton/cache", "vllm": Path.home() / ".cache/vllm"}.items():
+        compiled.mkdir(parents=True, exist_ok=True)
+        (scratch_dir / "compiled").mkdir(parents=True, exist_ok=True)
+        (scratch_dir / "compiled" / name).symlink_to(compiled)
+    return scratch_dir
 
 
 def scoring_datum(model_input, renderer):

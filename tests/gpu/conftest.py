@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.agreement import share_kernels
 from tests.servers import MODEL, Server
 
 
@@ -13,6 +14,8 @@ from tests.servers import MODEL, Server
 def server(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    running = Server(tmp_path_factory.mktemp("server") / "data", {MODEL: tiny_vl}, "--device", "cuda").start()
+    data_dir = tmp_path_factory.mktemp("server") / "data"
+    share_kernels(data_dir / "scratch")
+    running = Server(data_dir, {MODEL: tiny_vl}, "--device", "cuda").start()
     yield running
     assert running.stop() == 0, running.log.read_text()[-4000:]

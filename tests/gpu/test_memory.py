@@ -31,6 +31,7 @@ from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import SHAPES, make_model
 from tests.factories import cross_entropy, datum, prompt, words
+from tests.gpu.agreement import share_kernels
 from tests.trainers import LORA, forward_backward
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,7 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     models = {"seeing": str(tiny_vl), "blind": str(tiny_text)}
-    config = BackendConfig(models=models, device="cuda", max_context_length=2048, scratch_dir=tmp_path)
+    config = BackendConfig(models=models, device="cuda", max_context_length=2048, scratch_dir=share_kernels(tmp_path))
     backend = LocalBackend(config)
     await backend.start()
     try:
@@ -96,7 +97,7 @@ async def test_each_part_takes_what_is_planned(tmp_path: Path, monkeypatch: pyte
         max_lora_rank=32,
         models_at_once=1,
         kv_cache_bytes=2 << 30,
-        scratch_dir=tmp_path / "scratch",
+        scratch_dir=share_kernels(tmp_path / "scratch"),
     )
     found = describe_models(config)["a"]
     size, demand = found.size, found.demand

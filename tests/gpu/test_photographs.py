@@ -10,7 +10,7 @@ import tinker.types as types
 import torch
 
 from tests.factories import make_renderer
-from tests.gpu.agreement import LARGEST, MEAN, differences
+from tests.gpu.agreement import LARGEST, MEAN, differences, share_kernels
 from tests.photographs import SEEING, conversation, our_input, photographs
 from tests.servers import Server
 from tests.squares import check_that_a_red_square_is_called_red
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.gpu
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    running = Server(tmp_path_factory.mktemp("seeing") / "data", {TINY_VL: SEEING}, "--device", "cuda").start()
+    data_dir = tmp_path_factory.mktemp("seeing") / "data"
+    share_kernels(data_dir / "scratch")
+    running = Server(data_dir, {TINY_VL: SEEING}, "--device", "cuda").start()
     yield running
     assert running.stop() == 0, running.log.read_text()[-4000:]
 
