@@ -45,6 +45,7 @@ from tinker_server.routes import (
     training,
     weights,
 )
+from tinker_server.routes.machine_loads import record_loads
 from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
 from tinker_server.store.catalog import Catalog
@@ -54,6 +55,7 @@ from tinker_server.store.database import Database
 from tinker_server.store.directories import Storage, hold
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
+from tinker_server.store.machine_history import MachineHistory
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
@@ -207,6 +209,7 @@ def build_services(
         audit=audit,
         steps=steps,
         client_metrics=client_metrics,
+        machine_history=MachineHistory(db),
         metrics=measured,
         gallery=gallery,
         sign_ins=SignIns(settings.data_dir, keys),
@@ -256,6 +259,8 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.scheduler.resume(unfinished)
         housekeeping = asyncio.create_task(services.housekeeper.run(), name="housekeeping")
         stack.callback(housekeeping.cancel)
+        recording = asyncio.create_task(record_loads(services), name="recording the machine's load")
+        stack.callback(recording.cancel)
         restoring = asyncio.create_task(services.scheduler.restore_lost(), name="restoring lost models")
         stack.callback(restoring.cancel)
         yield

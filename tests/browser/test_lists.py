@@ -1,6 +1,8 @@
 """Lists and tables of the dashboard in a browser, filtered, searched, long and narrow; and the page /docs."""
 
+import asyncio
 import re
+import time
 
 from playwright.sync_api import ViewportSize, expect
 
@@ -128,3 +130,23 @@ def test_the_reference_needs_no_network_and_has_none_of_the_dashboards_rights(se
     )
     assert seen.page.context.cookies()  # of the dashboard
     seen.errors.clear()  # the browser itself logs what it has blocked
+
+
+def test_the_machine_draws_its_last_day(seen: Watched, owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    history, now = alice.server.app.state.services.machine_history, time.time()
+
+    async def record() -> None:
+        for minute in [*range(900, 600, -10), *range(120, 0, -10)]:
+            load = {("gpu_utilization", f"GPU {gpu}"): (minute + gpu) / 1000 for gpu in (8, 9)}
+            await history.put({**load, ("operations", ""): float(minute)}, now - 60 * minute)
+
+    asyncio.run_coroutine_threadsafe(record(), alice.server.loop).result(30)
+    for size in (NARROW, WIDE):
+        seen.page.set_viewport_size(size)
+        page = seen.open("/machine")
+        page.locator("figure[data-measure=operations] canvas").wait_for()
+        expect(page.get_by_role("img", name="GPU 8 1.8, GPU 9 1.9")).to_be_visible()
+        expect(page.get_by_text("Nothing is recorded yet")).to_be_hidden()
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert seen.violations() == []

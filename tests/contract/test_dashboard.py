@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import csv
 import io
 import json
@@ -20,6 +21,7 @@ from tinker_server.auth import keys
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
 from tinker_server.observability.recent_samples import IMAGE_BYTES
+from tinker_server.routes import machine_loads
 
 PHOTO = photographs("test", 1)[0]
 PAGES = ("/", "/samples", "/playground", "/machine")
@@ -270,6 +272,27 @@ def test_the_machine_shows_each_of_several_engines(alice: Owner) -> None:
         alice.server.backend.tiny.engines = {}
     assert "Engine 0: 3 running, 1 waiting, 2 adapters, KV cache 25 %" in text
     assert "Engine 1: 5 running, 1 adapters</p>" in text
+
+
+def test_the_machine_shows_the_load_of_the_last_day(alice: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_loads, "READ_S", 0.02)
+    monkeypatch.setattr(machine_loads, "STORED_S", 0.1)
+    services = alice.server.app.state.services
+
+    async def record() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await machine_loads.record_loads(services)
+
+    recording = asyncio.run_coroutine_threadsafe(record(), alice.server.loop)
+    services.usage.count("sampled", "alice", "s", "tiny", 10**6)
+    recording.result(30)
+    answer = alice.get("/machine/history.json").json()
+    lines = {(one["measure"], one["of"]): one for one in answer["lines"]}
+    assert set(lines["kv_cache_used", "tiny"]["value"]) == {0.375}
+    assert max(lines["sampled_tokens_per_s", "tiny"]["value"]) > 10**6
+    assert lines["operations", ""]["at"] == sorted(lines["operations", ""]["at"])
+    assert 'data-url="/machine/history.json"' in alice.get("/machine").text
 
 
 def test_of_what_waits_another_owner_sees_the_kind_alone(alice: Owner, bob: Owner) -> None:

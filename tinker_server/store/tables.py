@@ -250,6 +250,19 @@ class ClientMetricRow(Table):
     """Time at which it was reported last."""
 
 
+class MachineLoadRow(Table):
+    """The mean of one measure of the machine's load over a minute."""
+
+    __tablename__ = "machine_loads"
+
+    measure: Mapped[str] = mapped_column(primary_key=True)
+    of: Mapped[str] = mapped_column(primary_key=True)
+    """Its base model or GPU; empty for the whole machine."""
+    at: Mapped[float] = mapped_column(primary_key=True, index=True)
+    """End of the minute."""
+    value: Mapped[float]
+
+
 class UnreferencedDirectory(Table):
     """A directory that no other row references: weights are being written into it, or were given up.
 

@@ -30,6 +30,7 @@ from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import Storage
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.holdings import Holdings
+from tinker_server.store.machine_history import MachineHistory
 from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.sessions import SessionStore
@@ -67,6 +68,7 @@ class Services:
     audit: AuditStore
     steps: StepStore
     client_metrics: ClientMetricStore
+    machine_history: MachineHistory
     metrics: Metrics
     gallery: Gallery
     sign_ins: SignIns

@@ -1,6 +1,7 @@
 """The machine's page: queues, processes, engines, disk, and traces to download."""
 
 import asyncio
+import json
 import shutil
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from tinker_server.errors import UnknownSampler
 from tinker_server.routes.metrics_collect import loaded
 from tinker_server.store.catalog import Page, Scope
 from tinker_server.store.futures.records import Operation
+from tinker_server.store.machine_history import KEPT_S
 from tinker_server.web.deps import Server, ServerUrl, Services
 
 router = APIRouter(prefix="/machine", route_class=PageRoute, include_in_schema=False)
@@ -62,6 +64,16 @@ async def show_machine(request: Request, server: Server, viewer: Viewing) -> Res
 async def show_now(request: Request, server: Server, viewer: Viewing) -> Response:
     """Show the part that changes."""
     return page(request, "machine_now.html", await _now(server, viewer))
+
+
+@router.get("/history.json")
+async def show_history(server: Server, _: Viewing) -> Response:
+    """Return the machine's load over the last day, a line for each measure and its base model or GPU."""
+    found = await server.machine_history.since(time.time() - KEPT_S)
+    lines = [
+        {"measure": measure, "of": of, "at": line.at, "value": line.value} for (measure, of), line in found.items()
+    ]
+    return Response(await asyncio.to_thread(json.dumps, {"lines": lines}), media_type="application/json")
 
 
 @router.get("/traces/{session_id}")

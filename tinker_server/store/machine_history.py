@@ -1,0 +1,52 @@
+"""The machine's load over the last day: one value of each measure and minute."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from sqlalchemy import Table, select
+
+from tinker_server.store.database import Database, delete_before
+from tinker_server.store.tables import MachineLoadRow
+
+LOADS = cast(Table, MachineLoadRow.__table__)
+_OF = LOADS.c
+KEPT_S = 24 * 3600.0
+
+Measure = tuple[str, str]
+"""A measure, such as `kv_cache_used`, and its base model or GPU; "" for the whole machine."""
+
+
+@dataclass
+class Line:
+    """The values of one measure in order of time."""
+
+    at: list[float] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+
+
+class MachineHistory:
+    """Reads and writes the machine_loads table."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def put(self, values: Mapping[Measure, float], at: float) -> None:
+        """Store one value of each measure, and delete those that are older than a day."""
+        if values:
+            insert = self._db.insert(LOADS).on_conflict_do_nothing()
+            rows = [{"measure": one, "of": of, "at": at, "value": value} for (one, of), value in values.items()]
+            async with self._db.write() as session:
+                await session.execute(insert, rows)
+        await delete_before(self._db, LOADS, at - KEPT_S)
+
+    async def since(self, at: float) -> dict[Measure, Line]:
+        """Return the values since a time, by measure."""
+        query = select(_OF.measure, _OF.of, _OF.at, _OF.value).where(_OF.at >= at).order_by(_OF.at)
+        found: dict[Measure, Line] = {}
+        async with self._db.read() as session:
+            for measure, of, taken_at, value in await session.execute(query):
+                line = found.setdefault((measure, of), Line())
+                line.at.append(taken_at)
+                line.value.append(value)
+        return dict(sorted(found.items()))
