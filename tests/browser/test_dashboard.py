@@ -234,14 +234,15 @@ def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner,
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_has_a_serious_fault_of_access(seen: Watched, run_id: str, scheme: str, picture: Picture) -> None:
     seen.page.emulate_media(color_scheme=scheme)
-    paths = {"runs": "/", "run": f"/runs/{run_id}", "samples": "/samples", "playground": "/playground"}
+    paths = {"runs": "/", "run": f"/runs/{run_id}", "checkpoints": "/checkpoints"}
+    paths |= {"samples": "/samples", "playground": "/playground"}
     for name, path in (paths | {"machine": "/machine"}).items():
         page = seen.open(path)
         if name == "run":
             drawn(page)
             page.locator("#checkpoints table").wait_for()
         assert seen.violations() == [], name
-        if name not in ("playground", "samples"):
+        if name in ("runs", "run", "machine"):
             picture(page, f"{name}-{scheme}")
 
 
@@ -250,6 +251,7 @@ def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str, pi
     for name, path in {
         "runs": "/",
         "run": f"/runs/{run_id}",
+        "checkpoints": "/checkpoints",
         "samples": "/samples",
         "playground": "/playground",
         "machine": "/machine",
@@ -260,7 +262,7 @@ def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str, pi
             page.locator("#checkpoints table").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], name
         bar = page.get_by_role("navigation", name="Pages", exact=True)
-        for link in ("Runs", "Samples", "Playground", "Machine"):
+        for link in ("Runs", "Checkpoints", "Samples", "Playground", "Machine"):
             expect(bar.get_by_role("link", name=link)).to_be_visible()
         if name == "runs":
             picture(page, f"{name}-narrow")

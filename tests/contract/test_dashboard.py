@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -19,10 +20,11 @@ from tests.photographs import photographs
 from tinker_server.auth import keys
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
+from tinker_server.dashboard.pages.runs import PER_PAGE
 from tinker_server.observability.recent_samples import IMAGE_BYTES
 
 PHOTO = photographs("test", 1)[0]
-PAGES = ("/", "/samples", "/playground", "/machine")
+PAGES = ("/", "/checkpoints", "/samples", "/playground", "/machine")
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +219,40 @@ def test_a_checkpoint_is_published_taken_back_expired_downloaded_and_deleted(ali
         entry["event"] for entry in alice.server.http.get("/audit", headers={"x-api-key": alice.key}).json()["entries"]
     ]
     assert {"checkpoint_published", "checkpoint_deleted", "checkpoint_read"} <= set(events)
+
+
+def listed(owner: Owner, query: str = "") -> list[str]:
+    """Paths of the page of all checkpoints, in its order."""
+    return re.findall(r'data-copy="([^"]+)"', owner.get(f"/checkpoints{query}").text)
+
+
+def test_checkpoints_of_all_runs_are_on_one_page_and_filtered_by_kind_and_run(alice: Owner, bob: Owner) -> None:
+    first, second = alice.new_run(), alice.new_run()
+    before = listed(alice)
+    alice.save(first, 1, "a")
+    alice.post("/save_weights_for_sampler", model_id=second, seq_id=1, path="b")
+    saved = [f"tinker://{second}/sampler_weights/b", f"tinker://{first}/weights/a"]
+    assert listed(alice) == saved + before
+    assert listed(alice, f"?run={first}") == saved[1:] and listed(alice, "?kind=sampler_weights") == saved[:1]
+    assert listed(alice, f"?kind=weights&run={second}") == [] == listed(alice, "?kind=external_weights")
+    assert "No checkpoint matches" in alice.get(f"/checkpoints?kind=weights&run={second}").text
+    assert alice.get("/checkpoints?kind=other").status_code == 404
+    opened = re.findall(r'href="(/playground[^"]+)"', alice.get("/checkpoints").text)
+    assert opened == [f"/playground?model_path={quote(saved[0], safe='/')}"]
+    alice.change("POST", f"/runs/{first}/checkpoints/weights/a/publish")
+    for query in ("", f"?run={first}"):
+        assert listed(bob, query) == []
+
+
+def test_checkpoints_are_paged(alice: Owner) -> None:
+    run_id = alice.new_run()
+    for seq_id in range(1, PER_PAGE + 2):
+        alice.save(run_id, seq_id, f"c{seq_id}")
+    first, second = (listed(alice, f"?run={run_id}&page={number}") for number in (1, 2))
+    assert [path.rpartition("/")[2] for path in first] == [f"c{number}" for number in range(PER_PAGE + 1, 1, -1)]
+    assert [path.rpartition("/")[2] for path in second] == ["c1"]
+    text = alice.get(f"/checkpoints?run={run_id}").text
+    assert f"{PER_PAGE + 1} checkpoints" in text and "Older" in text and "Newer" not in text
 
 
 def test_a_sample_shows_its_image_its_tokens_and_how_likely_they_were(alice: Owner) -> None:
