@@ -8,10 +8,12 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
+from tests.browser.learning import ANSWER
 from tests.browser.pages import NARROW, PHOTO, Watched
 from tests.dashboard import Owner
 
@@ -214,11 +216,44 @@ def test_a_photograph_is_talked_about_with_two_models_side_by_side(
     asked = [chat.body for chat in alice.server.backend.tiny.sampler.chats[-2:]]
     assert all((body["stream"], body["seed"], body["temperature"]) == (True, 7, 0.7) for body in asked)
     assert all(PHOTO_IN_BASE64 in json.dumps(body["messages"]) for body in asked)
-    page.get_by_label("Model", exact=True).first.fill("no/such-model")
+    page.get_by_role("region", name="Model 1").get_by_role("combobox").select_option("Another path…")
+    page.get_by_label("Path of the weights of model 1").fill("no/such-model")
     page.get_by_label("Message").fill("Hello?")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("log", name="Conversation 1").locator(".wrong")).to_contain_text("no/such-model")
     seen.errors.clear()  # the browser itself logs the refusal
+
+
+def test_the_playground_asks_a_checkpoint_with_a_system_prompt_and_shows_how_likely_each_token_was(
+    seen: Watched, owners: tuple[Owner, Owner]
+) -> None:
+    alice, _ = owners
+    made = alice.new_run()
+    alice.post("/save_weights_for_sampler", model_id=made, seq_id=1, path="asked")
+    path = f"tinker://{made}/sampler_weights/asked"
+    for query in (f"?model_path={path}", f"?mode=checkpoint&checkpoint={quote(path, safe='')}"):
+        page = seen.open(f"/playground{query}")
+        model = page.get_by_role("region", name="Model 1").get_by_role("combobox")
+        expect(model).to_have_value(path)
+    expect(model.locator("optgroup")).to_have_count(2)
+    log, message = page.get_by_role("log", name="Conversation 1"), page.get_by_label("Message")
+    over, below = log.bounding_box(), message.bounding_box()
+    assert over is not None and below is not None and over["y"] + over["height"] <= below["y"]
+    page.get_by_label("System prompt").fill("Answer in verse.")
+    page.get_by_label("Top p").fill("0.9")
+    page.get_by_label("Log probabilities").check()
+    message.fill("Hello?")
+    page.get_by_role("button", name="Send").click()
+    tokens = log.locator(".assistant span")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    assert (tokens.nth(3).get_attribute("title"), tokens.nth(3).get_attribute("class")) == ("-1.500 nats", "p3")
+    assert log.locator(".assistant").inner_text() == ANSWER
+    asked = alice.server.backend.tiny.sampler.chats[-1].body
+    assert (asked["model"], asked["top_p"], asked["logprobs"]) == (path, 0.9, True)
+    assert [one["role"] for one in asked["messages"]] == ["system", "user"]
+    assert seen.violations() == []
+    page = seen.open("/playground?model_path=tinker://of/sampler_weights/others")
+    expect(page.get_by_label("Path of the weights of model 1")).to_have_value("tinker://of/sampler_weights/others")
 
 
 def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner, Owner], run_id: str) -> None:

@@ -239,6 +239,7 @@ def test_checkpoints_of_all_runs_are_on_one_page_and_filtered_by_kind_and_run(al
     assert alice.get("/checkpoints?kind=other").status_code == 404
     opened = re.findall(r'href="(/playground[^"]+)"', alice.get("/checkpoints").text)
     assert opened == [f"/playground?model_path={quote(saved[0], safe='/')}"]
+    assert saved[0] in alice.get("/playground").text and saved[0] not in bob.get("/playground").text
     alice.change("POST", f"/runs/{first}/checkpoints/weights/a/publish")
     for query in ("", f"?run={first}"):
         assert listed(bob, query) == []
