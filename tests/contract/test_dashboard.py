@@ -12,6 +12,15 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from tinker.lib.console_urls import (
+    api_key_console_url,
+    checkpoint_playground_url,
+    new_api_key_console_url,
+    session_console_url,
+    sessions_console_url,
+    training_run_console_url,
+)
+from tinker.types import SaveWeightsResponse
 
 from backends.protocol import EngineBatch, EngineUse
 from tests.dashboard import Owner, with_keys
@@ -65,7 +74,7 @@ def sample_id(owner: Owner) -> str:
 
 def filled(path: str, run_id: str, sample: str) -> str:
     """A route's path with the ids of what is Alice's."""
-    names = {"run_id": run_id, "kind": "weights", "name": "kept", "session_id": run_id.partition(":")[0]}
+    names = {"run_id": run_id, "kind": "weights", "name": "kept", "session_id": run_id.partition(":")[0], "key_id": "k"}
     for name, value in (names | {"sample_id": sample, "number": "0"}).items():
         path = path.replace(f"{{{name}}}", value)
     return path
@@ -243,6 +252,27 @@ def test_checkpoints_of_all_runs_are_on_one_page_and_filtered_by_kind_and_run(al
     alice.change("POST", f"/runs/{first}/checkpoints/weights/a/publish")
     for query in ("", f"?run={first}"):
         assert listed(bob, query) == []
+
+
+def test_what_the_sdk_prints_leads_to_the_page_of_the_same_thing(alice: Owner, run_id: str) -> None:
+    session_id = run_id.partition(":")[0]
+    path = f"tinker://{run_id}/weights/kept"
+    printed = {
+        sessions_console_url(): "/",
+        session_console_url(session_id): f"/?q={session_id}",
+        training_run_console_url(run_id): f"/runs/{run_id}",
+        SaveWeightsResponse(path=path).get_console_url(): f"/checkpoints?kind=weights&run={quote(run_id)}",
+    }
+    for url, page in printed.items():
+        moved = alice.get(f"/{url.split('/', 3)[3]}")
+        assert (moved.status_code, moved.headers["location"]) == (303, page), url
+        assert alice.get(page).status_code == 200 and session_id[:8] in alice.get(page).text
+    assert path in alice.get("/playground?" + checkpoint_playground_url(path).partition("?")[2]).text
+    for url in (new_api_key_console_url("laptop"), api_key_console_url("some-id")):
+        refused = alice.get(f"/{url.split('/', 3)[3]}")
+        assert refused.status_code == 404 and "keys add" in refused.text
+    missing = alice.get(f"/checkpoints/{quote(run_id)}/weights%2Fother")
+    assert missing.status_code == 404 and "has no weights named" in missing.text
 
 
 def test_checkpoints_are_paged(alice: Owner) -> None:
