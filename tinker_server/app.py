@@ -23,6 +23,7 @@ from tinker_server.models.replay import LogReplay
 from tinker_server.models.scheduler import Scheduler
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
 from tinker_server.operations.housekeeping import Housekeeper, Periods, SteadyClock, Stores
 from tinker_server.operations.recording import Recording
@@ -189,7 +190,9 @@ def build_services(
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
     scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
     key_uses = KeyUses(settings.data_dir, keys)
-    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, key_uses)
+    sample_files = SampleFiles(settings.data_dir / "samples", settings.samples_disk_bytes)
+    swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, key_uses)
+    stores = Stores(*swept, gallery, sample_files)
     return Services(
         settings=settings,
         keys=keys,
@@ -209,6 +212,7 @@ def build_services(
         client_metrics=client_metrics,
         metrics=measured,
         gallery=gallery,
+        sample_files=sample_files,
         sign_ins=SignIns(settings.data_dir, keys),
         backend=backend,
         admission=admission,
@@ -251,6 +255,8 @@ async def working(services: Services) -> AsyncIterator[None]:
         counted = (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save)
         for save in (*counted, services.key_uses.save):
             stack.push_async_callback(_saved, save)
+        stack.callback(lambda: services.sample_files.save(services.gallery.all()))
+        services.gallery.restore(await asyncio.to_thread(services.sample_files.load))
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)
         await services.scheduler.resume(unfinished)

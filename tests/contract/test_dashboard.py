@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from PIL import Image
 from tinker.lib.console_urls import (
     api_key_console_url,
     checkpoint_playground_url,
@@ -30,6 +31,8 @@ from tinker_server.auth import keys
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
 from tinker_server.dashboard.pages.runs import PER_PAGE
+from tinker_server.dashboard.pages.samples import THUMBNAIL_PIXELS
+from tinker_server.dashboard.rendering import short
 from tinker_server.observability.recent_samples import IMAGE_BYTES
 
 PHOTO = photographs("test", 1)[0]
@@ -66,8 +69,8 @@ def bob(owners: tuple[Owner, Owner]) -> Owner:
     return owners[1]
 
 
-def sample_id(owner: Owner) -> str:
-    found = re.search(r"/samples/([0-9a-f]{32})", owner.get("/samples").text)
+def sample_id(owner: Owner, query: str = "") -> str:
+    found = re.search(r"/samples/([0-9a-f]{32})", owner.get(f"/samples{query}").text)
     assert found is not None
     return found[1]
 
@@ -293,6 +296,43 @@ def test_a_sample_shows_its_image_its_tokens_and_how_likely_they_were(alice: Own
     assert image.headers["content-type"] == "image/jpeg" and image.content == PHOTO.jpeg
     assert image.headers["x-content-type-options"] == "nosniff"
     assert alice.get(f"/samples/{sample_id(alice)}/images/1").status_code == 404
+    assert 'class="special" title="-0.500 nats, token 102"> word102<' in page.text
+    assert '<span class="special"> word102</span>' in alice.get("/samples").text
+    small = alice.get(f"/samples/{sample_id(alice)}/thumbnails/0")
+    with Image.open(io.BytesIO(small.content)) as thumbnail:
+        assert max(thumbnail.size) == THUMBNAIL_PIXELS and small.headers["content-type"] == "image/jpeg"
+    assert alice.get(f"/samples/{sample_id(alice)}/thumbnails/1").status_code == 404
+
+
+def test_samples_tell_their_run_step_and_reward_and_are_filtered_by_run_and_survive_a_restart(tmp_path: Path) -> None:
+    server, made = with_keys(tmp_path, "alice", "bob")
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        alice.sign_in()
+        run_id = alice.new_run()
+        alice.train(run_id, range(2))
+        path = alice.post("/save_weights_for_sampler", model_id=run_id, seq_id=5, path="drawn")["path"]
+        for step in range(4):
+            assert alice.report(run_id, step, **{"reward/total": 0.25 * step, "other": 9}).status_code < 300
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        for _ in range(2):
+            alice.post("/asample", model_path=path, prompt=prompt, sampling_params={"max_tokens": 4})
+        alice.sample()
+        seen = f"run {short(run_id)} · step 2 · reward/total 0.5 in this step"
+        assert alice.get("/samples").text.count("<li") == 3 and alice.get("/samples").text.count(seen) == 2
+        assert alice.get(f"/samples?run={run_id}").text.count("<li") == 2
+        assert "step 2 · reward/total 0.5" in alice.get(f"/samples/{sample_id(alice, f'?run={run_id}')}").text
+        alice.change("POST", f"/runs/{run_id}/checkpoints/sampler_weights/drawn/publish")
+        bob.sign_in().post("/asample", model_path=path, prompt=prompt, sampling_params={"max_tokens": 4})
+        assert "reward" not in bob.get("/samples").text and "step 2" not in bob.get("/samples").text
+        kept = sample_id(alice)
+    server.stop()
+    files = list((tmp_path / "data/samples").iterdir())
+    assert len(files) == 4 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    server = Running(tmp_path / "data", keys_file=tmp_path / "keys")
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        assert alice.sign_in().get("/samples").text.count(seen) == 2 and sample_id(alice) == kept
+        assert bob.sign_in().get(f"/samples/{kept}").status_code == 404
+    server.stop()
 
 
 def test_no_samples_are_kept_where_the_operator_wants_none(tmp_path: Path) -> None:
