@@ -296,12 +296,18 @@ def test_a_sample_shows_its_image_its_tokens_and_how_likely_they_were(alice: Own
     assert image.headers["content-type"] == "image/jpeg" and image.content == PHOTO.jpeg
     assert image.headers["x-content-type-options"] == "nosniff"
     assert alice.get(f"/samples/{sample_id(alice)}/images/1").status_code == 404
-    assert 'class="special" title="-0.500 nats, token 102"> word102<' in page.text
-    assert '<span class="special"> word102</span>' in alice.get("/samples").text
     small = alice.get(f"/samples/{sample_id(alice)}/thumbnails/0")
     with Image.open(io.BytesIO(small.content)) as thumbnail:
         assert max(thumbnail.size) == THUMBNAIL_PIXELS and small.headers["content-type"] == "image/jpeg"
     assert alice.get(f"/samples/{sample_id(alice)}/thumbnails/1").status_code == 404
+
+
+def test_special_tokens_are_dimmed(alice: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(alice.server.backend.tiny), "special_ids", lambda _: frozenset({2, 100}))
+    text = alice.get(f"/samples/{sample_id(alice)}").text
+    assert ' word1<span class="special"> word2</span> word3' in text
+    assert '<span class="special" title="-0.500 nats, token 100"> word100<' in text
+    assert '<span class="special"> word2</span> word3' in alice.get("/samples").text
 
 
 def test_samples_tell_their_run_step_and_reward_and_are_filtered_by_run_and_survive_a_restart(tmp_path: Path) -> None:
@@ -318,8 +324,8 @@ def test_samples_tell_their_run_step_and_reward_and_are_filtered_by_run_and_surv
             alice.post("/asample", model_path=path, prompt=prompt, sampling_params={"max_tokens": 4})
         alice.sample()
         seen = f"run {short(run_id)} · step 2 · reward/total 0.5 in this step"
-        assert alice.get("/samples").text.count("<li") == 3 and alice.get("/samples").text.count(seen) == 2
-        assert alice.get(f"/samples?run={run_id}").text.count("<li") == 2
+        assert alice.get("/samples").text.count("<li ") == 3 and alice.get("/samples").text.count(seen) == 2
+        assert alice.get(f"/samples?run={run_id}").text.count("<li ") == 2
         assert "step 2 · reward/total 0.5" in alice.get(f"/samples/{sample_id(alice, f'?run={run_id}')}").text
         alice.change("POST", f"/runs/{run_id}/checkpoints/sampler_weights/drawn/publish")
         bob.sign_in().post("/asample", model_path=path, prompt=prompt, sampling_params={"max_tokens": 4})
