@@ -61,6 +61,7 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi, reference_page
+from tinker_server.web.cors import Cors
 from tinker_server.web.deps import Services, caller
 from tinker_server.web.gate import BodyLimit, Gate, Measured
 from tinker_server.web.handlers import install, storable_parameters
@@ -112,6 +113,7 @@ def create_app(
     )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, host=settings.host)
+    app.add_middleware(Cors, origins=settings.cors_origins)
     app.add_middleware(Measured)  # the last one added runs first
     install(app)
     api = APIRouter(prefix="/api/v1")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import TypeVar
@@ -15,11 +16,14 @@ from backends.protocol import ChatEndpoint, InvalidInput
 from tinker_server.chat.requests import read, receive
 from tinker_server.errors import BadRequest, TinkerServerError
 from tinker_server.offload import off_loop
+from tinker_server.store.catalog import Page, Scope
 from tinker_server.web import vendors
-from tinker_server.web.deps import Server
+from tinker_server.web.deps import Server, Services
 from tinker_server.web.handlers import CLIENT_GONE
 
 T = TypeVar("T")
+LISTED_WEIGHTS = 100
+"""Sampler weights in the list of models, the newest."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of a stream: a proxy should forward each event at once."""
 Handler = Callable[[Request, Server], Awaitable[Response]]
@@ -39,19 +43,28 @@ def install(app: FastAPI) -> None:
             app.include_router(router, prefix=prefix, include_in_schema=False)
 
 
-async def list_models(server: Server) -> dict[str, object]:
-    """List the base models. Saved weights are named by tinker:// paths, which the REST routes list."""
-    return {"object": "list", "data": [_card(name) for name in server.models.served]}
+async def list_models(http: Request, server: Server) -> dict[str, object]:
+    """List the base models, and the caller's newest sampler weights."""
+    now = time.time()
+    asked = Page(Scope(http.state.owner), LISTED_WEIGHTS, 0)
+    saved, _ = await server.catalog.checkpoints(asked, ["sampler_weights"], now)
+    cards = [_card(name, name, server) for name in server.models.served]
+    cards += [_card(one.tinker_path, one.base_model, server, one.created_at) for one in saved]
+    return {"object": "list", "data": cards}
 
 
 async def get_model(name: str, http: Request, server: Server) -> dict[str, object]:
     """Return the model's card if the caller may use it."""
-    await server.chats.find(name, http.state.owner)
-    return _card(name)
+    found = await server.chats.find(name, http.state.owner)
+    return _card(name, found.base_model, server)
 
 
-def _card(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "tinker-server"}
+def _card(name: str, base_model: str, server: Services, created_at: float = 0) -> dict[str, object]:
+    """Make a model's card: OpenAI's fields, then vLLM's. Weights of a base that is not served have no length."""
+    base = server.models.served.get(base_model)
+    length = None if base is None else base.info.max_context_length
+    card = {"id": name, "object": "model", "created": int(created_at), "owned_by": "tinker-server"}
+    return card | {"max_model_len": length, "parent": None if name == base_model else base_model}
 
 
 def _answering(endpoint: ChatEndpoint) -> Handler:
