@@ -102,12 +102,22 @@ def _is_image(content: bytearray, at: int) -> bool:
 
 def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
     """Parse and check a body. Raises BadField."""
+    return checked(endpoint, parse(content), len(content))
+
+
+def parse(content: bytes | bytearray) -> dict[str, Any]:
+    """Parse a body. Raises BadField."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
         raise BadField("the body is no JSON") from None
     if not isinstance(body, dict):
         raise BadField("the body is no JSON object")
+    return body
+
+
+def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> ChatRequest:
+    """Check a parsed body. Raises BadField."""
     body = {field: value for field, value in body.items() if value is not None and not _is_moot(endpoint, field, value)}
     for field, value in body.items():
         if field not in FIELDS[endpoint]:
@@ -131,7 +141,7 @@ def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
     prompts = _num_prompts(body.get("prompt"))
     if prompts * n > MAX_CHOICES:
         raise BadField(f"{prompts} prompts with n {n}; {MAX_CHOICES} sequences are allowed in one request", "prompt")
-    return ChatRequest(endpoint, model, streamed, prompts * n, body, len(content))
+    return ChatRequest(endpoint, model, streamed, prompts * n, body, size_bytes)
 
 
 def _is_moot(endpoint: ChatEndpoint, field: str, value: object) -> bool:

@@ -13,7 +13,8 @@ from fastapi.responses import StreamingResponse
 from api_schemas.wire import JSON
 from backends import tasks
 from backends.protocol import ChatEndpoint, InvalidInput
-from tinker_server.chat.requests import read, receive
+from tinker_server.chat.requests import ChatRequest, checked, parse, read, receive
+from tinker_server.chat.responses import Translation, to_chat
 from tinker_server.errors import BadRequest, TinkerServerError
 from tinker_server.offload import off_loop
 from tinker_server.store.catalog import Page, Scope
@@ -34,6 +35,7 @@ def install(app: FastAPI) -> None:
     openai, anthropic = APIRouter(), APIRouter()
     openai.add_api_route("/chat/completions", _answering("chat_completions"), methods=["POST"])
     openai.add_api_route("/completions", _answering("completions"), methods=["POST"])
+    openai.add_api_route("/responses", respond, methods=["POST"])
     openai.add_api_route("/models", list_models, methods=["GET"])
     openai.add_api_route("/models/{name:path}", get_model, methods=["GET"])
     anthropic.add_api_route("/messages", _answering("messages"), methods=["POST"])
@@ -82,6 +84,35 @@ def _answering(endpoint: ChatEndpoint) -> Handler:
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     return answer
+
+
+async def respond(http: Request, server: Server) -> Response:
+    """Answer OpenAI's Responses by a chat completion."""
+    server.scheduler.require_open()
+    content = await receive(http.stream())
+    body, request = await off_loop(len(content), _translated, content)
+    translation = Translation(body)
+    parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
+    first = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
+    if first is None:
+        return Response(status_code=CLIENT_GONE)
+    if not request.streamed:
+        return Response(translation.whole(first), media_type=JSON)
+    events = translation.events(_joined(first, parts))
+    head = await _first(events)
+    return StreamingResponse(_events("openai", head, events), media_type="text/event-stream", headers=_HEADERS)
+
+
+def _translated(content: bytearray) -> tuple[dict[str, object], ChatRequest]:
+    body = parse(content)
+    return body, checked("chat_completions", to_chat(body), len(content))
+
+
+async def _joined(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(rest):
+        yield first
+        async for part in rest:
+            yield part
 
 
 async def _first(parts: AsyncGenerator[str, None]) -> str:
