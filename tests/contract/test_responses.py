@@ -72,7 +72,7 @@ def client(who: Owner) -> openai.OpenAI:
 
 def sent(who: Owner) -> dict[str, Any]:
     """The chat completion that the last request became."""
-    return who.server.backend.tiny.sampler.chats[-1].body
+    return dict(who.server.backend.tiny.sampler.chats[-1].body)
 
 
 def test_a_response_is_answered_as_a_chat(owners: tuple[Owner, Owner]) -> None:
