@@ -68,8 +68,13 @@ def test_openai_responds_and_streams_the_same_as_a_chat(chatgpt: openai.OpenAI, 
     }
     whole = chatgpt.responses.create(**asked)
     with chatgpt.responses.stream(**asked) as stream:
-        streamed = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        last = stream.get_final_response()
+        events: list[Any] = list(stream)
+    streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1].response
+    assert (events[-1].type, last.status) in (
+        ("response.incomplete", "incomplete"),
+        ("response.completed", "completed"),
+    )
     assert whole.output_text == streamed == last.output_text == chat.choices[0].message.content
     assert whole.usage.input_tokens == last.usage.input_tokens == chat.usage.prompt_tokens
 
