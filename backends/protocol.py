@@ -355,6 +355,9 @@ class BaseModel(Protocol):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return what each token adds to the text. A character of several tokens belongs to its last one."""
 
+    def special_ids(self) -> frozenset[int]:
+        """Return the ids of tokens that stand for no text, such as the end of a turn."""
+
     def processes(self) -> list[ProcessState]:
         """Return the states of the trainer's ranks and the sampler."""
 

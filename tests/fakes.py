@@ -264,6 +264,9 @@ class FakeBaseModel:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [f" word{token_id}" for token_id in token_ids]
 
+    def special_ids(self) -> frozenset[int]:
+        return frozenset({999})
+
     def processes(self) -> list[ProcessState]:
         return [ProcessState("trainer", os.getpid(), True, 0), ProcessState("sampler", os.getpid(), True, 1)]
 

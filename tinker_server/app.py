@@ -23,6 +23,7 @@ from tinker_server.models.replay import LogReplay
 from tinker_server.models.scheduler import Scheduler
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.observability.tracing.hooks import Tracing, start_tracing
 from tinker_server.operations.housekeeping import Housekeeper, Periods, SteadyClock, Stores
 from tinker_server.operations.recording import Recording
@@ -62,6 +63,7 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi, reference_page
+from tinker_server.web.cors import Cors
 from tinker_server.web.deps import Services, caller
 from tinker_server.web.gate import BodyLimit, Gate, Measured
 from tinker_server.web.handlers import install, storable_parameters
@@ -113,6 +115,7 @@ def create_app(
     )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(Gate, host=settings.host)
+    app.add_middleware(Cors, origins=settings.cors_origins)
     app.add_middleware(Measured)  # the last one added runs first
     install(app)
     api = APIRouter(prefix="/api/v1")
@@ -191,7 +194,9 @@ def build_services(
     model_stores = ModelStores(bases, runs, futures, storage, replay, snapshots)
     scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
     key_uses = KeyUses(settings.data_dir, keys)
-    stores = Stores(sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, key_uses)
+    sample_files = SampleFiles(settings.data_dir / "samples", settings.samples_disk_bytes)
+    swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, key_uses)
+    stores = Stores(*swept, gallery, sample_files)
     return Services(
         settings=settings,
         keys=keys,
@@ -212,6 +217,7 @@ def build_services(
         machine_history=MachineHistory(db),
         metrics=measured,
         gallery=gallery,
+        sample_files=sample_files,
         sign_ins=SignIns(settings.data_dir, keys),
         backend=backend,
         admission=admission,
@@ -254,6 +260,8 @@ async def working(services: Services) -> AsyncIterator[None]:
         counted = (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save)
         for save in (*counted, services.key_uses.save):
             stack.push_async_callback(_saved, save)
+        stack.callback(lambda: services.sample_files.save(services.gallery.all()))
+        services.gallery.restore(await asyncio.to_thread(services.sample_files.load))
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)
         await services.scheduler.resume(unfinished)

@@ -58,7 +58,11 @@ class Settings(BaseSettings):
     steps_kept_s: float = Field(default=90 * 24 * 3600, ge=3600)
     """Seconds that the steps of runs, which the dashboard plots, are kept."""
     samples_shown: int = Field(default=50, ge=0)
-    """Latest samples per owner that the dashboard shows, cached in memory only; 0: none."""
+    """Latest samples per owner that the dashboard shows; 0: none."""
+    samples_disk_bytes: int = Field(default=64 << 20, ge=0)
+    """Bytes of these samples that are kept on disk too, where they survive a restart; 0: none."""
+    cors_origins: list[str] = []
+    """Origins of web pages whose scripts may call the chat endpoints, such as https://chat.example; * for all."""
     image_hosts: list[str] = []
     """Hosts that images may be fetched from by URL, with the port if the URL has one."""
     image_directories: list[Path] = []

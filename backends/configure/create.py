@@ -52,6 +52,10 @@ class LocalModel:
         """Implement the protocol."""
         return self.texts.of(token_ids)
 
+    def special_ids(self) -> frozenset[int]:
+        """Implement the protocol."""
+        return self.texts.special_ids
+
     def processes(self) -> list[ProcessState]:
         """Implement the protocol."""
         return [*self.base.processes(), *self.trainer.processes(), *self.sampler.processes()]

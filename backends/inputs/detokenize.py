@@ -22,6 +22,12 @@ class TokenTexts:
         path = self._directory / "tokenizer.json"
         return Tokenizer.from_file(str(path)) if path.is_file() else None
 
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that stand for no text, such as the end of a turn."""
+        added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
     def of(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds; a character of several tokens is given to the last."""
         tokenizer = self._tokenizer

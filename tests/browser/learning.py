@@ -71,8 +71,11 @@ class LearningBackend(FakeBackend):
     async def _chat(self, task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
         """As the stream of OpenAI's endpoint."""
         self.tiny.sampler.chats.append(task)
-        for text in self.texts.of(self.answer):
-            tell(f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': text}}]})}\n\n")
+        for number, text in enumerate(self.texts.of(self.answer)):
+            choice: dict[str, object] = {"index": 0, "delta": {"content": text}}
+            if task.body.get("logprobs"):
+                choice["logprobs"] = {"content": [{"token": text, "logprob": -0.5 * number}]}
+            tell(f"data: {json.dumps({'choices': [choice]})}\n\n")
             await asyncio.sleep(0)
         tell("data: [DONE]\n\n")
         return ChatUsage(prompt=7, cached=2, sampled=len(self.answer))

@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
+from tests.browser.learning import ANSWER
 from tests.browser.pages import NARROW, PHOTO, Watched
 from tests.dashboard import Owner
 
@@ -215,11 +217,44 @@ def test_a_photograph_is_talked_about_with_two_models_side_by_side(
     asked = [chat.body for chat in alice.server.backend.tiny.sampler.chats[-2:]]
     assert all((body["stream"], body["seed"], body["temperature"]) == (True, 7, 0.7) for body in asked)
     assert all(PHOTO_IN_BASE64 in json.dumps(body["messages"]) for body in asked)
-    page.get_by_label("Model", exact=True).first.fill("no/such-model")
+    page.get_by_role("region", name="Model 1").get_by_role("combobox").select_option("Another path…")
+    page.get_by_label("Path of the weights of model 1").fill("no/such-model")
     page.get_by_label("Message").fill("Hello?")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("log", name="Conversation 1").locator(".wrong")).to_contain_text("no/such-model")
     seen.errors.clear()  # the browser itself logs the refusal
+
+
+def test_the_playground_asks_a_checkpoint_with_a_system_prompt_and_shows_how_likely_each_token_was(
+    seen: Watched, owners: tuple[Owner, Owner]
+) -> None:
+    alice, _ = owners
+    made = alice.new_run()
+    alice.post("/save_weights_for_sampler", model_id=made, seq_id=1, path="asked")
+    path = f"tinker://{made}/sampler_weights/asked"
+    for query in (f"?model_path={path}", f"?mode=checkpoint&checkpoint={quote(path, safe='')}"):
+        page = seen.open(f"/playground{query}")
+        model = page.get_by_role("region", name="Model 1").get_by_role("combobox")
+        expect(model).to_have_value(path)
+    expect(model.locator("optgroup")).to_have_count(2)
+    log, message = page.get_by_role("log", name="Conversation 1"), page.get_by_label("Message")
+    over, below = log.bounding_box(), message.bounding_box()
+    assert over is not None and below is not None and over["y"] + over["height"] <= below["y"]
+    page.get_by_label("System prompt").fill("Answer in verse.")
+    page.get_by_label("Top p").fill("0.9")
+    page.get_by_label("Log probabilities").check()
+    message.fill("Hello?")
+    page.get_by_role("button", name="Send").click()
+    tokens = log.locator(".assistant span")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    assert (tokens.nth(3).get_attribute("title"), tokens.nth(3).get_attribute("class")) == ("-1.500 nats", "p3")
+    assert log.locator(".assistant").inner_text() == ANSWER
+    asked = alice.server.backend.tiny.sampler.chats[-1].body
+    assert (asked["model"], asked["top_p"], asked["logprobs"]) == (path, 0.9, True)
+    assert [one["role"] for one in asked["messages"]] == ["system", "user"]
+    assert seen.violations() == []
+    page = seen.open("/playground?model_path=tinker://of/sampler_weights/others")
+    expect(page.get_by_label("Path of the weights of model 1")).to_have_value("tinker://of/sampler_weights/others")
 
 
 def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner, Owner], run_id: str) -> None:
@@ -237,14 +272,15 @@ def test_no_page_has_a_serious_fault_of_access(
     seen: Watched, run_id: str, scheme: Literal["light", "dark"], picture: Picture
 ) -> None:
     seen.page.emulate_media(color_scheme=scheme)
-    paths = {"runs": "/", "run": f"/runs/{run_id}", "samples": "/samples", "playground": "/playground"}
+    paths = {"runs": "/", "run": f"/runs/{run_id}", "checkpoints": "/checkpoints"}
+    paths |= {"samples": "/samples", "playground": "/playground"}
     for name, path in (paths | {"machine": "/machine"}).items():
         page = seen.open(path)
         if name == "run":
             drawn(page)
             page.locator("#checkpoints table").wait_for()
         assert seen.violations() == [], name
-        if name not in ("playground", "samples"):
+        if name in ("runs", "run", "machine"):
             picture(page, f"{name}-{scheme}")
 
 
@@ -253,6 +289,7 @@ def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str, pi
     for name, path in {
         "runs": "/",
         "run": f"/runs/{run_id}",
+        "checkpoints": "/checkpoints",
         "samples": "/samples",
         "playground": "/playground",
         "machine": "/machine",
@@ -263,7 +300,7 @@ def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str, pi
             page.locator("#checkpoints table").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], name
         bar = page.get_by_role("navigation", name="Pages", exact=True)
-        for link in ("Runs", "Samples", "Playground", "Machine"):
+        for link in ("Runs", "Checkpoints", "Samples", "Playground", "Machine"):
             expect(bar.get_by_role("link", name=link)).to_be_visible()
         if name == "runs":
             picture(page, f"{name}-narrow")

@@ -67,6 +67,37 @@ def test_a_search_of_runs_holds_while_they_change_and_after_a_reload(
     expect(page.locator("#runs")).to_contain_text("No run matches “on disk”")
 
 
+def test_the_checkpoints_of_all_runs_are_filtered_copied_and_opened_in_the_playground(
+    seen: Watched, owners: tuple[Owner, Owner], run_id: str
+) -> None:
+    alice, _ = owners
+    other = alice.new_run()
+    alice.post("/save_weights_for_sampler", model_id=other, seq_id=1, path="drawn")
+    path = f"tinker://{other}/sampler_weights/drawn"
+    page = seen.open("/")
+    page.get_by_role("navigation", name="Pages", exact=True).get_by_role("link", name="Checkpoints").click()
+    row = page.get_by_role("row", name="drawn")
+    expect(row).to_be_visible()
+    expect(page.get_by_role("row", name="step-40")).to_be_visible()
+    page.get_by_label("Kind").select_option("sampler_weights")
+    expect(page.get_by_role("row", name="step-40")).to_have_count(0)
+    page.locator("select[name=run]").select_option(other)
+    expect(page).to_have_url(re.compile(r"kind=sampler_weights&run=\w"))
+    alice.post("/save_weights_for_sampler", model_id=other, seq_id=2, path="later")
+    page.evaluate("htmx.trigger(document.getElementById('checkpoints'), 'sse:changed')")
+    expect(page.get_by_role("row", name="later")).to_be_visible()
+    assert seen.violations() == []
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    row.get_by_role("button", name="Copy path").click()
+    expect(row.get_by_role("button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == path
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")  # as over plain HTTP
+    page.get_by_role("button", name="Copy path of sampler_weights/later").click()
+    expect(page.get_by_role("row", name="later").get_by_role("button")).to_have_text("Copied")
+    row.get_by_role("link", name="Playground with drawn").click()
+    expect(page.get_by_role("heading", name="Playground")).to_be_visible()
+
+
 def test_a_long_queue_is_whole_and_the_disks_bar_says_what_it_shows(
     seen: Watched, owners: tuple[Owner, Owner], learning: LearningBackend
 ) -> None:

@@ -1,5 +1,6 @@
 """The dashboard of a real server: a run with a real trainer, and a chat about a photograph with the real engine."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def test_a_run_is_drawn_and_its_weights_are_talked_to_about_a_photograph(
     page = watched.open("/playground")
     (tmp_path / "photo.jpg").write_bytes(photographs("test", 3)[2].jpeg)
     page.get_by_label("Two models side by side").check()
-    page.get_by_label("Model", exact=True).nth(1).fill(path)
+    page.get_by_role("region", name="Model 2").get_by_role("combobox").select_option(path)
+    page.get_by_label("Log probabilities").check()
     page.get_by_label("Message").fill("What is on this photograph?")
     page.get_by_label("Maximum tokens").fill("8")
     page.get_by_label("Image").set_input_files(tmp_path / "photo.jpg")
@@ -62,4 +64,5 @@ def test_a_run_is_drawn_and_its_weights_are_talked_to_about_a_photograph(
         answer = page.get_by_role("log", name=side).locator(".assistant")
         expect(answer).not_to_be_empty()
         expect(answer).not_to_have_class("wrong")
+        expect(answer.locator("span").first).to_have_attribute("title", re.compile(r"^-\d+\.\d{3} nats"))
     assert watched.elsewhere() == [] and watched.errors == []

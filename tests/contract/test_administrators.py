@@ -298,6 +298,7 @@ def test_the_page_of_owners_is_there_for_administrators_alone_and_unloads_and_st
     assert house.runs()[run_id]["place"] == "memory"
     with Owner(house.server, house.root_key).sign_in() as root:
         assert 'href="/owners"' in root.get("/").text
+        assert root.get("/keys/some-id").headers["location"] == "/owners"
         shown = root.get("/owners").text
         assert all(text in shown for text in (run_id, "alice", "prometheus", "3.0 MiB", "administrator"))
         assert root.get(f"/runs/{run_id}").status_code == 404, "the run's own page stays its owner's"

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ import pytest
 from tests.factories import photo
 from tests.fake_server import Running
 from tinker_server.auth import keys
+from tinker_server.chat.requests import WITHOUT_EFFECT
 
 OPENAI = ("/oai/api/v1/chat/completions", "/v1/chat/completions")
 COMPLETIONS = ("/oai/api/v1/completions", "/v1/completions")
@@ -92,6 +94,85 @@ def test_models_are_listed_and_found(server: Running, guarded: Any) -> None:
         unknown = server.http.get(f"{server.url}{prefix}/models/org/other")
         assert unknown.status_code == 404 and "served: tiny" in words_of(unknown)
         assert httpx.get(f"{guarded[0].url}{prefix}/models").status_code == 401
+
+
+def test_the_owners_weights_are_among_the_models_with_the_length_of_their_base(guarded: Any) -> None:
+    server, made = guarded
+    path = saved(server, made["alice"])
+    cards = {}
+    for name in ("alice", "bob"):
+        headers = {"authorization": f"Bearer {made[name]}"}
+        cards[name] = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
+    (tiny,) = cards["bob"]
+    found = {one["id"]: one for one in cards["alice"]}
+    assert (tiny["id"], tiny["parent"]) == ("tiny", None) and tiny["max_model_len"] > 0
+    assert (found[path]["parent"], found[path]["max_model_len"]) == ("tiny", tiny["max_model_len"])
+    assert found[path]["created"] > 1e9
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (OPENAI[0], {"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"]}),
+        (OPENAI[0], {"prompt_cache_key": "k", "safety_identifier": "s", "function_call": None, "temperature": None}),
+        (COMPLETIONS[0], {"best_of": 1, "suffix": None, "stop": None}),
+        (ANTHROPIC[0], {"thinking": {"type": "disabled"}, "service_tier": "auto", "container": None}),
+        (ANTHROPIC[1], {"thinking": {"type": "disabled"}}),
+    ],
+)
+def test_fields_without_effect_and_nulls_are_accepted_and_go_no_further(
+    server: Running, path: str, fields: dict[str, Any]
+) -> None:
+    assert post(server, path, **fields).status_code == 200
+    assert not fields.keys() & server.backend.tiny.sampler.chats[-1].body.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (OPENAI[0], {"store": True}),
+        (OPENAI[0], {"modalities": ["text", "audio"]}),
+        (COMPLETIONS[0], {"best_of": 2}),
+        (COMPLETIONS[0], {"best_of": True}),
+        (ANTHROPIC[0], {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ],
+)
+def test_the_same_fields_are_refused_where_they_would_have_an_effect(
+    server: Running, path: str, fields: dict[str, Any]
+) -> None:
+    refused = post(server, path, **fields)
+    (field,) = fields
+    assert refused.status_code == 400 and words_of(refused).startswith(field) and "supported is" in words_of(refused)
+
+
+def test_the_documentation_has_every_field_without_effect() -> None:
+    text = (Path(__file__).parents[2] / "docs/chat.md").read_text()
+    named = {field for fields in WITHOUT_EFFECT.values() for field in fields}
+    assert named and all(f"| `{field}` |" in text for field in named)
+
+
+def test_a_page_of_an_allowed_origin_may_ask_and_its_preflight_needs_no_key(tmp_path: Path) -> None:
+    key = keys.add(tmp_path / "keys", "alice")
+    server = Running(tmp_path / "data", keys_file=tmp_path / "keys", cors_origins=["https://chat.example/"])
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-extra"}
+    url = f"{server.url}/v1/chat/completions"
+    try:
+        asked = httpx.options(url, headers={"origin": "https://chat.example", **asks})
+        assert (asked.status_code, asked.content) == (204, b"")
+        assert asked.headers["access-control-allow-headers"] == "authorization,x-extra"
+        other = httpx.options(url, headers={"origin": "https://other.example", **asks})
+        closed = httpx.options(f"{server.url}/api/v1/training_runs", headers={"origin": "https://chat.example", **asks})
+        for refused in (other, closed):
+            assert refused.status_code == 401 and "access-control-allow-origin" not in refused.headers
+        headers = {"origin": "https://chat.example", "authorization": f"Bearer {key}"}
+        answered = httpx.post(url, json=body_for(url), headers=headers)
+        unknown = httpx.post(url, json=body_for(url), headers=headers | {"authorization": "Bearer tml-wrong"})
+        assert (answered.status_code, unknown.status_code) == (200, 401)
+        for answer in (asked, answered, unknown):
+            assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+            assert answer.headers["vary"] == "Origin" and "access-control-allow-credentials" not in answer.headers
+    finally:
+        server.stop()
 
 
 def saved(server: Running, key: str) -> str:

@@ -9,9 +9,20 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import pytest
+from PIL import Image
+from tinker.lib.console_urls import (
+    api_key_console_url,
+    checkpoint_playground_url,
+    new_api_key_console_url,
+    session_console_url,
+    sessions_console_url,
+    training_run_console_url,
+)
+from tinker.types import SaveWeightsResponse
 
 from backends.protocol import EngineBatch, EngineUse
 from tests.dashboard import Owner, with_keys
@@ -20,11 +31,14 @@ from tests.photographs import photographs
 from tinker_server.auth import keys
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
+from tinker_server.dashboard.pages.runs import PER_PAGE
+from tinker_server.dashboard.pages.samples import THUMBNAIL_PIXELS
+from tinker_server.dashboard.rendering import short
 from tinker_server.observability.recent_samples import IMAGE_BYTES
 from tinker_server.routes import machine_loads
 
 PHOTO = photographs("test", 1)[0]
-PAGES = ("/", "/samples", "/playground", "/machine")
+PAGES = ("/", "/checkpoints", "/samples", "/playground", "/machine")
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +71,15 @@ def bob(owners: tuple[Owner, Owner]) -> Owner:
     return owners[1]
 
 
-def sample_id(owner: Owner) -> str:
-    found = re.search(r"/samples/([0-9a-f]{32})", owner.get("/samples").text)
+def sample_id(owner: Owner, query: str = "") -> str:
+    found = re.search(r"/samples/([0-9a-f]{32})", owner.get(f"/samples{query}").text)
     assert found is not None
     return found[1]
 
 
 def filled(path: str, run_id: str, sample: str) -> str:
     """A route's path with the ids of what is Alice's."""
-    names = {"run_id": run_id, "kind": "weights", "name": "kept", "session_id": run_id.partition(":")[0]}
+    names = {"run_id": run_id, "kind": "weights", "name": "kept", "session_id": run_id.partition(":")[0], "key_id": "k"}
     for name, value in (names | {"sample_id": sample, "number": "0"}).items():
         path = path.replace(f"{{{name}}}", value)
     return path
@@ -221,6 +235,62 @@ def test_a_checkpoint_is_published_taken_back_expired_downloaded_and_deleted(ali
     assert {"checkpoint_published", "checkpoint_deleted", "checkpoint_read"} <= set(events)
 
 
+def listed(owner: Owner, query: str = "") -> list[str]:
+    """Paths of the page of all checkpoints, in its order."""
+    return re.findall(r'data-copy="([^"]+)"', owner.get(f"/checkpoints{query}").text)
+
+
+def test_checkpoints_of_all_runs_are_on_one_page_and_filtered_by_kind_and_run(alice: Owner, bob: Owner) -> None:
+    first, second = alice.new_run(), alice.new_run()
+    before = listed(alice)
+    alice.save(first, 1, "a")
+    alice.post("/save_weights_for_sampler", model_id=second, seq_id=1, path="b")
+    saved = [f"tinker://{second}/sampler_weights/b", f"tinker://{first}/weights/a"]
+    assert listed(alice) == saved + before
+    assert listed(alice, f"?run={first}") == saved[1:] and listed(alice, "?kind=sampler_weights") == saved[:1]
+    assert listed(alice, f"?kind=weights&run={second}") == [] == listed(alice, "?kind=external_weights")
+    assert "No checkpoint matches" in alice.get(f"/checkpoints?kind=weights&run={second}").text
+    assert alice.get("/checkpoints?kind=other").status_code == 404
+    opened = re.findall(r'href="(/playground[^"]+)"', alice.get("/checkpoints").text)
+    assert opened == [f"/playground?model_path={quote(saved[0], safe='/')}"]
+    assert saved[0] in alice.get("/playground").text and saved[0] not in bob.get("/playground").text
+    alice.change("POST", f"/runs/{first}/checkpoints/weights/a/publish")
+    for query in ("", f"?run={first}"):
+        assert listed(bob, query) == []
+
+
+def test_what_the_sdk_prints_leads_to_the_page_of_the_same_thing(alice: Owner, run_id: str) -> None:
+    session_id = run_id.partition(":")[0]
+    path = f"tinker://{run_id}/weights/kept"
+    printed = {
+        sessions_console_url(): "/",
+        session_console_url(session_id): f"/?q={session_id}",
+        training_run_console_url(run_id): f"/runs/{run_id}",
+        SaveWeightsResponse(path=path).get_console_url(): f"/checkpoints?kind=weights&run={quote(run_id)}",
+    }
+    for url, page in printed.items():
+        moved = alice.get(f"/{url.split('/', 3)[3]}")
+        assert (moved.status_code, moved.headers["location"]) == (303, page), url
+        assert alice.get(page).status_code == 200 and session_id[:8] in alice.get(page).text
+    assert path in alice.get("/playground?" + checkpoint_playground_url(path).partition("?")[2]).text
+    for url in (new_api_key_console_url("laptop"), api_key_console_url("some-id")):
+        refused = alice.get(f"/{url.split('/', 3)[3]}")
+        assert refused.status_code == 404 and "keys add" in refused.text
+    missing = alice.get(f"/checkpoints/{quote(run_id)}/weights%2Fother")
+    assert missing.status_code == 404 and "has no weights named" in missing.text
+
+
+def test_checkpoints_are_paged(alice: Owner) -> None:
+    run_id = alice.new_run()
+    for seq_id in range(1, PER_PAGE + 2):
+        alice.save(run_id, seq_id, f"c{seq_id}")
+    first, second = (listed(alice, f"?run={run_id}&page={number}") for number in (1, 2))
+    assert [path.rpartition("/")[2] for path in first] == [f"c{number}" for number in range(PER_PAGE + 1, 1, -1)]
+    assert [path.rpartition("/")[2] for path in second] == ["c1"]
+    text = alice.get(f"/checkpoints?run={run_id}").text
+    assert f"{PER_PAGE + 1} checkpoints" in text and "Older" in text and "Newer" not in text
+
+
 def test_a_sample_shows_its_image_its_tokens_and_how_likely_they_were(alice: Owner) -> None:
     page = alice.get(f"/samples/{sample_id(alice)}")
     assert " word1 word2 word3" in page.text and 'class="p2" title="-0.500 nats, token 100"> word100<' in page.text
@@ -228,6 +298,49 @@ def test_a_sample_shows_its_image_its_tokens_and_how_likely_they_were(alice: Own
     assert image.headers["content-type"] == "image/jpeg" and image.content == PHOTO.jpeg
     assert image.headers["x-content-type-options"] == "nosniff"
     assert alice.get(f"/samples/{sample_id(alice)}/images/1").status_code == 404
+    small = alice.get(f"/samples/{sample_id(alice)}/thumbnails/0")
+    with Image.open(io.BytesIO(small.content)) as thumbnail:
+        assert max(thumbnail.size) == THUMBNAIL_PIXELS and small.headers["content-type"] == "image/jpeg"
+    assert alice.get(f"/samples/{sample_id(alice)}/thumbnails/1").status_code == 404
+
+
+def test_special_tokens_are_dimmed(alice: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(alice.server.backend.tiny), "special_ids", lambda _: frozenset({2, 100}))
+    text = alice.get(f"/samples/{sample_id(alice)}").text
+    assert ' word1<span class="special"> word2</span> word3' in text
+    assert '<span class="special" title="-0.500 nats, token 100"> word100<' in text
+    assert '<span class="special"> word2</span> word3' in alice.get("/samples").text
+
+
+def test_samples_tell_their_run_step_and_reward_and_are_filtered_by_run_and_survive_a_restart(tmp_path: Path) -> None:
+    server, made = with_keys(tmp_path, "alice", "bob")
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        alice.sign_in()
+        run_id = alice.new_run()
+        alice.train(run_id, range(2))
+        path = alice.post("/save_weights_for_sampler", model_id=run_id, seq_id=5, path="drawn")["path"]
+        for step in range(4):
+            assert alice.report(run_id, step, **{"reward/total": 0.25 * step, "other": 9}).status_code < 300
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        for _ in range(2):
+            alice.post("/asample", model_path=path, prompt=prompt, sampling_params={"max_tokens": 4})
+        alice.sample()
+        seen = f"run {short(run_id)} · step 2 · reward/total 0.5 in this step"
+        assert alice.get("/samples").text.count("<li ") == 3 and alice.get("/samples").text.count(seen) == 2
+        assert alice.get(f"/samples?run={run_id}").text.count("<li ") == 2
+        assert "step 2 · reward/total 0.5" in alice.get(f"/samples/{sample_id(alice, f'?run={run_id}')}").text
+        alice.change("POST", f"/runs/{run_id}/checkpoints/sampler_weights/drawn/publish")
+        bob.sign_in().post("/asample", model_path=path, prompt=prompt, sampling_params={"max_tokens": 4})
+        assert "reward" not in bob.get("/samples").text and "step 2" not in bob.get("/samples").text
+        kept = sample_id(alice)
+    server.stop()
+    files = list((tmp_path / "data/samples").iterdir())
+    assert len(files) == 4 and all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    server = Running(tmp_path / "data", keys_file=tmp_path / "keys")
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        assert alice.sign_in().get("/samples").text.count(seen) == 2 and sample_id(alice) == kept
+        assert bob.sign_in().get(f"/samples/{kept}").status_code == 404
+    server.stop()
 
 
 def test_no_samples_are_kept_where_the_operator_wants_none(tmp_path: Path) -> None:

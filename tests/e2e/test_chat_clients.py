@@ -35,7 +35,7 @@ def claude(server: Server, request: pytest.FixtureRequest) -> anthropic.Anthropi
 
 
 def test_openai_lists_the_models(chatgpt: openai.OpenAI) -> None:
-    assert [one.id for one in chatgpt.models.list()] == [MODEL]
+    assert next(iter(chatgpt.models.list())).id == MODEL
     assert chatgpt.models.retrieve(MODEL).id == MODEL
 
 
@@ -52,6 +52,31 @@ def test_openai_chats_and_streams_the_same(chatgpt: openai.OpenAI, messages: Any
             texts[choice.index] += choice.delta.content or ""
     assert texts == [one.message.content for one in whole.choices]
     assert chunk.usage == whole.usage or chunk.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("messages", [MESSAGES, SEEING], ids=["text", "image"])
+def test_openai_responds_and_streams_the_same_as_a_chat(chatgpt: openai.OpenAI, messages: Any) -> None:
+    chat = chatgpt.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
+    parts = messages[0]["content"]
+    if isinstance(parts, list):
+        parts = [{"type": "input_text", "text": parts[0]["text"]}, {"type": "input_image", "image_url": URI}]
+    asked: Any = {
+        "model": MODEL,
+        "input": [{"role": "user", "content": parts}],
+        "max_output_tokens": 8,
+        "temperature": 0,
+    }
+    whole = chatgpt.responses.create(**asked)
+    with chatgpt.responses.stream(**asked) as stream:
+        events: list[Any] = list(stream)
+    streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1].response
+    assert (events[-1].type, last.status) in (
+        ("response.incomplete", "incomplete"),
+        ("response.completed", "completed"),
+    )
+    assert whole.output_text == streamed == last.output_text == chat.choices[0].message.content
+    assert whole.usage.input_tokens == last.usage.input_tokens == present(chat.usage).prompt_tokens
 
 
 def test_openai_stops_at_the_strings_it_is_given(chatgpt: openai.OpenAI) -> None:

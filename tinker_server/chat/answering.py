@@ -11,7 +11,7 @@ from tinker_server.chat.requests import ChatRequest
 from tinker_server.errors import ChatFailed, UnknownCheckpoint, failure
 from tinker_server.image_addresses import ImageAddresses
 from tinker_server.models.admission import Admission
-from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.recent_samples import Drawn, Gallery
 from tinker_server.store.usage import NO_SESSION
 from tinker_server.weights.lookup import FoundWeights, WeightStores, find_weights
 
@@ -77,8 +77,9 @@ class Chats:
         self._stores.usage.count("prefill", *used, usage.prompt - usage.cached)
         self._stores.usage.count("cached_prefill", *used, usage.cached)
         self._stores.usage.count("sampled", *used, usage.sampled)
+        of = Drawn(found.base_model, _names(task.body["model"])[1], found.directory)
         for drawn in usage.drawn:
-            self._gallery.note(*drawn, task.owner, (found.base_model, _names(task.body["model"])[1]))
+            self._gallery.note(*drawn, task.owner, of)
 
     def _weights(self, directory: str | None, name: str) -> Path | None:
         if directory is not None and not self._stores.storage.holds(directory):

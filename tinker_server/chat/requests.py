@@ -39,6 +39,24 @@ FIELDS: dict[ChatEndpoint, frozenset[str]] = {
 }
 """Supported fields. vLLM has many more, which are for its operator or would let tenants affect one another."""
 
+ANY = object()
+WITHOUT_EFFECT: dict[ChatEndpoint, dict[str, tuple[object, ...]]] = {
+    "chat_completions": {
+        "metadata": (ANY,),
+        "prompt_cache_key": (ANY,),
+        "prompt_cache_retention": (ANY,),
+        "safety_identifier": (ANY,),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+    },
+    "completions": {"best_of": (1,)},
+    "messages": {"service_tier": ("auto", "standard_only"), "thinking": ({"type": "disabled"},)},
+    "count_tokens": {"thinking": ({"type": "disabled"},)},
+}
+"""Fields that change nothing here, with the values for which that is true. docs/chat.md has them for clients."""
+
 
 @dataclass(frozen=True)
 class ChatRequest:
@@ -84,16 +102,33 @@ def _is_image(content: bytearray, at: int) -> bool:
 
 def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
     """Parse and check a body. Raises BadField."""
+    return checked(endpoint, parse(content), len(content))
+
+
+def parse(content: bytes | bytearray) -> dict[str, Any]:
+    """Parse a body. Raises BadField."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):
         raise BadField("the body is no JSON") from None
     if not isinstance(body, dict):
         raise BadField("the body is no JSON object")
+    return body
+
+
+def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> ChatRequest:
+    """Check a parsed body. Raises BadField."""
+    body = {field: value for field, value in body.items() if value is not None and not _is_moot(endpoint, field, value)}
     for field, value in body.items():
         if field not in FIELDS[endpoint]:
             allowed = ", ".join(sorted(FIELDS[endpoint]))
-            raise BadField(f"{field} is not supported; supported are {allowed}", field)
+            moot = WITHOUT_EFFECT[endpoint].get(field)
+            raise BadField(
+                f"{field} is not supported; supported are {allowed}"
+                if moot is None
+                else f"{field} is {str(value)[:100]}; supported is {' or '.join(map(json.dumps, moot))}",
+                field,
+            )
         if (problem := unstorable(value)) is not None:
             raise BadField(f"{field} {problem}", field)
     require_bounded(body)
@@ -106,7 +141,13 @@ def read(endpoint: ChatEndpoint, content: bytes | bytearray) -> ChatRequest:
     prompts = _num_prompts(body.get("prompt"))
     if prompts * n > MAX_CHOICES:
         raise BadField(f"{prompts} prompts with n {n}; {MAX_CHOICES} sequences are allowed in one request", "prompt")
-    return ChatRequest(endpoint, model, streamed, prompts * n, body, len(content))
+    return ChatRequest(endpoint, model, streamed, prompts * n, body, size_bytes)
+
+
+def _is_moot(endpoint: ChatEndpoint, field: str, value: object) -> bool:
+    """Return whether a field changes nothing, whether the request has it or not."""
+    values = WITHOUT_EFFECT[endpoint].get(field, ())
+    return any(one is ANY or (type(one) is type(value) and one == value) for one in values)
 
 
 def _checked(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:

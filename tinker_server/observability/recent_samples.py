@@ -1,4 +1,4 @@
-"""The latest samples, for people to read. They are in memory only, and bounded."""
+"""The latest samples in memory, for people to read. They are bounded; `sample_files.py` keeps them on disk."""
 
 import itertools
 import time
@@ -6,6 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
@@ -26,6 +27,16 @@ CHAT_BYTES = IMAGE_BYTES + PROMPT_TOKENS * _TOKEN_BYTES + (1 << 20)
 """Largest size of a chat's prompt with its continuations that the sampler's process sends."""
 
 
+class Drawn(NamedTuple):
+    """The weights that a sample was drawn from."""
+
+    base_model: str
+    model_path: str | None = None
+    """tinker:// path of named weights."""
+    directory: str | None = None
+    """Directory of the weights, below the data directory; None: the base model alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shown:
     """One request and its samples."""
@@ -33,8 +44,7 @@ class Shown:
     owner: str
     sampler_id: str
     """The sampling session; empty if the request had none."""
-    base_model: str
-    model_path: str | None
+    of: Drawn
     prompt: ModelInput
     params: SamplingParams
     num_samples: int
@@ -59,8 +69,8 @@ class Gallery:
         self._of: dict[str, deque[Shown]] = {}
         self._bytes: dict[str, int] = {}
 
-    def note(self, request: SampleRequest, response: SampleResponse, owner: str, of: tuple[str, str | None]) -> None:
-        """Cache a sample of the weights `of`: a base model, and the path of saved weights if there is one."""
+    def note(self, request: SampleRequest, response: SampleResponse, owner: str, of: Drawn) -> None:
+        """Cache a sample of these weights."""
         if not self.per_owner or (size_bytes := _size_bytes(request.prompt)) is None:
             return
         sequences = [_beginning(one) for one in itertools.islice(response.sequences, SEQUENCES)]
@@ -68,21 +78,24 @@ class Gallery:
         shown = Shown(
             owner=owner,
             sampler_id=request.sampling_session_id or "",
-            base_model=of[0],
-            model_path=of[1],
+            of=of,
             prompt=request.prompt,
             params=request.sampling_params.model_copy(update={"stop": None}),  # not shown
             num_samples=request.num_samples,
             sequences=sequences,
             size_bytes=size_bytes,
         )
+        self._add(shown)
+        self._on_change(owner)
+
+    def _add(self, shown: Shown) -> None:
+        owner = shown.owner
         self._of.setdefault(owner, deque()).appendleft(shown)
-        self._bytes[owner] = self._bytes.get(owner, 0) + size_bytes
+        self._bytes[owner] = self._bytes.get(owner, 0) + shown.size_bytes
         if len(self._of[owner]) > self.per_owner:
             self._evict_oldest(owner)
         while sum(self._bytes.values()) > self._max_bytes:
             self._evict_oldest(max(self._bytes, key=lambda one: self._bytes[one]))
-        self._on_change(owner)
 
     def of(self, owner: str) -> list[Shown]:
         """Return an owner's samples, newest first."""
@@ -91,6 +104,16 @@ class Gallery:
     def get(self, owner: str, sample_id: str) -> Shown | None:
         """Return a sample, or None if it was evicted or belongs to another owner."""
         return next((shown for shown in self._of.get(owner, ()) if shown.sample_id == sample_id), None)
+
+    def all(self) -> list[Shown]:
+        """Return the samples of all owners, newest first."""
+        return sorted(itertools.chain(*self._of.values()), key=lambda shown: shown.at, reverse=True)
+
+    def restore(self, samples: list[Shown]) -> None:
+        """Cache samples of an earlier server, the newest first."""
+        if self.per_owner:
+            for shown in reversed(samples):
+                self._add(shown)
 
     def _evict_oldest(self, owner: str) -> None:
         self._bytes[owner] -= self._of[owner].pop().size_bytes

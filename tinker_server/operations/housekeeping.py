@@ -14,6 +14,8 @@ from backends.protocol import BackendFailed
 from tinker_server.auth.key_uses import KeyUses
 from tinker_server.errors import DatabaseUnavailable
 from tinker_server.models.scheduler import Scheduler
+from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.store.checkpoints import CheckpointStore
 from tinker_server.store.client_metrics import ClientMetricStore
 from tinker_server.store.directories import Storage
@@ -80,6 +82,8 @@ class Stores:
     client_metrics: ClientMetricStore
     storage: Storage
     key_uses: KeyUses
+    gallery: Gallery
+    sample_files: SampleFiles
 
 
 class Housekeeper:
@@ -133,6 +137,7 @@ class Housekeeper:
         """Write counted usage and the uses of keys, and delete old results."""
         await self._stores.usage.save()
         await self._stores.key_uses.save()
+        await asyncio.to_thread(self._stores.sample_files.save, self._stores.gallery.all())
         await self._stores.steps.expire(now - self._periods.steps_kept_s)
         await self._stores.client_metrics.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)

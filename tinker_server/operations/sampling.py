@@ -7,7 +7,7 @@ from api_schemas.inputs import EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampleRequest, SampleResponse
 from backends.protocol import SamplingTask
 from tinker_server.errors import UnknownCheckpoint
-from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.recent_samples import Drawn, Gallery
 from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.usage import NO_SESSION
 from tinker_server.weights.lookup import WeightStores, find_weights
@@ -34,19 +34,20 @@ class Sampling:
                 self._stores.bases.require_same(base_model, sampler.base_fingerprint, sampler.sampling_session_id)
                 weights = self._weights(sampler.directory, sampler.model_path or "the weights of the sampling session")
                 task = SamplingTask.from_request(request, weights, owner)
-                model_path = sampler.model_path
+                of = Drawn(base_model, sampler.model_path, sampler.directory)
                 response = await self._stores.bases.base(base_model).sampler.sample(task)
         else:
-            session_id, model_path = NO_SESSION, request.model_path
+            session_id = NO_SESSION
             base_model, directory, _ = await find_weights(
                 self._stores.bases, self._stores.checkpoints, request.base_model, request.model_path, owner
             )
             note(base_model=base_model)
             weights = self._weights(directory, f"{request.model_path}")
             task = SamplingTask.from_request(request, weights, owner)
+            of = Drawn(base_model, request.model_path, directory)
             response = await self._stores.bases.base(base_model).sampler.sample(task)
         await self._count(request, response, owner, session_id, base_model)
-        self._gallery.note(request, response, owner, (base_model, model_path))
+        self._gallery.note(request, response, owner, of)
         return response
 
     def _weights(self, directory: str | None, name: str) -> Path | None:

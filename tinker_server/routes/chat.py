@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import TypeVar
@@ -12,14 +13,18 @@ from fastapi.responses import StreamingResponse
 from api_schemas.wire import JSON
 from backends import tasks
 from backends.protocol import ChatEndpoint, InvalidInput
-from tinker_server.chat.requests import read, receive
+from tinker_server.chat.requests import ChatRequest, checked, parse, read, receive
+from tinker_server.chat.responses import Translation, to_chat
 from tinker_server.errors import BadRequest, TinkerServerError
 from tinker_server.offload import off_loop
+from tinker_server.store.catalog import Page, Scope
 from tinker_server.web import vendors
-from tinker_server.web.deps import Server
+from tinker_server.web.deps import Server, Services
 from tinker_server.web.handlers import CLIENT_GONE
 
 T = TypeVar("T")
+LISTED_WEIGHTS = 100
+"""Sampler weights in the list of models, the newest."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of a stream: a proxy should forward each event at once."""
 Handler = Callable[[Request, Server], Awaitable[Response]]
@@ -30,6 +35,7 @@ def install(app: FastAPI) -> None:
     openai, anthropic = APIRouter(), APIRouter()
     openai.add_api_route("/chat/completions", _answering("chat_completions"), methods=["POST"])
     openai.add_api_route("/completions", _answering("completions"), methods=["POST"])
+    openai.add_api_route("/responses", respond, methods=["POST"])
     openai.add_api_route("/models", list_models, methods=["GET"])
     openai.add_api_route("/models/{name:path}", get_model, methods=["GET"])
     anthropic.add_api_route("/messages", _answering("messages"), methods=["POST"])
@@ -39,19 +45,28 @@ def install(app: FastAPI) -> None:
             app.include_router(router, prefix=prefix, include_in_schema=False)
 
 
-async def list_models(server: Server) -> dict[str, object]:
-    """List the base models. Saved weights are named by tinker:// paths, which the REST routes list."""
-    return {"object": "list", "data": [_card(name) for name in server.models.served]}
+async def list_models(http: Request, server: Server) -> dict[str, object]:
+    """List the base models, and the caller's newest sampler weights."""
+    now = time.time()
+    asked = Page(Scope(http.state.owner), LISTED_WEIGHTS, 0)
+    saved, _ = await server.catalog.checkpoints(asked, ["sampler_weights"], now)
+    cards = [_card(name, name, server) for name in server.models.served]
+    cards += [_card(one.tinker_path, one.base_model, server, one.created_at) for one in saved]
+    return {"object": "list", "data": cards}
 
 
 async def get_model(name: str, http: Request, server: Server) -> dict[str, object]:
     """Return the model's card if the caller may use it."""
-    await server.chats.find(name, http.state.owner)
-    return _card(name)
+    found = await server.chats.find(name, http.state.owner)
+    return _card(name, found.base_model, server)
 
 
-def _card(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "tinker-server"}
+def _card(name: str, base_model: str, server: Services, created_at: float = 0) -> dict[str, object]:
+    """Make a model's card: OpenAI's fields, then vLLM's. Weights of a base that is not served have no length."""
+    base = server.models.served.get(base_model)
+    length = None if base is None else base.info.max_context_length
+    card = {"id": name, "object": "model", "created": int(created_at), "owned_by": "tinker-server"}
+    return card | {"max_model_len": length, "parent": None if name == base_model else base_model}
 
 
 def _answering(endpoint: ChatEndpoint) -> Handler:
@@ -69,6 +84,35 @@ def _answering(endpoint: ChatEndpoint) -> Handler:
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     return answer
+
+
+async def respond(http: Request, server: Server) -> Response:
+    """Answer OpenAI's Responses by a chat completion."""
+    server.scheduler.require_open()
+    content = await receive(http.stream())
+    body, request = await off_loop(len(content), _translated, content)
+    translation = Translation(body)
+    parts = server.chats.answer(request, http.state.owner, server.settings.image_addresses())
+    first = await _unless_gone(http, _first(parts) if request.streamed else _all(parts))
+    if first is None:
+        return Response(status_code=CLIENT_GONE)
+    if not request.streamed:
+        return Response(translation.whole(first), media_type=JSON)
+    events = translation.events(_joined(first, parts))
+    head = await _first(events)
+    return StreamingResponse(_events("openai", head, events), media_type="text/event-stream", headers=_HEADERS)
+
+
+def _translated(content: bytearray) -> tuple[dict[str, object], ChatRequest]:
+    body = parse(content)
+    return body, checked("chat_completions", to_chat(body), len(content))
+
+
+async def _joined(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(rest):
+        yield first
+        async for part in rest:
+            yield part
 
 
 async def _first(parts: AsyncGenerator[str, None]) -> str:

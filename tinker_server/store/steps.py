@@ -81,6 +81,13 @@ class StepStore:
                     found[model_id] = [Step(**row) for row in reversed(rows)]
         return found
 
+    async def last_before(self, model_id: str, seq_id: int) -> Step | None:
+        """Return the last operation of a run before the one with this number."""
+        query = select(STEPS).where(_OF.model_id == model_id, _OF.seq_id < seq_id).order_by(_OF.seq_id.desc()).limit(1)
+        async with self._db.read() as session:
+            row = (await session.execute(query)).mappings().first()
+        return None if row is None else Step(**row)
+
     async def points(self, model_id: str, first: int, last: int, most: int) -> list[Point]:
         """Return the steps from `first` to `last` in order, as at most `most` groups of equal size."""
         size = max(1, -(-(last - first + 1) // most))

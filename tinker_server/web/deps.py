@@ -21,6 +21,7 @@ from tinker_server.models.model import Snapshots
 from tinker_server.models.scheduler import Scheduler
 from tinker_server.observability.metrics import Metrics
 from tinker_server.observability.recent_samples import Gallery
+from tinker_server.observability.sample_files import SampleFiles
 from tinker_server.operations.housekeeping import Housekeeper
 from tinker_server.settings import Settings
 from tinker_server.store.audit import AuditStore
@@ -71,6 +72,7 @@ class Services:
     machine_history: MachineHistory
     metrics: Metrics
     gallery: Gallery
+    sample_files: SampleFiles
     sign_ins: SignIns
     backend: Backend
     admission: Admission

@@ -8,7 +8,7 @@ OPENAI = ("/oai/api/v1", "/v1")
 """Ends of the base_url of OpenAI's clients; their paths follow."""
 ANTHROPIC = ("/anthropic/api/v1", "/anthropic/api/v1/v1", "/v1")
 """Anthropic's client adds /v1/messages to its base_url: to .../anthropic/api, or to .../anthropic/api/v1."""
-LARGE = {f"{prefix}/{name}" for prefix in OPENAI for name in ("chat/completions", "completions")} | {
+LARGE = {f"{prefix}/{name}" for prefix in OPENAI for name in ("chat/completions", "completions", "responses")} | {
     f"{prefix}/{name}" for prefix in ANTHROPIC for name in ("messages", "messages/count_tokens")
 }
 """Paths of conversations with images."""

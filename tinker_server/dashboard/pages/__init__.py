@@ -5,6 +5,7 @@ from starlette.staticfiles import StaticFiles
 
 from tinker_server.dashboard.pages import (
     checkpoints,
+    console,
     curves,
     live,
     machine,
@@ -17,7 +18,7 @@ from tinker_server.dashboard.pages import (
 )
 from tinker_server.dashboard.rendering import FOLDER
 
-ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, owners)
+ROUTERS = (sign_in, live, runs, checkpoints, curves, run, samples, playground, machine, owners, console)
 
 
 def install(app: FastAPI) -> None:

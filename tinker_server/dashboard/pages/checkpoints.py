@@ -1,13 +1,14 @@
-"""A run's saved weights. Every change is made by the API's own route."""
+"""Saved weights: the list of one run, and the page of all runs. Every change is made by the API's own route."""
 
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Form, Request, Response
+from fastapi import APIRouter, Depends, Form, Query, Request, Response
 
 from api_schemas.checkpoints import SetTtlRequest
 from api_schemas.weights import Kind, TinkerPath
 from tinker_server.dashboard.page_route import PageRoute
+from tinker_server.dashboard.pages.runs import PER_PAGE, Number, last_page
 from tinker_server.dashboard.rendering import page
 from tinker_server.dashboard.viewer import Viewer, Viewing
 from tinker_server.routes import checkpoints as api
@@ -15,8 +16,12 @@ from tinker_server.store.catalog import Page, Scope
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.web.deps import Server, ServerUrl, Services
 
-router = APIRouter(prefix="/runs/{run_id}/checkpoints", route_class=PageRoute, include_in_schema=False)
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+OF_RUN = "/runs/{run_id}/checkpoints"
+ONE = OF_RUN + "/{kind}/{name}"
 MOST = 200
+RUNS_OFFERED = 200
+"""Runs that the filter of the page offers, the newest."""
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 NEVER = 0
 
@@ -28,28 +33,48 @@ async def _path(run_id: str, kind: str, name: str) -> TinkerPath:
 CheckpointPath = Annotated[TinkerPath, Depends(_path)]
 
 
-@router.get("")
+@router.get("/checkpoints")
+async def show_all(  # noqa: PLR0913 - one for each parameter of the query
+    request: Request,
+    server: Server,
+    viewer: Viewing,
+    kind: Literal["", Kind] = "",
+    run: Annotated[str, Query(max_length=200)] = "",
+    number: Number = 1,
+) -> Response:
+    """Show one page of the checkpoints of all runs, newest first; `kind` and `run` select some."""
+    scope, now = Scope(viewer.owner), time.time()
+    asked = Page(scope, PER_PAGE, (number - 1) * PER_PAGE)
+    found, total = await server.catalog.checkpoints(asked, [kind] if kind else KINDS, now, run or None)
+    offered, _ = await server.catalog.runs(Page(scope, RUNS_OFFERED, 0), now)
+    titles = {record.run.model_id: record.title for record in offered}
+    filters = {"kinds": KINDS, "kind": kind, "run": run, "titles": ({run: ""} if run else {}) | titles}
+    values = {"checkpoints": found, "total": total, "number": number, "last_page": last_page(total)}
+    return page(request, "checkpoints.html", {**values, **filters})
+
+
+@router.get(OF_RUN)
 async def show(request: Request, run_id: str, server: Server, viewer: Viewing) -> Response:
     """Show the list, newest first."""
     await server.runs.require(run_id, viewer.owner)
     return await _listed(request, run_id, server, viewer)
 
 
-@router.post("/{kind}/{name}/publish")
+@router.post(ONE + "/publish")
 async def publish(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
     """Let every client load the weights."""
     await api.publish(path, server.checkpoints, server.audit, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
 
 
-@router.delete("/{kind}/{name}/publish")
+@router.delete(ONE + "/publish")
 async def unpublish(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
     """Undo publish."""
     await api.unpublish(path, server.checkpoints, server.audit, viewer.owner)
     return await _listed(request, path.run_id, server, viewer)
 
 
-@router.post("/{kind}/{name}/expiry")
+@router.post(ONE + "/expiry")
 async def set_expiry(
     request: Request, path: CheckpointPath, server: Server, viewer: Viewing, seconds: Annotated[int, Form()]
 ) -> Response:
@@ -59,13 +84,13 @@ async def set_expiry(
     return await _listed(request, path.run_id, server, viewer)
 
 
-@router.get("/{kind}/{name}/download")
+@router.get(ONE + "/download")
 async def download(path: CheckpointPath, server: Server, viewer: Viewing, url: ServerUrl) -> Response:
     """Redirect to a link to the weights as one tar.gz, valid for an hour."""
     return await api.archive(path, server, url, viewer.owner)
 
 
-@router.delete("/{kind}/{name}")
+@router.delete(ONE)
 async def delete(request: Request, path: CheckpointPath, server: Server, viewer: Viewing) -> Response:
     """Delete the weights and their files."""
     await api.delete(path, server.checkpoints, server.storage, server.audit, viewer.owner)

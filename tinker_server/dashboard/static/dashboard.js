@@ -1,4 +1,4 @@
-// Code of all pages: confirmation of changes, error messages, and the theme.
+// Code of all pages: confirmation of changes, copied texts, error messages, and the theme.
 "use strict";
 
 const ask = document.getElementById("ask");
@@ -28,6 +28,32 @@ document.addEventListener("click", async (event) => {
   if (!link) return;
   event.preventDefault();
   if (await confirmed(link.dataset.confirm)) window.location.assign(link.href);
+});
+
+// Browsers offer their clipboard over HTTPS and on the own machine alone; elsewhere a selected text is copied.
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = document.createElement("textarea");
+  box.value = text;
+  document.body.append(box);
+  box.select();
+  const isCopied = document.execCommand("copy");
+  box.remove();
+  if (!isCopied) throw new Error("the browser copies nothing here");
+}
+
+document.addEventListener("click", async (event) => {
+  const button = event.target.closest("button[data-copy]");
+  if (!button) return;
+  try {
+    await copy(button.dataset.copy);
+    if (button.textContent === "Copied") return;
+    const before = [...button.childNodes];
+    window.setTimeout(() => button.replaceChildren(...before), 2000);
+    button.textContent = "Copied";
+  } catch (error) {
+    showProblem(`Not copied: ${error.message}`);
+  }
 });
 
 document.addEventListener("change", (event) => {

@@ -2,14 +2,21 @@
 
 const form = document.getElementById("ask-models");
 const [first, second] = [...document.querySelectorAll(".chat")].map((element) => ({
-  element, log: element.querySelector(".log"), model: element.querySelector(".model"), messages: [],
+  element, log: element.querySelector(".log"), model: element.querySelector(".model"),
+  path: element.querySelector(".path"), messages: [],
 }));
-const two = document.getElementById("two");
+const two = document.getElementById("two"), logprobs = document.getElementById("logprobs");
 const [send, stop] = [document.getElementById("send"), document.getElementById("stop")];
 const image = document.getElementById("image"), message = document.getElementById("message");
 let running = null;
 
-two.addEventListener("change", () => { second.element.hidden = !two.checked; });
+function arrange() {
+  second.element.hidden = !two.checked;
+  document.getElementById("legend").hidden = !logprobs.checked;
+  for (const side of [first, second]) side.path.hidden = side.model.value !== "";
+}
+for (const control of [two, logprobs, first.model, second.model]) control.addEventListener("change", arrange);
+arrange(); // a reloaded page has the controls as they were
 
 function bubble(side, role, text) {
   const element = document.createElement("div");
@@ -30,9 +37,12 @@ function read(file) {
 }
 
 function body(side) {
+  const system = document.getElementById("system").value;
   const request = {
-    model: side.model.value.trim(), messages: side.messages, stream: true,
+    model: side.model.value || side.path.value.trim(), stream: true, logprobs: logprobs.checked,
+    messages: system ? [{ role: "system", content: system }, ...side.messages] : side.messages,
     temperature: Number(document.getElementById("temperature").value),
+    top_p: Number(document.getElementById("top-p").value),
     max_tokens: Number(document.getElementById("max-tokens").value),
   };
   const seed = document.getElementById("seed").value;
@@ -56,6 +66,20 @@ async function* events(answer) {
   }
 }
 
+// A part of an answer with its tokens' log probabilities. A character of several tokens comes with the last of them,
+// so tokens without a text of their own are shown as one with it.
+function likely(text, tokens, bounds) {
+  const pieces = tokens.map((one) => one.token).join("") === text ? tokens : [];
+  return (pieces.length ? pieces.map((one) => [one.token, [one]]) : [[text, tokens]]).map(([shown, of]) => {
+    const piece = document.createElement("span");
+    const lowest = Math.min(...of.map((one) => one.logprob));
+    piece.textContent = shown;
+    piece.className = `p${bounds.filter((bound) => lowest < bound).length}`;
+    piece.title = of.map((one) => `${one.logprob.toFixed(3)} nats`).join(", ");
+    return piece;
+  });
+}
+
 async function chat(side, content, shown, signal) {
   side.messages.push({ role: "user", content });
   const question = bubble(side, "user", shown.text);
@@ -67,7 +91,8 @@ async function chat(side, content, shown, signal) {
   }
   const answered = bubble(side, "assistant", "");
   answered.classList.add("busy");
-  let text = "";
+  const bounds = side.log.dataset.likely.split(" ").map(Number);
+  let text = "", unseen = [];
   try {
     const answer = await fetch(`${document.body.dataset.base}/oai/api/v1/chat/completions`, {
       method: "POST", body: body(side), signal,
@@ -79,8 +104,15 @@ async function chat(side, content, shown, signal) {
     }
     for await (const event of events(answer)) {
       if (event.error) throw new Error(event.error.message);
-      text += event.choices?.[0]?.delta?.content ?? "";
-      answered.textContent = text;
+      const part = event.choices?.[0]?.delta?.content ?? "";
+      text += part;
+      unseen.push(...(event.choices?.[0]?.logprobs?.content ?? []));
+      if (part && unseen.length) {
+        answered.classList.add("tokens");
+        answered.append(...likely(part, unseen.splice(0), bounds));
+      } else {
+        answered.append(part);
+      }
       side.log.scrollTop = side.log.scrollHeight;
     }
     side.messages.push({ role: "assistant", content: text });

@@ -1,5 +1,7 @@
 """The samples that are kept for reading: bounded for each owner and in all, and none of them another owner's."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -7,9 +9,10 @@ from pydantic import ValidationError
 from api_schemas.inputs import Chunk, EncodedTextChunk, ImageChunk, ModelInput
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from tests.factories import as_text
-from tinker_server.observability.recent_samples import IMAGE_BYTES, PROMPT_TOKENS, SEQUENCES, TOKENS, Gallery
+from tinker_server.observability.recent_samples import IMAGE_BYTES, PROMPT_TOKENS, SEQUENCES, TOKENS, Drawn, Gallery
+from tinker_server.observability.sample_files import SampleFiles
 
-OF = ("tiny", None)
+OF = Drawn("tiny")
 
 
 def request(num_tokens: int = 3, image_bytes: int = 0) -> SampleRequest:
@@ -78,6 +81,33 @@ def test_stop_strings_and_pieces_take_no_memory_that_is_not_counted() -> None:
     one = SampleRequest(base_model="tiny", prompt=ModelInput(chunks=chunks), sampling_params=stops)
     gallery.note(one, response(), "bob", OF)
     assert gallery.of("bob") == []
+
+
+def test_the_newest_samples_are_on_disk_within_the_bound_and_come_back_as_they_were(tmp_path: Path) -> None:
+    gallery, files = Gallery(5), SampleFiles(tmp_path / "samples", 12_000)
+    for owner in ("alice", "bob", "alice", "alice"):
+        gallery.note(request(image_bytes=3000), response(), owner, Drawn("tiny", "tinker://r/weights/a", "a/b"))
+    files.save(gallery.all())
+    sizes = [path.stat().st_size for path in (tmp_path / "samples").iterdir()]
+    assert len(sizes) == 2 and 8_000 < sum(sizes) <= 12_000
+    (tmp_path / "samples/broken.json").write_text("{")
+    again = Gallery(5)
+    again.restore(files.load())
+    assert [one.sample_id for one in again.all()] == [one.sample_id for one in gallery.all()[:2]]
+    before, after = gallery.all()[0], again.all()[0]
+    assert (after.of, after.params, after.at, after.size_bytes) == (
+        before.of,
+        before.params,
+        before.at,
+        before.size_bytes,
+    )
+    assert after.prompt.chunks[1] == before.prompt.chunks[1]
+    np.testing.assert_array_equal(after.sequences[0].tokens, before.sequences[0].tokens)
+    gallery.note(request(image_bytes=3000), response(), "alice", OF)
+    files.save(gallery.all())
+    assert {path.stem for path in (tmp_path / "samples").iterdir()} == {one.sample_id for one in gallery.all()[:2]}
+    SampleFiles(tmp_path / "samples", 0).save(gallery.all())
+    assert list((tmp_path / "samples").iterdir()) == []
 
 
 def test_stop_strings_are_bounded_by_name() -> None:

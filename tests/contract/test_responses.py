@@ -1,0 +1,201 @@
+"""OpenAI's Responses: the package `openai` against a server whose sampler answers as vLLM's handler of chats does.
+
+pytest tests/contract/test_responses.py
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from backends.protocol import ChatTask, ChatUsage
+from tests.dashboard import Owner, with_keys
+from tinker_server.chat.responses import LABELS, WITHOUT_EFFECT
+
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+PAINT: Any = {"type": "function", "name": "paint", "parameters": {"type": "object"}, "strict": True}
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 3,
+    "total_tokens": 10,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
+
+
+async def answer(task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
+    """Say "a boat", then call the tool if there is one; as vLLM's handler has it, whole or in events."""
+    has_tools, is_cut = bool(task.body.get("tools")), task.body.get("max_completion_tokens") == 2
+    call = {"id": "call_1", "type": "function", "function": {"name": "paint", "arguments": '{"colour": 1}'}}
+    ended = "length" if is_cut else "tool_calls" if has_tools else "stop"
+    if not task.body.get("stream"):
+        message = {"role": "assistant", "content": "a boat", "tool_calls": [call] if has_tools else []}
+        tell(json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": ended}], "usage": USAGE}))
+        return ChatUsage(7, 2, 3)
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, {"content": "a "}, {"content": "boat"}]
+    if has_tools:
+        named = {"name": "paint", "arguments": ""}
+        deltas.append({"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": named}]})
+        deltas += [{"tool_calls": [{"index": 0, "function": {"arguments": text}}]} for text in ('{"colour"', ": 1}")]
+    for delta in deltas:
+        tell(f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta, 'finish_reason': None}]})}\n\n")
+        await asyncio.sleep(0)
+    tell(f"data: {json.dumps({'choices': [{'index': 0, 'delta': {}, 'finish_reason': ended}]})}\n\n")
+    tell(f"data: {json.dumps({'choices': [], 'usage': USAGE})}\n\ndata: [DONE]\n\n")
+    return ChatUsage(7, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def owners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Owner, Owner]]:
+    server, made = with_keys(tmp_path_factory.mktemp("responses"), "alice", "bob")
+    sampler = server.backend.tiny.sampler
+    plain = sampler.chat
+
+    async def chat(task: ChatTask, tell: Callable[[str], None]) -> ChatUsage:
+        sampler.chats.append(task)
+        return await answer(task, tell)
+
+    sampler.chat = chat  # type: ignore[method-assign]
+    with Owner(server, made[0]) as alice, Owner(server, made[1]) as bob:
+        yield alice, bob
+    sampler.chat = plain  # type: ignore[method-assign]
+    server.stop()
+
+
+def client(who: Owner) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{who.server.url}/v1", api_key=who.key, max_retries=0, timeout=20)
+
+
+def sent(who: Owner) -> dict[str, Any]:
+    """The chat completion that the last request became."""
+    return dict(who.server.backend.tiny.sampler.chats[-1].body)
+
+
+def test_a_response_is_answered_as_a_chat(owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    with client(alice) as chatgpt:
+        whole = chatgpt.responses.create(model="tiny", input="What is this?", instructions="Be short.", top_p=0.5)
+        cut = chatgpt.responses.create(model="tiny", input="What?", max_output_tokens=2, metadata={"a": "b"})
+    assert (whole.output_text, whole.status, whole.instructions, whole.top_p) == (
+        "a boat",
+        "completed",
+        "Be short.",
+        0.5,
+    )
+    assert whole.usage is not None and whole.usage.input_tokens_details.cached_tokens == 2
+    assert (whole.usage.input_tokens, whole.usage.output_tokens, whole.usage.total_tokens) == (7, 3, 10)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens" and cut.metadata == {"a": "b"}
+    body = sent(alice)
+    assert body["messages"] == [{"role": "user", "content": "What?"}] and body["max_completion_tokens"] == 2
+    assert "metadata" not in body
+
+
+def test_events_of_a_stream_build_the_same_response(owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    with client(alice) as chatgpt:
+        with chatgpt.responses.stream(model="tiny", input="Paint.", tools=[PAINT]) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        whole = chatgpt.responses.create(model="tiny", input="Paint.", tools=[PAINT])
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * 2,
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        *["response.function_call_arguments.delta"] * 2,
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    for response in (final, whole):
+        said, called = response.output
+        assert response.output_text == "a boat" and said.type == "message"
+        assert called.type == "function_call"
+        assert (called.call_id, called.name, called.arguments) == ("call_1", "paint", '{"colour": 1}')
+        assert response.usage is not None and response.usage.total_tokens == 10
+    assert sent(alice)["tools"][0]["function"] == {"name": "paint", "parameters": {"type": "object"}, "strict": True}
+
+
+def test_a_conversation_with_images_and_calls_becomes_messages(owners: tuple[Owner, Owner]) -> None:
+    alice, _ = owners
+    seen: Any = [
+        {"role": "developer", "content": "Look."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": PICTURE}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a boat"}]},
+        {"type": "function_call", "call_id": "c1", "name": "paint", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "paint", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+    ]
+    form: Any = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    choice: Any = {"type": "function", "name": "paint"}
+    with client(alice) as chatgpt:
+        chatgpt.responses.create(model="tiny", input=seen, text={"format": form}, tools=[PAINT], tool_choice=choice)
+    body = sent(alice)
+    system, asked, said, calls, result = body["messages"]
+    assert (system["role"], said["content"]) == ("system", [{"type": "text", "text": "a boat"}])
+    assert asked["content"][1] == {"type": "image_url", "image_url": {"url": PICTURE}}
+    assert [one["id"] for one in calls["tool_calls"]] == ["c1", "c2"]
+    assert result == {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    assert body["response_format"]["json_schema"] == {"name": "n", "schema": {"type": "object"}, "strict": True}
+    assert body["tool_choice"] == {"type": "function", "function": {"name": "paint"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        ({"store": True}, "store is True; supported is false"),
+        ({"reasoning": {"effort": "high"}}, "reasoning is"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type is web_search; supported are function"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type is item_reference; supported are message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type is input_file"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "files are not supported",
+        ),
+        ({"input": [3]}, "input.0 must be an object"),
+        ({"input": None}, "input must be a text or a list"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity is high"),
+        ({"temperature": 3}, "temperature is 3"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    owners: tuple[Owner, Owner], fields: dict[str, Any], words: str
+) -> None:
+    alice, _ = owners
+    headers = {"authorization": f"Bearer {alice.key}"}
+    body = {"model": "tiny", "input": "What?"} | fields
+    refused = httpx.post(f"{alice.server.url}/v1/responses", json=body, headers=headers)
+    assert refused.status_code == 400 and words in refused.json()["error"]["message"], refused.text
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/oai/api/v1/responses"])
+def test_responses_want_a_key_and_other_owners_weights_are_not_found(owners: tuple[Owner, Owner], path: str) -> None:
+    alice, bob = owners
+    run_id = alice.new_run()
+    weights = alice.post("/save_weights_for_sampler", model_id=run_id, seq_id=1, path="mine")["path"]
+    statuses = []
+    for key in ("tml-wrong", bob.key, alice.key):
+        body = {"model": weights, "input": "What?"}
+        answered = httpx.post(f"{alice.server.url}{path}", json=body, headers={"authorization": f"Bearer {key}"})
+        statuses.append(answered.status_code)
+    assert statuses == [401, 404, 200]
+
+
+def test_the_documentation_has_every_field_without_effect() -> None:
+    text = (Path(__file__).parents[2] / "docs/chat.md").read_text()
+    assert all(f"| `{field}` |" in text for field in (*WITHOUT_EFFECT, *LABELS))

@@ -1,0 +1,86 @@
+"""The latest samples on disk, where they survive a restart."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from api_schemas.inputs import ModelInput
+from api_schemas.sampling import SampledSequence, SamplingParams
+from tinker_server.observability.recent_samples import Drawn, Shown
+
+log = logging.getLogger(__name__)
+
+
+class SampleFiles:
+    """One file for each sample, readable by the server's user alone. A power failure may lose the latest."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+
+    def save(self, samples: list[Shown]) -> None:
+        """Write the samples, newest first, that are not there yet and fit; delete all other files."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        there = {path.name: path.stat().st_size for path in self._folder.iterdir()}
+        left_bytes = self._max_bytes
+        for shown in samples:
+            name = f"{shown.sample_id}.json"
+            content = b"" if name in there else _encoded(shown)
+            left_bytes -= there.pop(name, len(content))
+            if left_bytes < 0:
+                break
+            if content:
+                self._write(name, content)
+        else:
+            name = ""
+        for other in {*there, name} - {""}:
+            (self._folder / other).unlink(missing_ok=True)
+
+    def load(self) -> list[Shown]:
+        """Return the saved samples, newest first; those that cannot be read are logged and left out."""
+        found = []
+        for path in self._folder.glob("*.json") if self._folder.is_dir() else ():
+            try:
+                found.append(_decoded(path.read_bytes()))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("the sample in %s cannot be read: %s", path.name, error)
+        return sorted(found, key=lambda shown: shown.at, reverse=True)
+
+    def _write(self, name: str, content: bytes) -> None:
+        aside = self._folder / f".{name}"
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
+        aside.rename(self._folder / name)
+
+
+_PLAIN = ("owner", "sampler_id", "of", "num_samples", "size_bytes", "at", "sample_id")
+
+
+def _encoded(shown: Shown) -> bytes:
+    fields: dict[str, Any] = {name: getattr(shown, name) for name in _PLAIN}
+    fields["prompt"] = shown.prompt.model_dump(mode="json")
+    fields["params"] = shown.params.model_dump(mode="json")
+    fields["sequences"] = [
+        {"stop_reason": one.stop_reason, "tokens": one.tokens.tolist(), "logprobs": one.logprobs.tolist()}
+        for one in shown.sequences
+    ]
+    return json.dumps(fields).encode()
+
+
+def _decoded(content: bytes) -> Shown:
+    fields: dict[str, Any] = json.loads(content)
+    sequences = [
+        SampledSequence(
+            stop_reason=one["stop_reason"],
+            tokens=np.array(one["tokens"], np.int32),
+            logprobs=np.array(one["logprobs"], np.float32),
+        )
+        for one in fields["sequences"]
+    ]
+    prompt, params = ModelInput.model_validate(fields["prompt"]), SamplingParams.model_validate(fields["params"])
+    rebuilt = {"of": Drawn(*fields["of"]), "prompt": prompt, "params": params, "sequences": sequences}
+    return Shown(**{name: fields[name] for name in _PLAIN} | rebuilt)
