@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import csv
 import io
 import json
@@ -24,6 +23,7 @@ from tinker.lib.console_urls import (
 )
 from tinker.types import SaveWeightsResponse
 
+from backends import tasks
 from backends.protocol import EngineBatch, EngineUse
 from tests.dashboard import Owner, with_keys
 from tests.fake_server import Running
@@ -393,13 +393,12 @@ def test_the_machine_shows_the_load_of_the_last_day(alice: Owner, monkeypatch: p
     services = alice.server.app.state.services
 
     async def record() -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await machine_loads.record_loads(services)
+        async with tasks.running([machine_loads.record_loads(services)]):
+            await asyncio.sleep(0.3)
+            services.usage.count("sampled", "alice", "s", "tiny", 10**6)
+            await asyncio.sleep(0.5)
 
-    recording = asyncio.run_coroutine_threadsafe(record(), alice.server.loop)
-    services.usage.count("sampled", "alice", "s", "tiny", 10**6)
-    recording.result(30)
+    asyncio.run_coroutine_threadsafe(record(), alice.server.loop).result(30)
     answer = alice.get("/machine/history.json").json()
     lines = {(one["measure"], one["of"]): one for one in answer["lines"]}
     assert set(lines["kv_cache_used", "tiny"]["value"]) == {0.375}
