@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import IO, Self
 
 from backends.model_spec import ModelSpec
 from backends.processes.messages import STREAM_LIMIT
@@ -42,6 +43,53 @@ _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", 
 """Folder of `ModelSpec.compiled_dir` by the variable that names it."""
 
 
+class Guarded:
+    """A started command. It ends with this process, and all that it has started ends with it."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, guard: IO[str]) -> None:
+        self.name, self.pid = name, process.pid
+        self._process, self._guard = process, guard
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int] = ()) -> Self:
+        """Run a command with exactly these variables; `fds` stay open in it."""
+        guarding, guard_fd = os.pipe()
+        with contextlib.ExitStack() as unless_started:  # a start that is cancelled ends what it has started
+            guard = unless_started.enter_context(os.fdopen(guard_fd, "w"))
+            with os.fdopen(guarding):
+                process = await asyncio.create_subprocess_exec(
+                    *("/bin/sh", "-c", _GUARDED, str(guarding), *command),
+                    pass_fds=[guarding, *fds],
+                    env=env,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sys.stderr,  # the server's own output is for its user alone
+                    stderr=sys.stderr,
+                    start_new_session=True,
+                )
+            unless_started.pop_all()
+        return cls(name, process, guard)
+
+    async def wait(self) -> int:
+        """Wait until the command has ended by itself; return its exit code."""
+        return await self._process.wait()
+
+    def abandon(self) -> None:
+        """Have the guard end it, without waiting."""
+        self._guard.close()
+
+    async def end(self, grace_s: float) -> None:
+        """Wait for so many seconds until the command ends by itself, then end it and everything that it started."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("the %s process did not end within %s s and is killed", self.name, grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._guard.close()
+
+
 async def launch(
     name: str, module: str, env: Mapping[str, str], fds: Sequence[int] = (), folder: str | None = None
 ) -> Child:
@@ -49,48 +97,37 @@ async def launch(
     environment, and `fds` stay open in the process. `folder` belongs to the process and is removed when it has
     ended."""
     ours, theirs = socket.socketpair()
-    guarding, guard_fd = os.pipe()
-    with contextlib.ExitStack() as unless_started:  # a start that is cancelled ends what it has started
-        guard = unless_started.enter_context(os.fdopen(guard_fd, "w"))
+    with contextlib.ExitStack() as unless_started:  # a start that is cancelled leaves nothing
         unless_started.callback(ours.close)
         if folder is not None:
             unless_started.callback(shutil.rmtree, folder, ignore_errors=True)
-        with theirs, os.fdopen(guarding):
-            process = await asyncio.create_subprocess_exec(
-                *("/bin/sh", "-c", _GUARDED, str(guarding)),
-                *(sys.executable, "-m", module, str(theirs.fileno())),
-                pass_fds=[theirs.fileno(), guarding, *fds],
-                env={**os.environ, **_WITHOUT_BARS, **env},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr,  # the server's own output is for its user alone
-                stderr=sys.stderr,
-                start_new_session=True,
-            )
+        with theirs:
+            guarded = await _start_module(name, module, env, [theirs.fileno(), *fds])
+        unless_started.callback(guarded.abandon)
         reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
         unless_started.pop_all()
 
     async def watch() -> None:
         """Close the connection when the process has ended: the guard still holds its other end."""
-        await process.wait()
+        await guarded.wait()
         await asyncio.sleep(_LAST_WORDS_S)
         writer.transport.abort()
 
     watching = asyncio.create_task(watch(), name=f"end of {name}")
 
     async def end(grace_s: float) -> None:
-        try:
-            async with asyncio.timeout(grace_s):
-                await process.wait()
-        except TimeoutError:
-            log.warning("the %s process did not end within %s s and is killed", name, grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        await guarded.end(grace_s)
         await watching
-        guard.close()
         if folder is not None:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    return Child(name, Process(process.pid, end), reader, writer)
+    return Child(name, Process(guarded.pid, end), reader, writer)
+
+
+async def _start_module(name: str, module: str, env: Mapping[str, str], fds: Sequence[int]) -> Guarded:
+    """Run `python -m module FD`, with the first of `fds`, which all stay open in it."""
+    command = [sys.executable, "-m", module, str(fds[0])]
+    return await Guarded.start(name, command, {**os.environ, **_WITHOUT_BARS, **env}, fds)
 
 
 async def launch_trainer(spec: ModelSpec) -> list[Child]:
