@@ -11,6 +11,7 @@ from pathlib import Path
 from api_schemas.sampling import SampleRequest
 from backends import tasks
 from backends.base_weights.client import BaseWeights
+from backends.cluster.client import Cluster
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, describe_models
 from backends.configure.examine import examine as examine
@@ -19,7 +20,16 @@ from backends.inputs.detokenize import TokenTexts
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import launch_sampler, launch_trainer
-from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, PromptSize, ignore_loading
+from backends.protocol import (
+    Backend,
+    EngineUse,
+    GpuState,
+    NodeState,
+    OnLoading,
+    ProcessState,
+    PromptSize,
+    ignore_loading,
+)
 from backends.sampler.checks import check_sample
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
@@ -81,6 +91,9 @@ class LocalBackend:
         self._config = config
         self._on_loading = on_loading
         self._models: dict[str, LocalModel] = {}
+        self._cluster: Cluster | None = None
+        if config.cluster:
+            self._cluster = Cluster.at(config.cluster_address, config.cluster_port, config.cluster_token_file)
 
     @property
     def models(self) -> Mapping[str, LocalModel]:
@@ -91,6 +104,8 @@ class LocalBackend:
         """Load all models, side by side unless they would count each other's memory."""
         self._models = await asyncio.to_thread(lambda: make_models(describe_models(self._config)))
         try:
+            if self._cluster is not None:
+                await self._cluster.start(self._on_loading)
             await start_models(self._loaded(), self._on_loading)
         except BaseException:
             await self.stop()
@@ -100,10 +115,16 @@ class LocalBackend:
         """End every child process."""
         await asyncio.gather(*(part.stop() for model in self._loaded() for part in (model.trainer, model.sampler)))
         await asyncio.gather(*(model.base.stop() for model in self._loaded()))
+        if self._cluster is not None:
+            await self._cluster.stop()
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
         return read_gpus({gpu for one in self._loaded() for gpu in (*one.info.placement.gpus, *_engine_gpus(one))})
+
+    def nodes(self) -> list[NodeState]:
+        """Implement the protocol."""
+        return [] if self._cluster is None else self._cluster.states()
 
     def _loaded(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""

@@ -130,6 +130,14 @@ async def _start_module(name: str, module: str, env: Mapping[str, str], fds: Seq
     return await Guarded.start(name, command, {**os.environ, **_WITHOUT_BARS, **env}, fds)
 
 
+def local_address() -> str:
+    """Return the address of this machine by which it reaches others; the loopback one where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # of an address that nobody has; nothing is sent
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
 async def launch_trainer(spec: ModelSpec) -> list[Child]:
     """Start the ranks of a trainer, with the variables that torchrun would set. Rank i takes the i-th GPU of its
     placement, by the server's numbers; without any, ranks see all that the server sees."""

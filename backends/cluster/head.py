@@ -1,0 +1,65 @@
+"""Run the process that has Ray's head beneath it: `python -m backends.cluster.head FD`. Only here is Ray imported."""
+
+import asyncio
+import contextlib
+import os
+from functools import partial
+
+import ray
+
+from backends.cluster.commands import StartHead
+from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running
+from backends.processes.launcher import Guarded
+from backends.processes.rpc import OnPart, serve_async
+from backends.protocol import BackendFailed
+
+HEAD = "head"
+"""Name of the serving machine's own node."""
+_START_S = 60.0
+_RETRY_S = 0.3
+
+
+async def start_head(command: StartHead, stack: contextlib.AsyncExitStack) -> None:
+    """Start Ray, which ends with `stack`, and connect to it; the process ends if Ray does. Raises BackendFailed."""
+    arguments = ["--head", "--node-ip-address", command.address, "--port", str(command.port)]
+    arguments += ["--include-dashboard", "false", "--ray-client-server-port", str(command.port + 1)]
+    arguments += ["--labels", f"{NODE_LABEL}={HEAD}"]
+    try:
+        async with asyncio.timeout(_START_S):
+            async with contextlib.AsyncExitStack() as unless_started:
+                running = await unless_started.enter_async_context(ray_running(arguments, {}))
+                ended = await _until_open(running, command)
+                connect = partial(ray.init, log_to_driver=False, logging_level="ERROR", namespace="tinker")
+                await asyncio.to_thread(connect, f"{command.address}:{command.port}")
+                stack.push_async_exit(unless_started.pop_all())
+    except (TimeoutError, ConnectionError, RuntimeError) as error:
+        raise BackendFailed(f"Ray's head does not start: {error or 'it takes too long'}") from None
+    ended.add_done_callback(lambda _: os._exit(1))  # the server notices, and starts both again
+
+
+async def _until_open(running: Guarded, command: StartHead) -> asyncio.Task[int]:
+    """Return the task that ends with Ray, once its port is open. Raises RayEnded."""
+    ended = asyncio.create_task(running.wait())
+    while not ended.done():
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(command.address, command.port)
+            writer.close()
+            return ended
+        await asyncio.sleep(_RETRY_S)
+    raise RayEnded(f"Ray's head does not start on port {command.port}")
+
+
+async def main() -> None:
+    """Serve the server's commands until it closes its end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def handle(command: StartHead, _: OnPart) -> None:
+            match command:
+                case StartHead():
+                    await start_head(command, stack)
+
+        await serve_async(handle)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
