@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from backends.cluster.client import Cluster
+from backends.cluster.client import Cluster, Node, Uses
+from backends.cluster.offer import Offer
+from backends.processes.launcher import StartWorkers
 from backends.protocol import ignore_loading
+from tests.servers import MODEL
 
 
 def free_port() -> int:
@@ -27,10 +30,19 @@ def free_port() -> int:
             return port
 
 
+class NoUse:
+    """Every machine may join, and none is used."""
+
+    def check(self, offer: Offer) -> None: ...
+
+    def begin(self, node: Node, start_workers: StartWorkers) -> None: ...
+
+    async def end(self, node: Node) -> None: ...
+
+
 @asynccontextmanager
-async def started(directory: Path) -> AsyncIterator[Cluster]:
-    """A cluster without any model."""
-    cluster = Cluster.at("127.0.0.1", free_port(), directory / "token")
+async def started(directory: Path, uses: Uses) -> AsyncIterator[Cluster]:
+    cluster = Cluster.at("127.0.0.1", free_port(), directory / "token", uses)
     try:
         await cluster.start(ignore_loading)
         yield cluster
@@ -41,8 +53,9 @@ async def started(directory: Path) -> AsyncIterator[Cluster]:
 class Machine:
     """`tinker-server join`, in a process of its own."""
 
-    def __init__(self, address: str, token_file: Path, name: str, *arguments: str) -> None:
-        self._command = ["join", address, "--token-file", str(token_file), "--name", name, *arguments]
+    def __init__(self, address: str, token_file: Path, name: str, model: Path) -> None:
+        self._command = ["join", address, "--token-file", str(token_file), "--name", name]
+        self._command += ["--model", f"{MODEL}={model}", "--data-dir", str(token_file.parent / f"machine-{name}")]
 
     async def start(self) -> "Machine":
         self.process = await asyncio.create_subprocess_exec(
@@ -62,9 +75,9 @@ class Machine:
 
 
 @asynccontextmanager
-async def joined(cluster: Cluster, name: str, *arguments: str) -> AsyncIterator[Machine]:
+async def joined(cluster: Cluster, name: str, model: Path) -> AsyncIterator[Machine]:
     """A machine that has joined a cluster."""
-    machine = await Machine(address_of(cluster), cluster.token_file, name, *arguments).start()
+    machine = await Machine(address_of(cluster), cluster.token_file, name, model).start()
     try:
         await until(lambda: is_alive(cluster, name))
         yield machine

@@ -8,14 +8,15 @@ import pytest
 
 from backends.cluster import client
 from backends.cluster.client import Cluster
-from tests.cluster.machines import Machine, address_of, is_alive, joined, kill, started, until
+from backends.cluster.join import leave
+from tests.cluster.machines import Machine, NoUse, address_of, is_alive, joined, kill, started, until
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    async with started(tmp_path) as cluster:
+    async with started(tmp_path, NoUse()) as cluster:
         yield cluster
 
 
@@ -28,10 +29,10 @@ def rays() -> set[int]:
     }
 
 
-async def test_a_machine_joins_and_leaves_when_it_is_interrupted(cluster: Cluster) -> None:
+async def test_a_machine_joins_and_leaves_when_it_is_interrupted(cluster: Cluster, tiny_vl: Path) -> None:
     before = rays()
     assert before
-    async with joined(cluster, "a") as machine:
+    async with joined(cluster, "a", tiny_vl) as machine:
         await until(lambda: len(rays()) > len(before))
         code, said = await machine.stop()
     assert code == 130, said
@@ -39,30 +40,28 @@ async def test_a_machine_joins_and_leaves_when_it_is_interrupted(cluster: Cluste
     await until(lambda: rays() == before)
 
 
-async def test_a_machine_leaves_when_it_is_told_to(cluster: Cluster) -> None:
-    async with joined(cluster, "a") as machine:
-        leaving = Machine(address_of(cluster), cluster.token_file, "a")
-        leaving._command[0] = "leave"
-        assert (await (await leaving.start()).ended())[0] == 0
+async def test_a_machine_leaves_when_it_is_told_to(cluster: Cluster, tiny_vl: Path) -> None:
+    async with joined(cluster, "a", tiny_vl) as machine:
+        await leave(address_of(cluster), cluster.token_file, "a")
         code, said = await machine.ended()
     assert code == 0, said
     assert cluster.states() == []
 
 
-async def test_a_machine_that_is_killed_is_lost_and_may_come_back(cluster: Cluster) -> None:
+async def test_a_machine_that_is_killed_is_lost_and_may_come_back(cluster: Cluster, tiny_vl: Path) -> None:
     before = rays()
-    async with joined(cluster, "a") as machine:
+    async with joined(cluster, "a", tiny_vl) as machine:
         await until(lambda: len(rays()) > len(before))
         kill(machine.process.pid)
         await until(lambda: not is_alive(cluster, "a"))
         assert [node.name for node in cluster.states()] == ["a"]
         await until(lambda: rays() == before)  # its Ray ends with it
-    async with joined(cluster, "a"):
+    async with joined(cluster, "a", tiny_vl):
         pass
 
 
-async def test_a_machine_comes_back_by_itself_when_the_head_is_started_again(cluster: Cluster) -> None:
-    async with joined(cluster, "a"):
+async def test_a_machine_comes_back_by_itself_when_the_head_is_started_again(cluster: Cluster, tiny_vl: Path) -> None:
+    async with joined(cluster, "a", tiny_vl):
         [head] = cluster.processes()
         kill(head.pid)
         await until(lambda: not is_alive(cluster, "a"))
@@ -72,7 +71,7 @@ async def test_a_machine_comes_back_by_itself_when_the_head_is_started_again(clu
 
 
 async def test_what_does_not_belong_is_refused_before_ray_starts(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tiny_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = rays()
     wrong, open_to_all = tmp_path / "wrong", tmp_path / "open"
@@ -82,14 +81,14 @@ async def test_what_does_not_belong_is_refused_before_ray_starts(
     open_to_all.chmod(0o644)
 
     async def refusal(token_file: Path, name: str = "b", address: str = address_of(cluster)) -> str:
-        code, said = await (await Machine(address, token_file, name).start()).ended()
+        code, said = await (await Machine(address, token_file, name, tiny_vl).start()).ended()
         assert code == 2
         return said
 
     assert "has another token: copy its token file here again" in await refusal(wrong)
     assert "cannot be read: No such file" in await refusal(tmp_path / "missing")
     assert f"others may read the token file {open_to_all}" in await refusal(open_to_all)
-    async with joined(cluster, "a"):
+    async with joined(cluster, "a", tiny_vl):
         said = await refusal(cluster.token_file, "a")
         assert "a machine of the name a is there already" in said
     monkeypatch.setattr(client, "versions", lambda: {"Python": "3.9", "Ray": "2.60.0"})

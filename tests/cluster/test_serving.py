@@ -5,44 +5,79 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import tinker.types as types
 
+from backends.inputs.rendering import Renderer
 from tests.cluster.machines import Machine, free_port, until
-from tests.servers import KEY, MODEL, Server
+from tests.factories import image, prompt, words
+from tests.servers import KEY, MODEL, Server, sdk_input
+from tests.training import batch, step
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ENGINE = f"sampler {MODEL} engine 1 on a"
 
 
 def commands() -> list[str]:
     return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
 
 
-def nodes(server: Server) -> dict[str, float]:
+def gauges(server: Server, name: str, label: str) -> dict[str, float]:
+    """The values of a metric by one of its labels."""
     text = httpx.get(f"{server.base_url}/metrics", headers={"x-api-key": KEY}).text
-    lines = [line for line in text.splitlines() if line.startswith("tinker_node_up{")]
-    return {line.partition('node="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return {line.partition(f'{label}="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-async def test_the_operator_sees_the_machines_and_the_token_is_nowhere(tiny_vl: Path, tmp_path: Path) -> None:
+def trained(server: Server, renderer: Renderer) -> Any:
+    """A client that samples from what a model has learned in a step."""
+    training = server.client().create_lora_training_client(base_model=MODEL, rank=8)
+    step(training, batch(renderer))
+    saved = training.save_weights_for_sampler("first").result()
+    return server.client().create_sampling_client(model_path=saved.path)
+
+
+def drawn(sampling: Any) -> list[list[int]]:
+    """Answers to different prompts, all asked for at once."""
+    params = types.SamplingParams(max_tokens=30, seed=7)
+    prompts = [sdk_input(prompt(words(9, seed), image(64, 64, seed))) for seed in range(16)]
+    asked = [sampling.sample(one, num_samples=1, sampling_params=params) for one in prompts]
+    return [one.result().sequences[0].tokens for one in asked]
+
+
+async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash(
+    tiny_vl: Path, renderer: Renderer, tmp_path: Path
+) -> None:
     port, data = free_port(), tmp_path / "data"
     arguments = ["--cluster", "--cluster-address", "127.0.0.1", "--cluster-port", str(port)]
     server = await asyncio.to_thread(Server(data, {MODEL: tiny_vl}, *arguments).start)
     token_file = data / "cluster-token"
-    line = f"join with: tinker-server join 127.0.0.1:{port} --token-file FILE, a copy of {token_file}"
-    assert line in server.log.read_text()
-    machine = await Machine(f"127.0.0.1:{port}", token_file, "a").start()
-    await until(lambda: nodes(server) == {"a": 1})
-    await until(lambda: sum("tinker-ray-" in command and "raylet " in command for command in commands()) == 2)
+    token = token_file.read_text()
+    assert len(token) == 64 and f"tinker-server join 127.0.0.1:{port} --token-file FILE" in server.log.read_text()
+    alone = await asyncio.to_thread(drawn, sampling := await asyncio.to_thread(trained, server, renderer))
+
+    machine = await Machine(f"127.0.0.1:{port}", token_file, "a", tiny_vl).start()
+    await until(lambda: gauges(server, "tinker_node_up", "node") == {"a": 1})
+    await until(lambda: gauges(server, "tinker_process_up", "process").get(ENGINE) == 1, 200)
     command = [sys.executable, "-m", "tinker_server", "status", "--url", server.base_url]
     status = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
     assert re.search(r"machine a at 127\.0\.0\.1 .* alive", status.stdout)
-    token = token_file.read_text()
-    assert len(token) == 64 and not [command for command in commands() if token in command]
+    assert not [command for command in commands() if token in command]
+    assert await asyncio.to_thread(drawn, sampling) == alone
+    received = data / "machine-a/engine-1/received"
+    assert len(list(received.iterdir())) == 1  # it has drawn some of them
+
+    server.kill()
+    await until(lambda: not [command for command in commands() if "tinker-ray-" in command])
+    await asyncio.to_thread(server.start)
+    await until(lambda: gauges(server, "tinker_process_up", "process").get(ENGINE) == 1, 200)
+    assert await asyncio.to_thread(drawn, sampling) == alone
+    assert len(list(received.iterdir())) == 1
     code, said = await machine.stop()
     assert code == 130 and token not in said + server.log.read_text()
-    assert nodes(server) == {}
+    assert gauges(server, "tinker_node_up", "node") == {}
     assert await asyncio.to_thread(server.stop) == 0
-    assert not [command for command in commands() if "tinker-ray-" in command]
