@@ -62,20 +62,25 @@ class RemoteEngines:
             raise BackendFailed(
                 f"an engine of {spec.name} needs {num} GPUs, and this machine has {len(offer.gpu_bytes)}"
             )
-        ours = [gpu.total_bytes for gpu in read_gpus(gpu for gpus in spec.placement.engines for gpu in gpus)]
-        if ours and min(offer.gpu_bytes) < _SAME * min(ours):
+        smallest, ours = min(offer.gpu_bytes), self.smallest_gpu(spec)
+        if smallest < _SAME * ours:
             raise BackendFailed(
-                f"a GPU of this machine has {min(offer.gpu_bytes) / 2**30:.1f} GiB, and the server's have"
-                f" {min(ours) / 2**30:.1f} GiB, for which memory is planned: show `join` the larger ones alone"
+                f"a GPU of this machine has {smallest / 2**30:.1f} GiB, and the server's have {ours / 2**30:.1f} GiB,"
+                " for which memory is planned: show `join` the larger ones alone"
             )
+
+    def smallest_gpu(self, spec: ModelSpec) -> int:
+        """Return the memory of the smallest GPU of the server's own engines; 0 if it cannot be read."""
+        gpus = read_gpus(gpu for gpus in spec.placement.engines for gpu in gpus)
+        return min((gpu.total_bytes for gpu in gpus), default=0)
 
     def begin(self, node: Node, start_workers: StartWorkers) -> None:
         """Implement the protocol."""
         engines = self._engines[node] = []
         for name, directory in node.offer.models.items():
             spec, pool = self._pools[name]
-            for gpus in _gpus_of_engines(spec, node.offer):
-                describe = partial(_described, spec, node.offer, directory, gpus)
+            for gpus in gpus_of_engines(spec, node.offer):
+                describe = partial(described, spec, node.offer, directory, gpus)
                 engines.append((pool, pool.attach(describe, start_workers)))
 
     async def end(self, node: Node) -> None:
@@ -83,7 +88,7 @@ class RemoteEngines:
         await asyncio.gather(*(pool.detach(engine) for pool, engine in self._engines.pop(node)))
 
 
-def _gpus_of_engines(spec: ModelSpec, offer: Offer) -> list[tuple[int, ...]]:
+def gpus_of_engines(spec: ModelSpec, offer: Offer) -> list[tuple[int, ...]]:
     """Return the GPUs of each engine of a model on a machine: as many engines as it has GPUs for, one on the CPU."""
     if spec.device == "cpu":
         return [()]
@@ -91,7 +96,7 @@ def _gpus_of_engines(spec: ModelSpec, offer: Offer) -> list[tuple[int, ...]]:
     return [tuple(range(first, first + num)) for first in range(0, count - num + 1, num)]
 
 
-def _described(spec: ModelSpec, offer: Offer, directory: str, gpus: tuple[int, ...], number: int) -> ModelSpec:
+def described(spec: ModelSpec, offer: Offer, directory: str, gpus: tuple[int, ...], number: int) -> ModelSpec:
     """Return the spec of an engine as its machine needs it."""
     return replace(
         spec,

@@ -70,7 +70,9 @@ async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash
     received = data / "machine-a/engine-1/received"
 
     async def draw_until_both_have() -> None:
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(250):
+            while "1" not in gauges(server, "tinker_pool_sequences", "engine"):  # noqa: ASYNC110 - it loads
+                await asyncio.sleep(2)
             while not any(received.glob("*/adapter_model.safetensors")):
                 assert await asyncio.to_thread(drawn, sampling) == alone
 
