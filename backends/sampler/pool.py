@@ -201,7 +201,7 @@ class SamplerPool:
                         if request.has_begun:  # another answer would not begin as this one did
                             raise BackendFailed("the engine died while it answered; send the request again") from None
                         request.deaths += 1
-                        if engine.is_gone or (request.deaths == 1 and self._is_several):
+                        if request.deaths == 1 and self._is_several:
                             raise _Moves from None
         finally:
             engine.isolation.release(request)
