@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
+
 from backends.cluster.client import Cluster, Node, Uses
 from backends.cluster.offer import Offer
 from backends.processes.launcher import StartWorkers
@@ -97,6 +99,12 @@ async def until(holds: Callable[[], bool], limit_s: float = 90) -> None:
     async with asyncio.timeout(limit_s):
         while not holds():  # noqa: ASYNC110 - whatever it is
             await asyncio.sleep(0.1)
+
+
+def rays() -> set[int]:
+    """The processes of all Rays of a test that has the fixture `temporary`."""
+    found = psutil.process_iter(["cmdline"])
+    return {one.pid for one in found if any(os.environ["TMPDIR"] in part for part in one.info["cmdline"] or ())}
 
 
 def kill(pid: int) -> None:

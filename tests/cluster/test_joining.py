@@ -3,30 +3,20 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from backends.cluster import client
 from backends.cluster.client import Cluster
 from backends.cluster.join import leave
-from tests.cluster.machines import Machine, NoUse, address_of, is_alive, joined, kill, started, until
+from tests.cluster.machines import Machine, NoUse, address_of, is_alive, joined, kill, rays, started, until
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+async def cluster(temporary: str, tmp_path: Path) -> AsyncIterator[Cluster]:
     async with started(tmp_path, NoUse()) as cluster:
         yield cluster
-
-
-def rays() -> set[int]:
-    """Processes of Ray that this one has started, or what it has started."""
-    return {
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if any("tinker-ray-" in part for part in process.info["cmdline"] or ())
-    }
 
 
 async def test_a_machine_joins_and_leaves_when_it_is_interrupted(cluster: Cluster, tiny_vl: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tinker.types as types
 
 from backends.inputs.rendering import Renderer
-from tests.cluster.machines import Machine, free_port, until
+from tests.cluster.machines import Machine, free_port, rays, until
 from tests.factories import image, prompt, words
 from tests.servers import KEY, MODEL, Server, sdk_input
 from tests.training import batch, step
@@ -51,7 +51,7 @@ def drawn(sampling: Any) -> list[list[int]]:
 
 
 async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash(
-    tiny_vl: Path, renderer: Renderer, tmp_path: Path
+    tiny_vl: Path, renderer: Renderer, temporary: str, tmp_path: Path
 ) -> None:
     port, data = free_port(), tmp_path / "data"
     arguments = ["--cluster", "--cluster-address", "127.0.0.1", "--cluster-port", str(port)]
@@ -80,7 +80,7 @@ async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash
     assert gauges(server, "tinker_process_up", "process")[ENGINE] == 1
 
     server.kill()
-    await until(lambda: not [command for command in commands() if "tinker-ray-" in command])
+    await until(lambda: not rays())
     await asyncio.to_thread(server.start)
     shutil.rmtree(received)
     await draw_until_both_have()

@@ -11,6 +11,7 @@ from backends.cluster.offer import Offer
 from backends.config import BackendConfig
 from backends.model_spec import ModelSpec, Placement
 from backends.protocol import BackendFailed
+from backends.sampler.pool import SamplerPool
 from tests.specs import tiny_spec
 
 GIB = 1 << 30
@@ -31,7 +32,7 @@ def offer(*gpu_gib: int, name: str = "a/b", fingerprint: str = "f" * 64) -> Offe
 
 def served(**changes: object) -> tuple[RemoteEngines, ModelSpec]:
     spec = replace(tiny_spec(Path("/here")), name="a/b", fingerprint="f" * 64, **changes)
-    return RemoteEngines({"a/b": (spec, None)}), spec
+    return RemoteEngines({"a/b": (spec, SamplerPool(spec, may_grow=True))}), spec
 
 
 @pytest.mark.parametrize(
