@@ -137,8 +137,12 @@ class Cluster:
             pid = await head.call(StartEngine(node.offer, key, spec))
             async with asyncio.timeout(HANDSHAKE_S):
                 connection = await expected
-        except TimeoutError:
-            raise BackendFailed(f"the engine on {node.offer.name} has not connected") from None
+        except BaseException as error:
+            if expected.done() and not expected.cancelled():
+                expected.result().close()  # which is the process' signal to end
+            if isinstance(error, TimeoutError):
+                raise BackendFailed(f"the engine on {node.offer.name} has not connected") from None
+            raise
         finally:
             del self._expected[key]
 
