@@ -72,6 +72,14 @@ class BackendConfig(BaseModel):
     """Larger images are refused before they are decoded."""
     max_images_per_prompt: int = Field(default=64, ge=1)
     """Images in one sampling prompt."""
+    cluster: bool = False
+    """Let other machines join, whose engines sample too; needs the extra `cluster`."""
+    cluster_address: str | None = None
+    """Address of this machine by which the others reach it; absent: the one by which it reaches its network."""
+    cluster_port: int = Field(default=8100, ge=1024, le=65533)
+    """Port at which other machines join; Ray takes the two behind it, and free ones."""
+    cluster_token_file: Path = Path("cluster-token")
+    """File of the secret with which other machines join, made at the first start."""
     scratch_dir: Path = Path("scratch")
     """Directory of the sampler's own links to adapters in use, emptied at start, and of compiled kernels, kept."""
 

@@ -32,6 +32,15 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
         _flush_one(path.parent)
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Write or replace a file that only its user may read, durably. Raises OSError."""
+    with (
+        written_aside(path) as aside,
+        os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
+    ):
+        file.write(content)
+
+
 def make_directory(path: Path, mode: int = 0o777) -> None:
     """Make a directory with all above it, durably: files synced in it later are lost if its own name is."""
     new = [one for one in (path, *path.parents) if not one.exists()]

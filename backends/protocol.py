@@ -154,6 +154,16 @@ class GpuState:
 
 
 @dataclass(frozen=True)
+class NodeState:
+    """State of another machine that has joined the cluster."""
+
+    name: str
+    address: str
+    is_alive: bool
+    """False while it is lost: it may come back."""
+
+
+@dataclass(frozen=True)
 class ModelState:
     """State of a model that a trainer holds."""
 
@@ -380,3 +390,6 @@ class Backend(Protocol):
 
     def gpus(self) -> list[GpuState]:
         """Return the GPUs that are used; none on the CPU. Takes some milliseconds."""
+
+    def nodes(self) -> list[NodeState]:
+        """Return the other machines of the cluster; none without one."""

@@ -35,6 +35,7 @@ from backends.protocol import (
     InvalidInput,
     ModelLost,
     ModelState,
+    NodeState,
     ProcessState,
     PromptSize,
     SamplingTask,
@@ -282,9 +283,13 @@ class FakeBackend:
         self.tiny = FakeBaseModel("tiny")
         self.models = {"tiny": self.tiny}
         self.running = False
+        self.machines: list[NodeState] = []
 
     def gpus(self) -> list[GpuState]:
         return []
+
+    def nodes(self) -> list[NodeState]:
+        return self.machines
 
     async def start(self) -> None:
         self.running = True

@@ -18,6 +18,7 @@ from tinker_server.command_line import change_keys, parse, read_settings
 from tinker_server.commands.admin import administrate
 from tinker_server.commands.backup import back_up, restore
 from tinker_server.commands.doctor import examine
+from tinker_server.commands.join import belong
 from tinker_server.commands.status import Status
 from tinker_server.commands.tables import show
 from tinker_server.errors import StartFailed, Superseded
@@ -45,6 +46,10 @@ def main() -> int:
             return 0
         if arguments.command == "admin":
             administrate(arguments)
+            return 0
+        if arguments.command in ("join", "leave"):
+            with asyncio.Runner() as runner:
+                runner.run(belong(arguments))
             return 0
         settings = read_settings(arguments)
         log_config.configure(settings.log_level, settings.log_format)

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import socket
 from pathlib import Path
 from typing import TypeAlias
 
@@ -65,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
     serving.add_argument("--host", help="address to listen on (127.0.0.1); addresses beyond loopback need API keys")
     serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
+    cluster_help = "let other machines join, whose engines sample too (they may not)"
+    serving.add_argument("--cluster", action="store_true", default=None, help=cluster_help)
+    serving.add_argument("--cluster-address", help="address by which other machines reach this one (its own)")
+    port_help = "port at which other machines join; Ray takes the two behind it (8100)"
+    serving.add_argument("--cluster-port", type=int, help=port_help)
+    _add_joining(commands)
     keys_help = "add, list and remove API keys; a running server reads the change"
     actions = commands.add_parser("keys", help=keys_help).add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", parents=[common], help="create a key and print it; it is shown only once")
@@ -106,6 +113,23 @@ def _add_operators(commands: Commands, common: argparse.ArgumentParser, served: 
     ):
         one = commands.add_parser(name, parents=[common, served[0]], help=text)
         one.add_argument("directory", type=Path, help="directory of the backup")
+
+
+def _add_joining(commands: Commands) -> None:
+    """Add the commands of a machine that joins another's cluster: join and leave."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("address", metavar="HOST:PORT", help="the cluster's address, as `serve --cluster` logs it")
+    token_help = "copy of the serving machine's token file, which only its user may read"
+    common.add_argument("--token-file", type=Path, required=True, metavar="FILE", help=token_help)
+    here = socket.gethostname()
+    common.add_argument("--name", default=here, help=f"name of the machine in the cluster ({here})")
+    join_help = "let a server on another machine use this one, until it is interrupted or told to leave"
+    joining = commands.add_parser("join", parents=[common], help=join_help)
+    model_help = "a model of the server that this machine has too, a directory or a hub id; may be repeated"
+    joining.add_argument("--model", action="append", default=[], metavar="NAME=SOURCE", help=model_help)
+    data_help = "directory for weights in use, compiled kernels and the engines' log (tinker-node)"
+    joining.add_argument("--data-dir", type=Path, default=Path("tinker-node"), help=data_help)
+    commands.add_parser("leave", parents=[common], help="have a machine leave the cluster")
 
 
 def _add_administration(commands: Commands, remote: argparse.ArgumentParser) -> None:

@@ -87,7 +87,7 @@ class Settings(BaseSettings):
         return self.database_url or f"sqlite+aiosqlite:///{self.data_dir.resolve() / 'tinker-server.db'}"
 
     def resolved_backend(self) -> BackendConfig:
-        """Return the backend's configuration; its scratch directory is in data_dir unless set."""
-        if "scratch_dir" in self.backend.model_fields_set:
-            return self.backend
-        return self.backend.model_copy(update={"scratch_dir": self.data_dir.resolve() / "scratch"})
+        """Return the backend's configuration; its files are in data_dir unless set."""
+        data, given = self.data_dir.resolve(), self.backend.model_fields_set
+        of_data = {"scratch_dir": data / "scratch", "cluster_token_file": data / "cluster-token"}
+        return self.backend.model_copy(update={name: path for name, path in of_data.items() if name not in given})

@@ -11,6 +11,8 @@ from pathlib import Path
 from api_schemas.sampling import SampleRequest
 from backends import tasks
 from backends.base_weights.client import BaseWeights
+from backends.cluster.client import Cluster
+from backends.cluster.engines import RemoteEngines, require_possible
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, describe_models
 from backends.configure.examine import examine as examine
@@ -19,7 +21,16 @@ from backends.inputs.detokenize import TokenTexts
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import launch_sampler, launch_trainer
-from backends.protocol import Backend, EngineUse, GpuState, OnLoading, ProcessState, PromptSize, ignore_loading
+from backends.protocol import (
+    Backend,
+    EngineUse,
+    GpuState,
+    NodeState,
+    OnLoading,
+    ProcessState,
+    PromptSize,
+    ignore_loading,
+)
 from backends.sampler.checks import check_sample
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
@@ -65,15 +76,15 @@ class LocalModel:
         return await self.sampler.engine_use()
 
 
-def make_models(found: Mapping[str, FoundModel]) -> dict[str, LocalModel]:
-    """Make the models, none of which has started, by public name."""
+def make_models(found: Mapping[str, FoundModel], *, may_grow: bool = False) -> dict[str, LocalModel]:
+    """Make the models, none of which has started, by public name. If they `may_grow`, other machines add engines."""
     made: dict[str, LocalModel] = {}
     for one in found.values():
         if one.spec.directory not in made:
             texts = TokenTexts(Path(one.spec.directory))
             base = BaseWeights(one.spec)
             trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
-            sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler))
+            sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler), may_grow=may_grow)
             made[one.spec.directory] = LocalModel(one.spec, base, trainer, sampler, one.renderer, texts)
     return {name: replace(made[one.spec.directory], info=one.spec) for name, one in found.items()}
 
@@ -85,6 +96,7 @@ class LocalBackend:
         self._config = config
         self._on_loading = on_loading
         self._models: dict[str, LocalModel] = {}
+        self._cluster: Cluster | None = None
 
     @property
     def models(self) -> Mapping[str, LocalModel]:
@@ -93,21 +105,39 @@ class LocalBackend:
 
     async def start(self) -> None:
         """Load all models, side by side unless they would count each other's memory."""
-        self._models = await asyncio.to_thread(lambda: make_models(describe_models(self._config)))
+        if self._config.cluster:
+            require_possible(self._config)
+        self._models = await asyncio.to_thread(
+            lambda: make_models(describe_models(self._config), may_grow=self._config.cluster)
+        )
         try:
             await start_models(self._loaded(), self._on_loading)
+            if self._config.cluster:  # machines that join find engines to join
+                self._cluster = self._make_cluster()
+                await self._cluster.start(self._on_loading)
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
         """End every child process."""
+        if self._cluster is not None:
+            await self._cluster.stop()
         await asyncio.gather(*(part.stop() for model in self._loaded() for part in (model.trainer, model.sampler)))
         await asyncio.gather(*(model.base.stop() for model in self._loaded()))
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
         return read_gpus({gpu for one in self._loaded() for gpu in (*one.info.placement.gpus, *_engine_gpus(one))})
+
+    def nodes(self) -> list[NodeState]:
+        """Implement the protocol."""
+        return [] if self._cluster is None else self._cluster.states()
+
+    def _make_cluster(self) -> Cluster:
+        config, models = self._config, self._models
+        pools = {name: (model.info, model.sampler) for name, model in models.items()}
+        return Cluster.at(config.cluster_address, config.cluster_port, config.cluster_token_file, RemoteEngines(pools))
 
     def _loaded(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pynvml
 
-from backends.processes.launcher import gpu_names
+from backends.processes.launcher import gpu_names, num_visible_gpus
 from backends.protocol import BackendFailed, GpuState
 
 CARDS_GIB = {
@@ -43,6 +43,18 @@ def read_gpus(numbers: Iterable[int]) -> list[GpuState]:
         return [_read(number, name) for number, name in zip(wanted, gpu_names(wanted), strict=True)]
     except pynvml.NVMLError:
         return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def all_gpus() -> list[GpuState]:
+    """Read all GPUs that this process may use."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return read_gpus(range(num_visible_gpus(pynvml.nvmlDeviceGetCount())))
     finally:
         pynvml.nvmlShutdown()
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import IO, Self
 
 from backends.model_spec import ModelSpec
 from backends.processes.messages import STREAM_LIMIT
@@ -28,6 +29,8 @@ IMAGES_AS_SENT = "images-as-sent"
 StartWorkers = Callable[[ModelSpec], Awaitable[list[Child]]]
 """Starts the processes of one trainer or sampler, all or none, and returns a connection to each, in order. This is all
 that the server knows of them; here they are children on this machine."""
+_SAMPLER = "backends.sampler.process"
+_VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
 _GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
 """The guard waits on a pipe whose other end only the server holds; the shell itself becomes the child. The guard is
 part of the group that it ends, so the group's number cannot be reused before."""
@@ -45,8 +48,61 @@ _QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
 }
 """vLLM and what it uses report errors alone: its warnings are of its own use of others, and nothing for an operator."""
+_CHANGED_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 """Folder of `ModelSpec.compiled_dir` by the variable that names it."""
+
+
+class Guarded:
+    """A started command. It ends with this process, and all that it has started ends with it."""
+
+    folder: str | None = None
+    """A directory of its own, which is removed when it has ended."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, guard: IO[str]) -> None:
+        self.name, self.pid = name, process.pid
+        self._process, self._guard = process, guard
+
+    @classmethod
+    async def start(cls, name: str, command: Sequence[str], env: Mapping[str, str], fds: Sequence[int] = ()) -> Self:
+        """Run a command with exactly these variables; `fds` stay open in it."""
+        guarding, guard_fd = os.pipe()
+        with contextlib.ExitStack() as unless_started:  # a start that is cancelled ends what it has started
+            guard = unless_started.enter_context(os.fdopen(guard_fd, "w"))
+            with os.fdopen(guarding):
+                process = await asyncio.create_subprocess_exec(
+                    *("/bin/sh", "-c", _GUARDED, str(guarding), *command),
+                    pass_fds=[guarding, *fds],
+                    env=env,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sys.stderr,  # the server's own output is for its user alone
+                    stderr=sys.stderr,
+                    start_new_session=True,
+                )
+            unless_started.pop_all()
+        return cls(name, process, guard)
+
+    async def wait(self) -> int:
+        """Wait until the command has ended by itself; return its exit code."""
+        return await self._process.wait()
+
+    def abandon(self) -> None:
+        """Have the guard end it, without waiting."""
+        self._guard.close()
+
+    async def end(self, grace_s: float) -> None:
+        """Wait for so many seconds until the command ends by itself, then end it and everything that it started."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("the %s process did not end within %s s and is killed", self.name, grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._guard.close()
+        if self.folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
 
 async def launch(
@@ -56,48 +112,66 @@ async def launch(
     environment, and `fds` stay open in the process. `folder` belongs to the process and is removed when it has
     ended."""
     ours, theirs = socket.socketpair()
-    guarding, guard_fd = os.pipe()
-    with contextlib.ExitStack() as unless_started:  # a start that is cancelled ends what it has started
-        guard = unless_started.enter_context(os.fdopen(guard_fd, "w"))
+    with contextlib.ExitStack() as unless_started:  # a start that is cancelled leaves nothing
         unless_started.callback(ours.close)
         if folder is not None:
             unless_started.callback(shutil.rmtree, folder, ignore_errors=True)
-        with theirs, os.fdopen(guarding):
-            process = await asyncio.create_subprocess_exec(
-                *("/bin/sh", "-c", _GUARDED, str(guarding)),
-                *(sys.executable, "-m", module, str(theirs.fileno())),
-                pass_fds=[theirs.fileno(), guarding, *fds],
-                env={**os.environ, **_WITHOUT_BARS, **env},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr,  # the server's own output is for its user alone
-                stderr=sys.stderr,
-                start_new_session=True,
-            )
+        with theirs:
+            guarded = await _start_module(name, module, env, [theirs.fileno(), *fds])
+        unless_started.callback(guarded.abandon)
+        guarded.folder = folder
         reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
         unless_started.pop_all()
 
     async def watch() -> None:
         """Close the connection when the process has ended: the guard still holds its other end."""
-        await process.wait()
+        await guarded.wait()
         await asyncio.sleep(_LAST_WORDS_S)
         writer.transport.abort()
 
     watching = asyncio.create_task(watch(), name=f"end of {name}")
 
     async def end(grace_s: float) -> None:
-        try:
-            async with asyncio.timeout(grace_s):
-                await process.wait()
-        except TimeoutError:
-            log.warning("the %s process did not end within %s s and is killed", name, grace_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        await guarded.end(grace_s)
         await watching
-        guard.close()
-        if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    return Child(name, Process(process.pid, end), reader, writer)
+    return Child(name, Process(guarded.pid, end), reader, writer)
+
+
+async def _start_module(name: str, module: str, env: Mapping[str, str], fds: Sequence[int]) -> Guarded:
+    """Run `python -m module FD`, with the first of `fds`, which all stay open in it."""
+    command = [sys.executable, "-m", module, str(fds[0])]
+    return await Guarded.start(name, command, {**os.environ, **_WITHOUT_BARS, **env}, fds)
+
+
+def kept_environment() -> dict[str, str | None]:
+    """Return the variables that Ray changes in the processes that it starts, as they are here."""
+    return {name: os.environ.get(name) for name in _CHANGED_BY_RAY}
+
+
+def restore_environment(kept: Mapping[str, str | None]) -> None:
+    """Undo what Ray has changed in the environment of this process, and take away what is its own, for all processes
+    that this one will start."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        del os.environ[name]
+    for name, value in kept.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def num_visible_gpus(num_gpus: int) -> int:
+    """Return how many of the machine's GPUs this process may use."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return num_gpus if seen is None else len(list(filter(None, seen.split(","))))
+
+
+def local_address() -> str:
+    """Return the address of this machine by which it reaches others; the loopback one where it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # of an address that nobody has; nothing is sent
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 async def launch_trainer(spec: ModelSpec) -> list[Child]:
@@ -124,10 +198,22 @@ async def launch_trainer(spec: ModelSpec) -> list[Child]:
 
 async def launch_sampler(spec: ModelSpec) -> list[Child]:
     """Start the process of one engine, on the GPUs of its placement; the engine starts with the first command."""
-    number = "" if spec.engine is None else f" engine {spec.engine}"
-    sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
-    env = {"VLLM_RPC_BASE_PATH": sockets, **_for_vllm(spec, spec.placement.engines[0])}
-    return [await launch(f"sampler {spec.name}{number}", "backends.sampler.process", env, folder=sockets)]
+    env = _for_engine(spec)
+    return [await launch(sampler_name(spec), _SAMPLER, env, folder=env[_VLLM_SOCKETS])]
+
+
+async def launch_sampler_at(connection: socket.socket, spec: ModelSpec) -> Guarded:
+    """Start the process of one engine for a server on another machine, at the other end of a connection. That is shut
+    down when the process has ended."""
+    env = _for_engine(spec)
+    guarded = await _start_module(sampler_name(spec), _SAMPLER, env, [connection.fileno()])
+    guarded.folder = env[_VLLM_SOCKETS]
+    return guarded
+
+
+def sampler_name(spec: ModelSpec) -> str:
+    """Return the name of an engine's process."""
+    return f"sampler {spec.name}" + ("" if spec.engine is None else f" engine {spec.engine}")
 
 
 async def launch_holders(spec: ModelSpec) -> list[Child]:
@@ -153,6 +239,11 @@ async def _all_or_none(launches: Iterator[Awaitable[Child]]) -> list[Child]:
         await asyncio.gather(*(child.stop(grace_s=1) for child in children))
         raise
     return children
+
+
+def _for_engine(spec: ModelSpec) -> dict[str, str]:
+    sockets = tempfile.mkdtemp(prefix="tinker-sampler-")  # vLLM leaves two for every start of an engine
+    return {_VLLM_SOCKETS: sockets, **_for_vllm(spec, spec.placement.engines[0])}
 
 
 def _for_vllm(spec: ModelSpec, gpus: Sequence[int]) -> dict[str, str]:

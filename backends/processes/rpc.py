@@ -51,7 +51,12 @@ class Command(Generic[R]):
     """A request to a child; R is its answer. Subclasses are frozen dataclasses."""
 
 
+class WeightsAbsent(BackendFailed):
+    """An engine on another machine does not have the weights: they must be sent to it first."""
+
+
 _ERRORS: dict[str, type[Exception]] = {
+    "absent": WeightsAbsent,
     "invalid": InvalidInput,
     "lost": ModelLost,
     "broke": ChildBroke,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -18,10 +19,11 @@ from api_schemas.sampling import SamplingParams
 from backends.model_spec import ModelSpec
 from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import StartWorkers
-from backends.processes.rpc import Child, Command
+from backends.processes.rpc import Child, Command, OnPart, WeightsAbsent
 from backends.processes.supervisor import Silence, Supervisor
 from backends.protocol import BackendFailed, EngineUse, Loading, OnLoading, SamplingTask
-from backends.sampler.commands import CountProgress, CountSequences, Sample, ShareRunning, Start
+from backends.sampler.commands import CountProgress, CountSequences, Receive, Sample, ShareRunning, Start, weights_of
+from backends.sampler.received import read_files
 
 R = TypeVar("R")
 
@@ -57,7 +59,11 @@ class EngineClient:
     def __init__(self, spec: ModelSpec, start_workers: StartWorkers, *, is_alone: bool) -> None:
         """If it `is_alone` in its pool, it is started again when somebody asks for it, else by itself."""
         self._spec = spec
-        self.name = "the sampler" if is_alone else f"engine {spec.engine} of the sampler"
+        self.number = spec.engine or 0
+        self.name = "the sampler" if is_alone else f"engine {self.number} of the sampler"
+        self.is_gone = False
+        """True once its machine has left: it will not be started again."""
+        self._sending: dict[Path, asyncio.Task[None]] = {}
         self.isolation = CrashIsolation(is_exclusive=True)
         self.requests: set[Request] = set()
         """Requests that run here, or wait for this engine."""
@@ -90,9 +96,29 @@ class EngineClient:
             await self.isolation.cleared()
 
     async def running(self) -> Child:
-        """Return its process. The first caller after a death starts another one."""
+        """Return its process. The first caller after a death starts another one. Raises BackendFailed if it is gone."""
+        if self.is_gone:
+            raise BackendFailed(f"{self.name} is gone with its machine")
         [child] = await self.supervisor.running()
         return child
+
+    async def call(self, child: Child, command: Command[R], on_part: OnPart | None = None) -> R:
+        """Return its process' answer, as `Child.call`. An engine on another machine that does not have the weights gets
+        them first. Raises InvalidInput where they no longer exist."""
+        while True:
+            try:
+                return await child.call(command, on_part=on_part)
+            except WeightsAbsent:
+                if (weights := weights_of(command)) is None:
+                    raise
+            sending = self._sending.get(weights)
+            if sending is None:
+                sending = self._sending[weights] = asyncio.create_task(_send(child, weights))
+                sending.add_done_callback(partial(self._sent, weights))
+            await asyncio.shield(sending)
+
+    def _sent(self, weights: Path, _: "asyncio.Task[None]") -> None:
+        del self._sending[weights]
 
     @contextmanager
     def having(self, request: Request) -> Iterator[None]:
@@ -132,3 +158,7 @@ class EngineClient:
         await child.call(Start(self._spec), on_part=emit)
         emit(Loading("draws a first token"))
         await child.call(Sample(_FIRST_TASK))
+
+
+async def _send(child: Child, weights: Path) -> None:
+    await child.call(Receive(weights, await asyncio.to_thread(read_files, weights)))

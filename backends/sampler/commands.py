@@ -1,8 +1,10 @@
 """Commands to a sampler process, which matches them by type."""
 
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from api_schemas.sampling import SampleResponse
 from backends.model_spec import ModelSpec
@@ -40,6 +42,14 @@ class Publish(Command[None]):
 
 
 @dataclass(frozen=True)
+class Receive(Command[None]):
+    """Write down weights for later commands: the server has them in this directory, on another machine."""
+
+    weights: Path
+    files: Mapping[str, pickle.PickleBuffer]
+
+
+@dataclass(frozen=True)
 class CountProgress(Command[int]):
     """Return a number that grows with every step of the engine and every task done."""
 
@@ -54,6 +64,19 @@ class ShareRunning(Command[dict[str, int]]):
     """Note how many sequences each owner has running in the pool's other engines; return how many in this one."""
 
     elsewhere: dict[str, int]
+
+
+def weights_of(command: Command[Any]) -> Path | None:
+    """Return the directory of the weights that a command is about; None for the base model, or for none."""
+    match command:
+        case Sample(task):
+            return task.weights
+        case Chat(chat):
+            return chat.weights
+        case Publish(weights, _):
+            return weights
+        case _:
+            return None
 
 
 GrammarKind = Literal["json", "regex", "grammar", "structural_tag"]

@@ -16,6 +16,8 @@ isolated after the first death.
 """
 
 import asyncio
+import itertools
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +47,7 @@ from backends.sampler.client import EngineClient, Request
 from backends.sampler.commands import Chat, Publish, Sample
 from backends.sampler.prefix_routes import Piece, PrefixRoutes, chat_pieces, chat_tokens, task_pieces, task_tokens
 
+log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 PATIENCE_S = 60.0
@@ -59,12 +62,18 @@ _SHARING_S = 0.1
 class SamplerPool:
     """`protocol.Sampler`."""
 
-    def __init__(self, spec: ModelSpec, start_workers: StartWorkers = launch_sampler) -> None:
+    def __init__(
+        self, spec: ModelSpec, start_workers: StartWorkers = launch_sampler, *, may_grow: bool = False
+    ) -> None:
+        """If it `may_grow`, engines of other machines are attached later."""
         numbers = range(len(spec.placement.engines))
         self._spec = spec
-        self.engines = [
-            EngineClient(spec.of_engine(number), start_workers, is_alone=len(numbers) == 1) for number in numbers
-        ]
+        is_alone = len(numbers) == 1 and not may_grow
+        self.engines = [EngineClient(spec.of_engine(number), start_workers, is_alone=is_alone) for number in numbers]
+        self._numbers = itertools.count(len(numbers))
+        """Those of engines that are attached, which are never used again."""
+        self._on_loading: OnLoading = ignore_loading
+        self._attaching: set[asyncio.Task[None]] = set()
         self._routes = PrefixRoutes()
         self._owners: Counter[str] = Counter()
         """Requests in flight."""
@@ -73,6 +82,7 @@ class SamplerPool:
     async def start(self, on_loading: OnLoading = ignore_loading, turn: asyncio.Event | None = None) -> None:
         """Return once every engine can sample. `on_loading` is called during this start and later ones. Processes start
         at once, and import what they need, but take no memory of a GPU before their `turn`. Raises BackendFailed."""
+        self._on_loading = on_loading
         if self._is_several:  # one engine alone empties it itself
             await asyncio.to_thread(shutil.rmtree, self._spec.scratch_dir, ignore_errors=True)
         await tasks.gather(engine.start(on_loading, turn) for engine in self.engines)
@@ -81,7 +91,25 @@ class SamplerPool:
         """End all children and their engines."""
         if self._sharing is not None:
             self._sharing.cancel()
+        for task in self._attaching:
+            task.cancel()
         await asyncio.gather(*(engine.supervisor.stop() for engine in self.engines))
+
+    def attach(self, describe: Callable[[int], ModelSpec], start_workers: StartWorkers) -> EngineClient:
+        """Add an engine on another machine, and return it; it takes requests once it is ready. `describe` makes its
+        spec from the number that it gets."""
+        engine = EngineClient(describe(next(self._numbers)), start_workers, is_alone=False)
+        self.engines.append(engine)
+        task = asyncio.create_task(_start_attached(engine, self._on_loading), context=Context())
+        self._attaching.add(task)
+        task.add_done_callback(self._attaching.discard)
+        return engine
+
+    async def detach(self, engine: EngineClient) -> None:
+        """Remove an engine whose machine has left or is lost; what runs there runs on another one."""
+        engine.is_gone = True
+        self.engines.remove(engine)
+        await engine.supervisor.stop()
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """Implement the protocol."""
@@ -102,7 +130,7 @@ class SamplerPool:
             if not self._is_several:
                 raise
             raise _of_engine(request.engine, error) from error
-        await asyncio.gather(*(_acknowledge(one, command) for one in self.engines if one is not request.engine))
+        await asyncio.gather(*(self._acknowledge(one, command) for one in self.engines if one is not request.engine))
 
     def processes(self) -> list[ProcessState]:
         """Return the state of each engine's process that was started last."""
@@ -112,8 +140,28 @@ class SamplerPool:
         """Implement `protocol.BaseModel.engine_use`."""
         if not self._is_several:
             return await self.engines[0].use()
-        uses = await asyncio.gather(*(engine.use() for engine in self.engines))
-        return _sum({number: use for number, use in enumerate(uses) if use is not None})
+        engines = list(self.engines)
+        uses = await asyncio.gather(*(engine.use() for engine in engines))
+        return _sum({engine.number: use for engine, use in zip(engines, uses, strict=True) if use is not None})
+
+    async def _acknowledge(self, engine: EngineClient, command: Publish) -> None:
+        """Have a further engine load what another has loaded. One that is dead, or runs suspects, or dies of it, checks
+        it on its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
+        if not engine.is_open:
+            return
+        request = Request(command.owner)
+        try:
+            async with engine.isolation.admitted(request, partial(self._child, engine)) as child:
+                try:
+                    await engine.call(child, command)
+                except ChildDied:
+                    engine.isolation.crashed(child)
+                except BackendFailed as error:
+                    raise _of_engine(engine, error) from error
+        except _Moves:
+            pass
+        finally:
+            engine.isolation.release(request)
 
     @property
     def _is_several(self) -> bool:
@@ -147,7 +195,7 @@ class SamplerPool:
             while not request.is_culprit:
                 async with engine.isolation.admitted(request, partial(self._child, engine)) as child:
                     try:
-                        return await child.call(command, on_part=on_part)
+                        return await engine.call(child, command, on_part)
                     except ChildDied:
                         engine.isolation.crashed(child)
                         if request.has_begun:  # another answer would not begin as this one did
@@ -163,14 +211,17 @@ class SamplerPool:
         )
 
     async def _child(self, engine: EngineClient) -> Child:
-        """Return the engine's process, once there is one. Raises _Moves where it does not start and another lives."""
-        if engine.supervisor.is_alive or not self._is_several:
+        """Return the engine's process, once there is one. Raises _Moves where it is gone, or does not start and another
+        lives."""
+        if engine.supervisor.is_alive or (not self._is_several and not engine.is_gone):
             return await engine.running()
         starting = asyncio.create_task(engine.running())
         try:
             while not (await asyncio.wait({starting}, timeout=PATIENCE_S))[0]:
                 if engine.supervisor.num_failed_starts and any(one.is_open for one in self.engines):
                     raise _Moves
+            if engine.is_gone:
+                raise _Moves
             return starting.result()
         finally:
             starting.cancel()
@@ -183,8 +234,9 @@ class SamplerPool:
         if request.deaths:
             owner = request.owner
             found = [one for one in found if any(a.deaths and a.owner == owner for a in one.requests)] or found
-        waiting = {number: one.waiting_tokens for number, one in enumerate(self.engines) if one in found}
-        return self.engines[self._routes.choose(pieces, waiting)]
+        by_number = {one.number: one for one in found}
+        waiting = {number: one.waiting_tokens for number, one in by_number.items()}
+        return by_number[self._routes.choose(pieces, waiting)]
 
     async def _open(self) -> list[EngineClient]:
         """Return the engines that take requests, once there is one."""
@@ -192,7 +244,8 @@ class SamplerPool:
             async with tasks.running(engine.opened() for engine in self.engines) as opening:
                 done, _ = await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
                 for one in done:
-                    one.result()
+                    if not one.cancelled():  # it is where its engine has left
+                        one.result()
         return found
 
     def _enter(self, owner: str) -> None:
@@ -208,7 +261,7 @@ class SamplerPool:
 
     async def _share_running(self) -> None:
         """Tell each engine what owners have running in the others, while there are several owners."""
-        running: dict[EngineClient, Mapping[str, int]] = {engine: {} for engine in self.engines}
+        running: dict[EngineClient, Mapping[str, int]] = {}
 
         async def exchange(engine: EngineClient) -> None:
             elsewhere = Counter[str]()
@@ -220,6 +273,7 @@ class SamplerPool:
                 running[engine] = found or {}
 
         while len(self._owners) > 1:
+            running = {engine: running.get(engine, {}) for engine in self.engines}
             await asyncio.gather(*map(exchange, self.engines))
             await asyncio.sleep(_SHARING_S)
 
@@ -228,22 +282,13 @@ class _Moves(Exception):
     """The request runs on another engine."""
 
 
-async def _acknowledge(engine: EngineClient, command: Publish) -> None:
-    """Have a further engine load what another has loaded. One that is dead, or runs suspects, or dies of it, checks it
-    on its first use. Raises BackendFailed, naming the engine, where it cannot load it."""
-    if not engine.is_open:
-        return
-    request = Request(command.owner)
+async def _start_attached(engine: EngineClient, on_loading: OnLoading) -> None:
     try:
-        async with engine.isolation.admitted(request, engine.running) as child:
-            try:
-                await child.call(command)
-            except ChildDied:
-                engine.isolation.crashed(child)
-            except BackendFailed as error:
-                raise _of_engine(engine, error) from error
-    finally:
-        engine.isolation.release(request)
+        await engine.start(on_loading)
+    except (BackendFailed, OSError) as error:
+        log.error("%s does not start: %s", engine.name, error)
+        if not engine.is_gone:
+            await engine.running()
 
 
 def _of_engine(engine: EngineClient | None, error: BackendFailed) -> BackendFailed:

@@ -29,11 +29,21 @@ from backends.sampler.adapters import AdapterLoader
 from backends.sampler.answers import answer
 from backends.sampler.chat.engine_client import Shared
 from backends.sampler.chat.handlers import Chats
-from backends.sampler.commands import Chat, CountProgress, CountSequences, Publish, Sample, ShareRunning, Start
+from backends.sampler.commands import (
+    Chat,
+    CountProgress,
+    CountSequences,
+    Publish,
+    Receive,
+    Sample,
+    ShareRunning,
+    Start,
+)
 from backends.sampler.engine import check_kv_cache, check_version, end_tokens, engine_args
 from backends.sampler.fair_admission import FairAdmission
 from backends.sampler.full_models import FullModelLoader
 from backends.sampler.grammars import Grammars
+from backends.sampler.received import ReceivedWeights
 from backends.sampler.requests import Prompt, sampling_params
 from backends.sampler.sequences import Sequences, end_process, ending_with, score
 from backends.sampler.versions import VersionCache
@@ -55,6 +65,7 @@ class SamplerProcess:
         self._renderer = renderer
         self._sequences = Sequences(engine)
         self._weights = weights
+        self.received = ReceivedWeights(spec.scratch_dir / "received" if spec.receives else None)
         self._publishing = asyncio.Lock()
         self._admits_publishing = spec.full
         self._placeholders = sorted(renderer.family.placeholders)
@@ -95,6 +106,7 @@ class SamplerProcess:
 
     async def sample(self, task: SamplingTask) -> SampleResponse:
         """`protocol.Sampler.sample`."""
+        task = replace(task, weights=self.received.local(task.weights))
         prompt = Prompt(self._renderer, task.prompt, task.owner)
         async with self._weights.hold(task.weights) as held:
 
@@ -115,13 +127,14 @@ class SamplerProcess:
 
     async def chat(self, task: ChatTask, emit: Callable[[str], None]) -> ChatUsage:
         """`protocol.Sampler.chat`."""
-        usage = await self._chats.answer(task, emit)
+        usage = await self._chats.answer(replace(task, weights=self.received.local(task.weights)), emit)
         self._tasks_done += 1
         return usage
 
     async def publish(self, weights: Path, owner: str) -> None:
         """`protocol.Sampler.publish`. Adapters are published one at a time, in a sequence and a slot that the engine
         reserves for it: publishing neither waits for samples nor delays them. A whole model waits for admission."""
+        weights = self.received.require(weights)
         async with self._weights.hold(weights) as held:
             slot = self._weights.slot(weights)
             async with self._admission.admission(owner, slot) if self._admits_publishing else self._publishing:
@@ -192,7 +205,7 @@ async def main() -> None:
     started: list[SamplerProcess] = []
 
     async def handle(
-        command: Start | Sample | Chat | Publish | CountProgress | CountSequences | ShareRunning, emit: OnPart
+        command: Start | Sample | Chat | Publish | Receive | CountProgress | CountSequences | ShareRunning, emit: OnPart
     ) -> SampleResponse | ChatUsage | EngineUse | dict[str, int] | int | None:
         if isinstance(command, Start):
             started.append(await SamplerProcess.start(command.spec, Progress(emit)))
@@ -205,6 +218,9 @@ async def main() -> None:
                     return await started[0].chat(chat, emit)
                 case Publish(weights, owner):
                     await started[0].publish(weights, owner)
+                    return None
+                case Receive(weights, files):
+                    await asyncio.to_thread(started[0].received.receive, weights, files)
                     return None
                 case CountProgress():
                     return await started[0].count_progress()

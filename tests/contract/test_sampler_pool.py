@@ -17,7 +17,7 @@ import pytest_asyncio
 from backends.base_weights.client import BaseWeights
 from backends.configure.create import LocalModel, start_models
 from backends.model_spec import ModelSpec, Placement
-from backends.processes.crash_isolation import Suspect
+from backends.processes.crash_isolation import CrashIsolation, Suspect
 from backends.processes.launcher import launch
 from backends.processes.rpc import Child
 from backends.protocol import BackendFailed, ChatTask, Loading, OnLoading, ignore_loading
@@ -301,3 +301,88 @@ async def test_a_trainer_that_fails_ends_the_engines_that_wait_for_it(tmp_path: 
     await model.sampler.stop()  # waits for processes that are being ended
     states = model.sampler.processes()
     assert len(states) == 2 and not any(state.is_alive for state in states)
+
+
+def attached(pool: SamplerPool) -> EngineClient:
+    """An engine of another machine, which has just been attached."""
+    spec = pool.engines[0]._spec
+    return pool.attach(
+        lambda number: replace(spec, engine=number, scratch_dir=spec.scratch_dir.parent / f"engine-{number}"),
+        launch_light,
+    )
+
+
+async def opened(engine: EngineClient) -> None:
+    async with asyncio.timeout(90):
+        while not engine.is_open:  # noqa: ASYNC110 - it starts though nobody asks
+            await asyncio.sleep(0.05)
+
+
+async def test_an_attached_engine_takes_requests_and_those_move_when_it_is_detached(pool: SamplerPool) -> None:
+    engine = attached(pool)
+    assert engine.number == 3 and not engine.is_open
+    await opened(engine)
+    asked = await ask_all(pool, [f"owner {number}" for number in range(8)])
+    assert on(pool) == [2, 2, 2, 2]
+    await pool.detach(engine)
+    async with asyncio.timeout(8):
+        assert await asyncio.gather(*asked) == [1] * 8
+    assert sum(on(pool)) == 0 and engine not in pool.engines and STARTS.count(3) == 1
+    again = attached(pool)
+    assert again.number == 4
+    await opened(again)
+    use = await pool.engine_use()
+    assert use is None or 3 not in use.engines
+
+
+async def test_an_engine_that_is_detached_while_it_does_not_start_is_not_tried_again(
+    pool: SamplerPool, tmp_path: Path
+) -> None:
+    directory = tmp_path / "scratch/engine-3"
+    directory.mkdir(parents=True)
+    (directory / "broken").touch()
+    engine = attached(pool)
+    async with asyncio.timeout(90):
+        while STARTS.count(3) < 2:  # noqa: ASYNC110 - it starts though nobody asks
+            await asyncio.sleep(0.05)
+    await pool.detach(engine)
+    with pytest.raises(BackendFailed, match="engine 3 of the sampler is gone with its machine"):
+        await engine.running()
+    tried = STARTS.count(3)
+    await asyncio.sleep(3)
+    assert STARTS.count(3) == tried and await ask(pool, 0) == 0
+
+
+async def test_a_request_that_waits_for_an_engine_whose_machine_is_lost_runs_elsewhere(pool: SamplerPool) -> None:
+    """It has seen an engine end before, so that it would be tried there alone."""
+    engine = attached(pool)
+    await opened(engine)
+    for other in pool.engines[:3]:
+        suspect = Suspect("somebody")
+        other.isolation.isolate([suspect], 1)
+    asked = asyncio.create_task(ask(pool, 1, "bad"))
+    await asyncio.sleep(0.3)
+    [request] = engine.requests
+    request.deaths = 1
+    engine.is_gone = True  # as it is while its machine's connections are closed one by one
+    kill(engine)
+    for other in pool.engines[:3]:
+        other.isolation = CrashIsolation(is_exclusive=True)
+    await pool.detach(engine)
+    async with asyncio.timeout(8):
+        assert await asked == 1
+
+
+async def test_the_only_engine_of_a_pool_that_may_grow_starts_again_by_itself(tmp_path: Path) -> None:
+    STARTS.clear()
+    spec = replace(sampler_config(tmp_path, tmp_path / "scratch"), engine=0)
+    growing = SamplerPool(spec, launch_light, may_grow=True)
+    await growing.start()
+    try:
+        kill(growing.engines[0])
+        async with asyncio.timeout(90):
+            while len(STARTS) < 2:  # noqa: ASYNC110 - it starts though nobody asks
+                await asyncio.sleep(0.05)
+        assert await ask(growing, 0) == 0
+    finally:
+        await growing.stop()

@@ -19,6 +19,7 @@ FILES = [
 ]
 SEEN_OF_BACKENDS = (
     "backends.protocol",
+    "backends.cluster.join",
     "backends.config",
     "backends.configure.create",
     "backends.files",
@@ -106,6 +107,16 @@ def test_vllm_stays_in_its_own_files() -> None:
     assert all(path.startswith("backends/sampler/") for path in importers("vllm"))
 
 
+def test_ray_stays_in_the_process_that_runs_its_head() -> None:
+    assert set(importers("ray")) == {"backends/cluster/head.py"}
+    assert not importers("backends.cluster.head")
+
+
+def test_the_servers_own_process_imports_no_ray() -> None:
+    code = "import sys, tinker_server.__main__, backends.configure.create; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_only_the_launcher_starts_processes_and_only_placement_counts_memory() -> None:
     for pattern, room in (
         (r"create_subprocess|subprocess\.|killpg|CUDA_VISIBLE_DEVICES", "backends/processes/launcher.py"),
@@ -154,7 +165,7 @@ def test_event_loops_start_only_in_process_mains() -> None:
         for node in ast.walk(ast.parse((ROOT / path).read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.run"
     } | set(importers("asyncio.run"))
-    assert callers <= {"tinker_server/__main__.py", "backends/sampler/process.py"}
+    assert callers <= {"tinker_server/__main__.py", "backends/sampler/process.py", "backends/cluster/head.py"}
 
 
 def test_no_test_file_imports_another() -> None:

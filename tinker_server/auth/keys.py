@@ -14,9 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from backends.files import make_directory
+from backends.files import make_directory, write_private
 from tinker_server.auth.key import SHA, Key, Scope, hash_of, is_name
-from tinker_server.auth.private_file import write_private
 from tinker_server.errors import BadRequest, StartFailed
 
 log = logging.getLogger(__name__)

@@ -104,6 +104,8 @@ def memory_table(gauges: Gauges) -> Table:
         table.add_row("disk of the data directory, free", f"{amount / GIB:.1f} GiB")
     for amount in gauges["tinker_log_bytes"].values():
         table.add_row("requests logged for replay", f"{amount / GIB:.3f} GiB")
+    for (address, node), is_up in sorted(gauges["tinker_node_up"].items()):
+        table.add_row(f"machine {node} at {address}", "alive" if is_up else "lost")
     for (_, process), is_up in sorted(gauges["tinker_process_up"].items()):
         table.add_row(process, "alive" if is_up else "restarting")
     return table

@@ -11,7 +11,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import CollectorRegistry
 
-from backends.protocol import BaseModel, EngineUse, GpuState, ProcessState
+from backends.protocol import BaseModel, EngineUse, GpuState, NodeState, ProcessState
 from tinker_server.web.deps import Services
 
 Labels = TypeVar("Labels", bound=tuple[str, ...])
@@ -49,6 +49,7 @@ async def read(server: Services) -> Reading:
         *_processes({name: base.processes() for name, base in models.items()}),
         *_engines(engines),
         *_gpus(gpus),
+        *_nodes(server.backend.nodes()),
         _gauge("tinker_disk_free_bytes", "Free space on the disk of the data directory.", (), {(): disk.free}),
     ]
     return Reading(server.metrics.registry, families)
@@ -129,6 +130,11 @@ def _gpus(gpus: list[GpuState]) -> Iterator[Metric]:
     yield _gauge("tinker_gpu_memory_bytes", "Memory of a GPU.", ("gpu", "state"), memory)
     used = {(str(gpu.index),): gpu.utilization for gpu in gpus}
     yield _gauge("tinker_gpu_utilization", "Fraction of the time in which a kernel runs.", ("gpu",), used)
+
+
+def _nodes(nodes: list[NodeState]) -> Iterator[Metric]:
+    alive = {(node.name, node.address): float(node.is_alive) for node in nodes}
+    yield _gauge("tinker_node_up", "Whether a machine that joined the cluster is there.", ("node", "address"), alive)
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[Labels, float]) -> Metric:

@@ -1,0 +1,240 @@
+"""The cluster, as the server's own process knows it: the port that other machines join at, the machines that have, and
+the process with Ray's head beneath it (`head.py`). Imports no Ray.
+
+A machine belongs to the cluster while its connection to our port lives. When Ray's head has died, all connections are
+closed: the machines join again, once it is back.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from backends.cluster.commands import EndEngine, StartEngine, StartHead
+from backends.cluster.handshake import HANDSHAKE_S, Connection, accept
+from backends.cluster.offer import Offer
+from backends.cluster.ray_commands import ray_environment
+from backends.cluster.token import made_token
+from backends.cluster.versions import differences, require_ray, versions
+from backends.model_spec import ModelSpec
+from backends.processes.launcher import StartWorkers, launch, local_address, sampler_name
+from backends.processes.messages import STREAM_LIMIT
+from backends.processes.rpc import Child, Process
+from backends.processes.supervisor import Supervisor
+from backends.protocol import BackendFailed, NodeState, OnLoading, ProcessState
+
+log = logging.getLogger(__name__)
+_END_S = 5.0
+"""Time for a machine to say that it has ended an engine."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A machine from when it joins until it leaves or is lost; one that comes back is another."""
+
+    offer: Offer
+    address: str
+    connection: Connection
+    is_alive: bool = True
+    is_leaving: bool = False
+
+
+class Uses(Protocol):
+    """The server's use of other machines."""
+
+    def check(self, offer: Offer) -> None:
+        """Raise BackendFailed, saying why, if a machine cannot be used."""
+
+    def begin(self, node: Node, start_workers: StartWorkers) -> None:
+        """Use a machine that has joined; `start_workers` starts an engine's process there."""
+
+    async def end(self, node: Node) -> None:
+        """Use it no longer: it has left, or is lost."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """The addresses at which other machines reach this one."""
+
+    host: str
+    port: int
+    """Of our own port; Ray takes the two behind it."""
+
+    @property
+    def ray_port(self) -> int:
+        """The port of Ray's head."""
+        return self.port + 1
+
+
+@dataclass
+class Cluster:
+    """The serving machine's end of the cluster."""
+
+    address: Address
+    token_file: Path
+    uses: Uses
+    nodes: dict[str, Node] = field(default_factory=dict)
+    """Those that have joined, by name, the lost ones too."""
+
+    def __post_init__(self) -> None:
+        self._token = ""
+        self._listener: asyncio.Server | None = None
+        self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._expected: dict[str, asyncio.Future[Connection]] = {}
+        """Connections that machines have been asked to open, by their key."""
+        self._supervisor = Supervisor("the cluster's head", self._launch, self._load, restart=self._restart)
+
+    @classmethod
+    def at(cls, host: str | None, port: int, token_file: Path, uses: Uses) -> "Cluster":
+        """Make the cluster of a server that others reach at `host`, or at this machine's own address."""
+        return cls(Address(host or local_address(), port), token_file, uses)
+
+    async def start(self, on_loading: OnLoading) -> None:
+        """Start Ray's head and listen. Raises BackendFailed."""
+        require_ray()
+        self._token = made_token(self.token_file)
+        host, port = self.address.host, self.address.port
+        try:
+            self._listener = await asyncio.start_server(self._take, host, port, limit=STREAM_LIMIT)
+        except OSError as error:
+            raise BackendFailed(f"the cluster cannot listen on {host} port {port}: {error.strerror}") from None
+        await self._supervisor.start(on_loading)
+        log.info(
+            "other machines join with: tinker-server join %s:%d --token-file FILE --model NAME=DIRECTORY; FILE is a"
+            " copy of %s",
+            *(host, port, self.token_file),
+        )
+
+    async def stop(self) -> None:
+        """Let all machines go, and end Ray."""
+        if self._listener is not None:
+            self._listener.close()
+        for writer in self._serving.values():
+            writer.close()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        await self._supervisor.stop()
+
+    def processes(self) -> list[ProcessState]:
+        """Return the state of the process with Ray's head."""
+        return self._supervisor.processes()
+
+    def states(self) -> list[NodeState]:
+        """Return the machines that have joined and not left."""
+        return [NodeState(name, node.address, node.is_alive) for name, node in self.nodes.items()]
+
+    async def _start_engine(self, node: Node, spec: ModelSpec) -> list[Child]:
+        """Start an engine's process on a machine. Raises BackendFailed."""
+        if not node.is_alive:
+            raise BackendFailed(f"the machine {node.offer.name} is lost")
+        key, name = secrets.token_hex(16), f"{sampler_name(spec)} on {node.offer.name}"
+        expected = self._expected[key] = asyncio.get_running_loop().create_future()
+        try:
+            [head] = await self._supervisor.running()
+            pid = await head.call(StartEngine(node.offer, key, spec))
+            async with asyncio.timeout(HANDSHAKE_S):
+                connection = await expected
+        except BaseException as error:
+            if expected.done() and not expected.cancelled():
+                expected.result().close()  # which is the process' signal to end
+            if isinstance(error, TimeoutError):
+                raise BackendFailed(f"the engine on {node.offer.name} has not connected") from None
+            raise
+        finally:
+            del self._expected[key]
+
+        async def end(grace_s: float) -> None:
+            with contextlib.suppress(BackendFailed, TimeoutError):  # on a machine that is lost it ends by itself
+                if node.is_alive and (heads := self._supervisor.children):
+                    async with asyncio.timeout(grace_s + _END_S):
+                        await heads[0].call(EndEngine(node.offer, key, grace_s))
+
+        return [Child(name, Process(pid, end), connection.reader, connection.writer)]
+
+    async def _launch(self) -> list[Child]:
+        return [await launch("cluster head", "backends.cluster.head", ray_environment(self.token_file))]
+
+    async def _load(self, children: list[Child]) -> None:
+        for node in self.nodes.values():  # their Ray belonged to the head before
+            node.connection.close()
+        [child] = children
+        await child.call(StartHead(self.address.host, self.address.ray_port))
+
+    async def _restart(self) -> None:
+        await self._supervisor.running()
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection to our port."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving[task] = writer
+        task.add_done_callback(self._serving.pop)
+        connection = await accept(reader, writer, self._token)
+        if connection is None:
+            log.warning("a connection to the cluster's port, from %s, had no right token", _peer(writer))
+            return
+        match connection.said.get("ask"):
+            case "join":
+                await self._join(connection)
+            case "leave":
+                self._leave(connection)
+            case "engine" if (expected := self._expected.get(str(connection.said.get("key")))) is not None:
+                connection.send(welcome=True)
+                expected.set_result(connection)
+                return
+            case other:
+                connection.send(refused=f"it knows no request {other!r}")
+        connection.close()
+
+    async def _join(self, connection: Connection) -> None:
+        if different := differences(dict(connection.said.get("versions", {})), versions()):
+            connection.send(refused=f"this machine has {different}: install the same")
+            return
+        offer = Offer.from_json(connection.said["offer"])
+        before = self.nodes.get(offer.name)
+        try:
+            if before is not None and before.is_alive:
+                raise BackendFailed(
+                    f"a machine of the name {offer.name} is there already: give this one another --name"
+                )
+            self.uses.check(offer)
+        except BackendFailed as error:
+            connection.send(refused=str(error))
+            return
+        if not self._supervisor.is_alive:
+            connection.send(later="the server is starting Ray")
+            return
+        node = self.nodes[offer.name] = Node(offer, _peer(connection.writer), connection)
+        log.info("%s joins from %s", offer.name, node.address)
+        connection.send(ray_port=self.address.ray_port)
+        self.uses.begin(node, partial(self._start_engine, node))
+        try:
+            while (said := await connection.receive()) is not None:
+                node.is_leaving = node.is_leaving or said.get("leaves") is True
+        finally:
+            node.is_alive = False
+            if node.is_leaving:
+                del self.nodes[offer.name]
+            log.warning("%s has %s", offer.name, "left" if node.is_leaving else "been lost: it may join again")
+            await self.uses.end(node)
+
+    def _leave(self, connection: Connection) -> None:
+        """Have a machine leave that somebody names."""
+        name = str(connection.said.get("name"))
+        if (node := self.nodes.get(name)) is None:
+            names = ", ".join(self.nodes) or "none"
+            connection.send(refused=f"no machine of the name {name} has joined; there are {names}")
+            return
+        if node.is_alive:
+            node.is_leaving = True
+            node.connection.send(leave=True)
+        else:
+            del self.nodes[name]
+        connection.send(leaves=name)
+
+
+def _peer(writer: asyncio.StreamWriter) -> str:
+    return str(writer.get_extra_info("peername")[0])

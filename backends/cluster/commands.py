@@ -1,0 +1,36 @@
+"""Commands to the process that runs Ray's head, which matches them by type."""
+
+from dataclasses import dataclass
+
+from backends.cluster.offer import Offer
+from backends.model_spec import ModelSpec
+from backends.processes.rpc import Command
+
+
+@dataclass(frozen=True)
+class StartHead(Command[None]):
+    """Start Ray's head. Always the first command."""
+
+    address: str
+    port: int
+    """The port that other machines' Ray connects to."""
+
+
+@dataclass(frozen=True)
+class StartEngine(Command[int]):
+    """Have a machine start the process of an engine, which is then at the other end of a connection that the machine
+    has opened to our port; return the process' number there."""
+
+    offer: Offer
+    key: str
+    """What the connection asks with."""
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class EndEngine(Command[None]):
+    """Have a machine end the process of an engine, if it does not end by itself in so many seconds."""
+
+    offer: Offer
+    key: str
+    grace_s: float

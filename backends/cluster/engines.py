@@ -1,0 +1,109 @@
+"""Engines on other machines: each machine that joins gets some of every model that it has."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from backends.cluster.client import Node
+from backends.cluster.offer import Offer
+from backends.config import BackendConfig
+from backends.configure.gpus import read_gpus
+from backends.model_spec import ModelSpec
+from backends.processes.launcher import StartWorkers
+from backends.protocol import BackendFailed
+from backends.sampler.client import EngineClient
+from backends.sampler.pool import SamplerPool
+
+_SAME = 0.98
+"""Part of a GPU's memory that another of the same kind may have less."""
+
+
+def require_possible(config: BackendConfig) -> None:
+    """Raise BackendFailed if a setting needs what a cluster does not have."""
+    for is_set, name, why in (
+        (config.full, "full", "whole models are not sent to other machines"),
+        (
+            config.replay_routing,
+            "replay_routing",
+            "the trainer reads the routing that engines record from its own disk",
+        ),
+        (config.base_copies == 1, "base_copies", "1 shares memory with a trainer, and other machines have none"),
+    ):
+        if is_set:
+            raise BackendFailed(f"setting backend.{name} does not go with backend.cluster: {why}")
+
+
+class RemoteEngines:
+    """`client.Uses`: the pools of the models, by public name, and what other machines add to them."""
+
+    def __init__(self, pools: Mapping[str, tuple[ModelSpec, SamplerPool]]) -> None:
+        self._pools = pools
+        self._engines: dict[Node, list[tuple[SamplerPool, EngineClient]]] = {}
+
+    def check(self, offer: Offer) -> None:
+        """Implement the protocol: the models must be the server's, and GPUs not smaller than its own."""
+        for name, theirs in offer.fingerprints.items():
+            if name not in self._pools:
+                raise BackendFailed(f"it serves no model {name}; it serves {', '.join(self._pools)}")
+            spec, _ = self._pools[name]
+            if theirs != spec.fingerprint:
+                raise BackendFailed(
+                    f"the files of model {name} in {offer.models[name]} have the fingerprint {theirs[:12]}, and the"
+                    f" server's {spec.fingerprint[:12]}: copy the server's files"
+                )
+            if spec.device == "cuda":
+                self._check_gpus(spec, offer)
+
+    def _check_gpus(self, spec: ModelSpec, offer: Offer) -> None:
+        num = spec.tensor_parallel
+        if len(offer.gpu_bytes) < num:
+            raise BackendFailed(
+                f"an engine of {spec.name} needs {num} GPUs, and this machine has {len(offer.gpu_bytes)}"
+            )
+        smallest, ours = min(offer.gpu_bytes), self.smallest_gpu(spec)
+        if smallest < _SAME * ours:
+            raise BackendFailed(
+                f"a GPU of this machine has {smallest / 2**30:.1f} GiB, and the server's have {ours / 2**30:.1f} GiB,"
+                " for which memory is planned: show `join` the larger ones alone"
+            )
+
+    def smallest_gpu(self, spec: ModelSpec) -> int:
+        """Return the memory of the smallest GPU of the server's own engines; 0 if it cannot be read."""
+        gpus = read_gpus(gpu for gpus in spec.placement.engines for gpu in gpus)
+        return min((gpu.total_bytes for gpu in gpus), default=0)
+
+    def begin(self, node: Node, start_workers: StartWorkers) -> None:
+        """Implement the protocol."""
+        engines = self._engines[node] = []
+        for name, directory in node.offer.models.items():
+            spec, pool = self._pools[name]
+            for gpus in gpus_of_engines(spec, node.offer):
+                describe = partial(described, spec, node.offer, directory, gpus)
+                engines.append((pool, pool.attach(describe, start_workers)))
+
+    async def end(self, node: Node) -> None:
+        """Implement the protocol."""
+        await asyncio.gather(*(pool.detach(engine) for pool, engine in self._engines.pop(node)))
+
+
+def gpus_of_engines(spec: ModelSpec, offer: Offer) -> list[tuple[int, ...]]:
+    """Return the GPUs of each engine of a model on a machine: as many engines as it has GPUs for, one on the CPU."""
+    if spec.device == "cpu":
+        return [()]
+    num, count = spec.tensor_parallel, len(offer.gpu_bytes)
+    return [tuple(range(first, first + num)) for first in range(0, count - num + 1, num)]
+
+
+def described(spec: ModelSpec, offer: Offer, directory: str, gpus: tuple[int, ...], number: int) -> ModelSpec:
+    """Return the spec of an engine as its machine needs it."""
+    return replace(
+        spec,
+        directory=directory,
+        placement=replace(spec.placement, engines=(gpus,)),
+        scratch_dir=offer.scratch_dir(number),
+        compiled_dir=None if spec.compiled_dir is None else Path(offer.data_dir) / "compiled",
+        engine=number,
+        receives=True,
+    )

@@ -1,0 +1,117 @@
+"""A machine that joins a server's cluster: it has Ray beneath it while its connection to the server lives. Imports no
+Ray."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from backends.cluster.handshake import Connection, Unreachable, connect
+from backends.cluster.offer import Offer
+from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_environment, ray_running
+from backends.cluster.token import read_token
+from backends.cluster.versions import require_ray, versions
+from backends.configure.gpus import all_gpus
+from backends.formats.model_files import fingerprint, local_directory
+from backends.processes.launcher import Guarded, kept_environment
+
+log = logging.getLogger(__name__)
+_SOON_S = 30.0
+"""Ray that ends sooner would do so again."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+
+
+@dataclass(frozen=True)
+class Joining:
+    """One machine, and the server that it joins."""
+
+    offer: Offer
+
+    async def run(self) -> None:
+        """Belong to the cluster until it is told to leave, or cancelled; join again whenever the server is back.
+
+        Raises BackendFailed where it is refused, or Unreachable before it was there at all.
+        """
+        require_ray()
+        pause_s, has_joined, token = _FIRST_PAUSE_S, False, read_token(Path(self.offer.token_file))
+        while True:
+            offer = replace(self.offer, ray_label=secrets.token_hex(8))
+            try:
+                connection = await connect(offer.server, token, ask="join", versions=versions(), offer=offer.as_json())
+            except Unreachable as error:
+                if not has_joined:
+                    raise
+                log.warning("%s; asked again in %.0f s", error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            has_joined, pause_s, began = True, _FIRST_PAUSE_S, time.monotonic()
+            try:
+                if await _belong(offer, connection):
+                    return
+            except RayEnded as error:
+                if time.monotonic() - began < _SOON_S:
+                    raise
+                log.warning("%s; it is started again", error)
+            finally:
+                connection.close()
+            await asyncio.sleep(pause_s)
+
+
+async def _belong(offer: Offer, connection: Connection) -> bool:
+    """Run Ray until the connection closes; return whether this machine has been told to leave. Raises RayEnded."""
+    log.info("%s joins %s", offer.name, offer.server)
+    host = offer.server.rpartition(":")[0]
+    arguments = ["--address", f"{host}:{connection.said['ray_port']}", "--labels", f"{NODE_LABEL}={offer.ray_label}"]
+    async with ray_running(arguments, ray_environment(Path(offer.token_file))) as ray:
+        listening, ended = asyncio.create_task(_told_to_leave(connection)), asyncio.create_task(_ended(ray))
+        try:
+            await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():
+                raise RayEnded("Ray has ended")
+            if not listening.result():
+                log.warning("%s is gone", offer.server)
+            return listening.result()
+        except asyncio.CancelledError:
+            connection.send(leaves=True)
+            raise
+        finally:
+            listening.cancel()
+            ended.cancel()
+
+
+def offer_of(name: str, server: str, token_file: Path, data_dir: Path, models: Mapping[str, str]) -> Offer:
+    """Return what this machine has to offer, with its models' directories or hub ids. Takes some seconds. Raises
+    BackendFailed."""
+    directories = {model: local_directory(source) for model, source in models.items()}
+    return Offer(
+        name=name,
+        server=server,
+        token_file=str(token_file.absolute()),
+        data_dir=str(data_dir.absolute()),
+        models={model: str(directory) for model, directory in directories.items()},
+        fingerprints={model: fingerprint(directory) for model, directory in directories.items()},
+        gpu_bytes=tuple(gpu.total_bytes for gpu in all_gpus()),
+        environment=kept_environment(),
+    )
+
+
+async def leave(address: str, token_file: Path, name: str) -> None:
+    """Have a machine of that name leave the cluster. Raises BackendFailed."""
+    connection = await connect(address, read_token(token_file), ask="leave", name=name)
+    connection.close()
+
+
+async def _told_to_leave(connection: Connection) -> bool:
+    while (said := await connection.receive()) is not None:
+        if said.get("leave"):
+            connection.send(leaves=True)
+            return True
+    return False
+
+
+async def _ended(ray: Guarded) -> None:
+    await ray.wait()

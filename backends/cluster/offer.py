@@ -1,0 +1,41 @@
+"""A machine's offer to a cluster, as it says it when it joins."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one machine has, and how its processes reach the server."""
+
+    name: str
+    server: str
+    """HOST:PORT of the cluster's port, as this machine reaches it."""
+    token_file: str
+    data_dir: str
+    """Directory for weights in use, compiled kernels and the log of its engines."""
+    models: Mapping[str, str]
+    """Directories of its models, by the names that the server serves them under."""
+    fingerprints: Mapping[str, str]
+    """Of the same models' files."""
+    gpu_bytes: tuple[int, ...]
+    """Memory of each of its GPUs."""
+    environment: Mapping[str, str | None]
+    """Variables that Ray changes, as they were before."""
+    ray_label: str = ""
+    """By which Ray knows it, this time: for a while it takes a machine that is lost for one that lives."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> "Offer":
+        """Read it. Raises TypeError if it is none."""
+        return cls(**{**said, "gpu_bytes": tuple(said["gpu_bytes"])})
+
+    def scratch_dir(self, engine: int) -> Path:
+        """Return the directory of one engine's weights on this machine."""
+        return Path(self.data_dir) / f"engine-{engine}"

@@ -1,0 +1,146 @@
+"""Engines on another machine: they sample as those here, from weights that were sent to them, and lose nothing."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from backends.cluster.client import Cluster
+from backends.cluster.engines import RemoteEngines
+from backends.formats.model_files import fingerprint
+from backends.inputs.rendering import Renderer
+from backends.protocol import SamplingTask
+from backends.sampler.client import EngineClient
+from backends.sampler.commands import Sample
+from backends.sampler.pool import SamplerPool
+from tests.cluster.machines import Machine, is_alive, joined, kill, started, until
+from tests.factories import present, prompt, words
+from tests.models import make_tiny_vl
+from tests.sampling import ADJACENT, ATOL, RANKS, Reference, request, sample, sampler_config, scoring
+from tests.servers import MODEL
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@dataclass
+class Running:
+    cluster: Cluster
+    pool: SamplerPool
+    directory: Path
+    machine: Machine | None = None
+
+    @property
+    def remote(self) -> EngineClient:
+        [engine] = self.pool.engines[1:]
+        return engine
+
+    def received(self) -> list[Path]:
+        return sorted((self.directory / f"machine-a/engine-{self.remote.number}/received").iterdir())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    directory = tmp_path_factory.mktemp("cluster")
+    spec = replace(sampler_config(tiny_vl, directory / "scratch"), name=MODEL, fingerprint=fingerprint(tiny_vl))
+    pool = SamplerPool(spec, may_grow=True)
+    await pool.start()
+    try:
+        async with started(directory, RemoteEngines({MODEL: (spec, pool)})) as cluster:
+            yield Running(cluster, pool, directory)
+    finally:
+        await pool.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def there(running: Running, tiny_vl: Path) -> AsyncIterator[Running]:
+    """With an engine of another machine that is ready."""
+    async with joined(running.cluster, "a", tiny_vl) as running.machine:
+        await until(lambda: running.remote.supervisor.is_alive)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_vl: Path, renderer: Renderer) -> Reference:
+    return Reference(tiny_vl, renderer, {"small": RANKS["small"], "large": RANKS["large"]})
+
+
+async def ask_many(pool: SamplerPool, weights: Path | None, num: int = 24) -> list[int]:
+    """Sample so many prompts, with images, at once; return the number of tokens of each."""
+    asked = [
+        request(prompt(words(9, seed), *ADJACENT.chunks[1:2]), {"max_tokens": 60, "seed": seed}) for seed in range(num)
+    ]
+    answers = await asyncio.gather(*(sample(pool, one, weights) for one in asked))
+    return [len(answer.sequences[0].tokens) for answer in answers]
+
+
+async def test_an_engine_on_another_machine_scores_images_with_an_adapter_that_it_was_sent(
+    there: Running, reference: Reference, tmp_path: Path
+) -> None:
+    weights = reference.save("small", RANKS["small"], tmp_path / "small")
+    task = SamplingTask.from_request(scoring(ADJACENT), weights, "somebody")
+    child = await there.remote.running()
+    answers = await asyncio.gather(*(there.remote.call(child, Sample(task)) for _ in range(3)))
+    for answer in answers:
+        np.testing.assert_allclose(
+            present(answer.prompt_logprobs), reference.prompt_logprobs(ADJACENT, "small"), atol=ATOL
+        )
+    assert len(there.received()) == 1  # sent once, though three asked for it
+    shutil.rmtree(weights)  # of which it has its own copy
+    assert (await there.remote.call(child, Sample(task))).prompt_logprobs is not None
+
+
+async def test_weights_exist_once_the_other_machine_has_them_too(
+    there: Running, reference: Reference, tmp_path: Path
+) -> None:
+    weights = reference.save("large", RANKS["large"], tmp_path / "large")
+    await there.pool.publish(weights, "somebody")
+    received = there.received()[-1]
+    assert {path.name: path.read_bytes() for path in received.iterdir()} == {
+        path.name: path.read_bytes() for path in weights.iterdir()
+    }
+
+
+async def test_an_engine_that_dies_on_another_machine_is_started_again_there(there: Running) -> None:
+    [child] = there.remote.supervisor.children
+    asked = asyncio.create_task(ask_many(there.pool, None))
+    await until(lambda: bool(there.remote.requests))
+    psutil.Process(child.process.pid).kill()
+    assert len(await asked) == 24
+    await until(lambda: there.remote.supervisor.is_alive)
+    [again] = there.remote.supervisor.children
+    assert again.process.pid != child.process.pid and again.name == f"sampler {MODEL} engine {there.remote.number} on a"
+
+
+async def test_another_model_under_the_same_name_is_refused(running: Running, tmp_path: Path) -> None:
+    other = make_tiny_vl(tmp_path / "other", seed=1)
+    address = f"{running.cluster.address.host}:{running.cluster.address.port}"
+    code, said = await (await Machine(address, running.cluster.token_file, "b", other).start()).ended()
+    assert code == 2 and f"the files of model {MODEL} in {other} have the fingerprint" in said
+    assert not is_alive(running.cluster, "b")
+
+
+async def test_a_lost_machines_samples_run_elsewhere_and_it_is_used_again_when_it_is_back(
+    there: Running, reference: Reference, tiny_vl: Path, tmp_path: Path
+) -> None:
+    weights = reference.save("small", RANKS["small"], tmp_path / "small")
+    [child] = there.remote.supervisor.children
+    process = psutil.Process(child.process.pid)
+    asked = asyncio.create_task(ask_many(there.pool, weights))
+    await until(lambda: bool(there.remote.requests) and bool(there.received()))
+    assert there.pool.engines[0].requests
+    kill(present(there.machine).process.pid)
+    lengths = await asked
+    assert len(lengths) == 24
+    await until(lambda: len(there.pool.engines) == 1)
+    await until(lambda: not process.is_running())  # it has ended with its machine
+    async with joined(there.cluster, "a", tiny_vl):
+        await until(lambda: there.remote.supervisor.is_alive)
+        asked = asyncio.create_task(ask_many(there.pool, weights))
+        await until(lambda: bool(there.remote.requests))
+        assert await asked == lengths

@@ -1,0 +1,88 @@
+"""Machines join a cluster, leave it, and come back, with a real Ray beneath each."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from backends.cluster import client
+from backends.cluster.client import Cluster
+from backends.cluster.join import leave
+from tests.cluster.machines import Machine, NoUse, address_of, is_alive, joined, kill, rays, started, until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def cluster(temporary: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with started(tmp_path, NoUse()) as cluster:
+        yield cluster
+
+
+async def test_a_machine_joins_and_leaves_when_it_is_interrupted(cluster: Cluster, tiny_vl: Path) -> None:
+    before = rays()
+    assert before
+    async with joined(cluster, "a", tiny_vl) as machine:
+        await until(lambda: len(rays()) > len(before))
+        code, said = await machine.stop()
+    assert code == 130, said
+    await until(lambda: cluster.states() == [])
+    await until(lambda: rays() == before)
+
+
+async def test_a_machine_leaves_when_it_is_told_to(cluster: Cluster, tiny_vl: Path) -> None:
+    async with joined(cluster, "a", tiny_vl) as machine:
+        await leave(address_of(cluster), cluster.token_file, "a")
+        code, said = await machine.ended()
+    assert code == 0, said
+    assert cluster.states() == []
+
+
+async def test_a_machine_that_is_killed_is_lost_and_may_come_back(cluster: Cluster, tiny_vl: Path) -> None:
+    before = rays()
+    async with joined(cluster, "a", tiny_vl) as machine:
+        await until(lambda: len(rays()) > len(before))
+        kill(machine.process.pid)
+        await until(lambda: not is_alive(cluster, "a"))
+        assert [node.name for node in cluster.states()] == ["a"]
+        await until(lambda: rays() == before)  # its Ray ends with it
+    async with joined(cluster, "a", tiny_vl):
+        pass
+
+
+async def test_a_machine_comes_back_by_itself_when_the_head_is_started_again(cluster: Cluster, tiny_vl: Path) -> None:
+    async with joined(cluster, "a", tiny_vl):
+        [head] = cluster.processes()
+        kill(head.pid)
+        await until(lambda: not is_alive(cluster, "a"))
+        await until(lambda: is_alive(cluster, "a"))
+        [again] = cluster.processes()
+        assert again.is_alive and again.pid != head.pid and again.restarts == 1
+
+
+async def test_what_does_not_belong_is_refused_before_ray_starts(
+    cluster: Cluster, tiny_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rays()
+    wrong, open_to_all = tmp_path / "wrong", tmp_path / "open"
+    wrong.write_text("ab" * 32)
+    wrong.chmod(0o600)
+    open_to_all.write_text(cluster.token_file.read_text())
+    open_to_all.chmod(0o644)
+
+    async def refusal(token_file: Path, name: str = "b", address: str = address_of(cluster)) -> str:
+        code, said = await (await Machine(address, token_file, name, tiny_vl).start()).ended()
+        assert code == 2
+        return said
+
+    assert "has another token: copy its token file here again" in await refusal(wrong)
+    assert "cannot be read: No such file" in await refusal(tmp_path / "missing")
+    assert f"others may read the token file {open_to_all}" in await refusal(open_to_all)
+    async with joined(cluster, "a", tiny_vl):
+        said = await refusal(cluster.token_file, "a")
+        assert "a machine of the name a is there already" in said
+    monkeypatch.setattr(client, "versions", lambda: {"Python": "3.9", "Ray": "2.60.0"})
+    said = await refusal(cluster.token_file)
+    assert "this machine has Python 3.1" in said and "the server has 3.9: install the same" in said
+    assert "Ray" not in said
+    await until(lambda: rays() == before)

@@ -1,0 +1,90 @@
+"""A server with other machines, as its operator sees it."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import tinker.types as types
+
+from backends.inputs.rendering import Renderer
+from tests.cluster.machines import Machine, free_port, rays, until
+from tests.factories import image, prompt, words
+from tests.servers import KEY, MODEL, Server, sdk_input
+from tests.training import batch, step
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ENGINE = f"sampler {MODEL} engine 1 on a"
+
+
+def commands() -> list[str]:
+    return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+
+
+def gauges(server: Server, name: str, label: str) -> dict[str, float]:
+    """The values of a metric by one of its labels."""
+    text = httpx.get(f"{server.base_url}/metrics", headers={"x-api-key": KEY}).text
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return {line.partition(f'{label}="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def trained(server: Server, renderer: Renderer) -> Any:
+    """A client that samples from what a model has learned in a step."""
+    training = server.client().create_lora_training_client(base_model=MODEL, rank=8).result()
+    step(training, batch(renderer))
+    saved = training.save_weights_for_sampler("first").result()
+    return server.client().create_sampling_client(model_path=saved.path).result()
+
+
+def drawn(sampling: Any) -> list[list[int]]:
+    """Answers to different prompts, all asked for at once."""
+    params = types.SamplingParams(max_tokens=30, seed=7)
+    prompts = [sdk_input(prompt(words(9, seed), image(64, 64, seed))) for seed in range(16)]
+    asked = [sampling.sample(one, num_samples=1, sampling_params=params) for one in prompts]
+    return [one.result().sequences[0].tokens for one in asked]
+
+
+async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash(
+    tiny_vl: Path, renderer: Renderer, temporary: str, tmp_path: Path
+) -> None:
+    port, data = free_port(), tmp_path / "data"
+    arguments = ["--cluster", "--cluster-address", "127.0.0.1", "--cluster-port", str(port)]
+    server = await asyncio.to_thread(Server(data, {MODEL: tiny_vl}, *arguments).start)
+    token_file = data / "cluster-token"
+    token = token_file.read_text()
+    assert len(token) == 64 and f"tinker-server join 127.0.0.1:{port} --token-file FILE" in server.log.read_text()
+    alone = await asyncio.to_thread(drawn, sampling := await asyncio.to_thread(trained, server, renderer))
+
+    machine = await Machine(f"127.0.0.1:{port}", token_file, "a", tiny_vl).start()
+    await until(lambda: gauges(server, "tinker_node_up", "node") == {"a": 1})
+    command = [sys.executable, "-m", "tinker_server", "status", "--url", server.base_url]
+    status = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    assert re.search(r"machine a at 127\.0\.0\.1 .* alive", status.stdout)
+    assert not [command for command in commands() if token in command]
+    received = data / "machine-a/engine-1/received"
+
+    async def draw_until_both_have() -> None:
+        async with asyncio.timeout(250):
+            while "1" not in gauges(server, "tinker_pool_sequences", "engine"):  # noqa: ASYNC110 - it loads
+                await asyncio.sleep(2)
+            while not any(received.glob("*/adapter_model.safetensors")):
+                assert await asyncio.to_thread(drawn, sampling) == alone
+
+    await draw_until_both_have()
+    assert gauges(server, "tinker_process_up", "process")[ENGINE] == 1
+
+    server.kill()
+    await until(lambda: not rays())
+    await asyncio.to_thread(server.start)
+    shutil.rmtree(received)
+    await draw_until_both_have()
+    code, said = await machine.stop()
+    assert code == 130 and token not in said + server.log.read_text()
+    assert gauges(server, "tinker_node_up", "node") == {}
+    assert await asyncio.to_thread(server.stop) == 0

@@ -1,0 +1,87 @@
+"""Machines that cannot be used are refused by name, and those that can get as many engines as they have GPUs for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.cluster.engines import RemoteEngines, described, gpus_of_engines, require_possible
+from backends.cluster.offer import Offer
+from backends.config import BackendConfig
+from backends.model_spec import ModelSpec, Placement
+from backends.protocol import BackendFailed
+from backends.sampler.pool import SamplerPool
+from tests.specs import tiny_spec
+
+GIB = 1 << 30
+
+
+def offer(*gpu_gib: int, name: str = "a/b", fingerprint: str = "f" * 64) -> Offer:
+    return Offer(
+        name="machine",
+        server="10.0.0.1:8100",
+        token_file="/secret",
+        data_dir="/data",
+        models={name: "/models/b"},
+        fingerprints={name: fingerprint},
+        gpu_bytes=tuple(size * GIB for size in gpu_gib),
+        environment={"OMP_NUM_THREADS": None},
+    )
+
+
+def served(**changes: Any) -> tuple[RemoteEngines, ModelSpec]:
+    spec = replace(tiny_spec(Path("/here")), name="a/b", fingerprint="f" * 64, **changes)
+    return RemoteEngines({"a/b": (spec, SamplerPool(spec, may_grow=True))}), spec
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [({"full": True}, "full"), ({"replay_routing": True}, "replay_routing"), ({"base_copies": 1}, "base_copies")],
+)
+def test_settings_that_need_one_machine_are_refused(setting: dict, why: str) -> None:
+    require_possible(BackendConfig(cluster=True))
+    with pytest.raises(BackendFailed, match=f"setting backend.{why} does not go with backend.cluster"):
+        require_possible(BackendConfig(cluster=True, **setting))
+
+
+def test_a_model_that_is_not_the_servers_is_refused() -> None:
+    engines, _ = served()
+    engines.check(offer())
+    with pytest.raises(BackendFailed, match="it serves no model other; it serves a/b"):
+        engines.check(offer(name="other"))
+    with pytest.raises(BackendFailed, match=r"in /models/b have the fingerprint e{12}, and the server's f{12}"):
+        engines.check(offer(fingerprint="e" * 64))
+
+
+def test_gpus_that_do_not_hold_an_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines, _ = served(device="cuda", tensor_parallel=2, placement=Placement(engines=((0, 1),)))
+    monkeypatch.setattr(RemoteEngines, "smallest_gpu", lambda self, spec: 80 * GIB)
+    engines.check(offer(80, 80))
+    with pytest.raises(BackendFailed, match="an engine of a/b needs 2 GPUs, and this machine has 1"):
+        engines.check(offer(80))
+    with pytest.raises(BackendFailed, match=r"a GPU of this machine has 40.0 GiB, and the server's have 80.0 GiB"):
+        engines.check(offer(80, 40))
+
+
+def test_a_machine_gets_as_many_engines_as_it_has_gpus_for() -> None:
+    _, alone = served()
+    assert gpus_of_engines(alone, offer(80, 80)) == [()]  # the server computes on the CPU
+    _, single = served(device="cuda")
+    assert gpus_of_engines(single, offer(80, 80, 80)) == [(0,), (1,), (2,)]
+    _, pairs = served(device="cuda", tensor_parallel=2)
+    assert gpus_of_engines(pairs, offer(80, 80, 80, 80, 80)) == [(0, 1), (2, 3)]
+
+
+def test_an_engine_there_knows_its_machines_paths_and_numbers() -> None:
+    _, spec = served(device="cuda", compiled_dir=Path("/here/compiled"))
+    there = described(spec, offer(80, 80), "/models/b", (1,), 7)
+    assert (there.directory, there.engine, there.placement.engines) == ("/models/b", 7, ((1,),))
+    assert there.scratch_dir == Path("/data/engine-7") and there.compiled_dir == Path("/data/compiled")
+    assert there.receives and not spec.receives
+
+
+def test_an_offer_survives_the_network() -> None:
+    one = offer(80, 40)
+    assert Offer.from_json(json.loads(json.dumps(one.as_json()))) == one

@@ -1,0 +1,25 @@
+"""`tinker-server join` and `leave`: another machine gives a server its engines, or stops doing so."""
+
+import argparse
+import asyncio
+import signal
+
+from tinker_server.command_line import checked_models, split_model
+
+
+async def belong(arguments: argparse.Namespace) -> None:
+    """Run join until the machine has left, or leave. Raises StartFailed, BackendFailed, and CancelledError when
+    interrupted."""
+    from backends.cluster.join import Joining, leave, offer_of  # slow to import: brings transformers
+
+    address, token_file, name = arguments.address, arguments.token_file, arguments.name
+    if arguments.command == "leave":
+        await leave(address, token_file, name)
+        print(f"{name} leaves")
+        return
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    models = checked_models(dict(map(split_model, arguments.model)))
+    await Joining(await asyncio.to_thread(offer_of, name, address, token_file, arguments.data_dir, models)).run()
