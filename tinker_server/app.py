@@ -258,9 +258,8 @@ async def working(services: Services) -> AsyncIterator[None]:
         await services.runs.mark_all_suspended()
         await services.storage.delete_half_written()
         counted = (services.sessions.save_heartbeats, services.samplers.save_uses, services.usage.save)
-        for save in (*counted, services.key_uses.save):
+        for save in (*counted, services.key_uses.save, services.housekeeper.save_samples):
             stack.push_async_callback(_saved, save)
-        stack.callback(lambda: services.sample_files.save(services.gallery.all()))
         services.gallery.restore(await asyncio.to_thread(services.sample_files.load))
         stack.push_async_callback(services.futures.stop)
         stack.push_async_callback(services.drain)

@@ -496,3 +496,17 @@ def test_a_browser_that_says_only_its_origin_signs_in_from_our_page_alone(
 def test_a_proxy_that_changes_the_host_says_what_it_was(alice: Owner) -> None:
     headers = {"Origin": "https://tinker.example", "X-Forwarded-Host": "tinker.example"}
     assert httpx.post(f"{alice.server.url}/login", data={"key": alice.key}, headers=headers).status_code == 303
+
+
+def test_a_server_whose_samples_cannot_be_saved_goes_on_and_stops_as_usual(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "samples").touch()  # where the folder would be
+    server = Running(tmp_path)
+    try:
+        assert server.result(server.sample(server.sampler())).status_code == 200
+        sweep = server.app.state.services.housekeeper.sweep_records(0.0)
+        asyncio.run_coroutine_threadsafe(sweep, server.loop).result(30)
+    finally:
+        server.stop()
+    assert caplog.text.count("the latest samples are not saved") == 2

@@ -81,6 +81,7 @@ def test_a_server_whose_database_was_taken_accepts_and_writes_nothing(
 
     model = first.model()
     assert submit(first, 1)[0] == 200
+    assert first.result(first.sample(first.sampler())).status_code == 200  # it would save it on disk at its end
     with ending_lock(database_url):
         second = Running(tmp_path / "b", database_url=database_url)
     try:
@@ -97,7 +98,7 @@ def test_a_server_whose_database_was_taken_accepts_and_writes_nothing(
         with pytest.raises(Superseded):
             asyncio.run_coroutine_threadsafe(services.storage.delete("checkpoints/x"), first.loop).result(20)
         assert files(tmp_path / "a") == written
-        assert asyncio.run(count(database_url, "futures")) == 2, "the model and its first batch"
+        assert asyncio.run(count(database_url, "futures")) == 3, "the model, its first batch and the sample"
         assert asyncio.run(count(database_url, "loose_directories")) == loose
         assert submit(second, 2)[0] == 200, "the number is free, and the model is the other server's"
         assert stops == [signal.SIGTERM], "stopped once"

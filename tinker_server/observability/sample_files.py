@@ -24,6 +24,8 @@ class SampleFiles:
 
     def save(self, samples: list[Shown]) -> None:
         """Write the samples, newest first, that are not there yet and fit; delete all other files."""
+        if not samples and not self._folder.exists():
+            return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         there = {path.name: path.stat().st_size for path in self._folder.iterdir()}
         left_bytes = self._max_bytes

@@ -137,10 +137,18 @@ class Housekeeper:
         """Write counted usage and the uses of keys, and delete old results."""
         await self._stores.usage.save()
         await self._stores.key_uses.save()
-        await asyncio.to_thread(self._stores.sample_files.save, self._stores.gallery.all())
         await self._stores.steps.expire(now - self._periods.steps_kept_s)
         await self._stores.client_metrics.expire(now - self._periods.steps_kept_s)
         await self._stores.futures.expire(now - self._periods.results_kept_s)
+        await self.save_samples()
+
+    async def save_samples(self) -> None:
+        """Write the latest samples to disk, as far as it has room. Raises Superseded."""
+        self._stores.storage.require_lease()
+        try:
+            await asyncio.to_thread(self._stores.sample_files.save, self._stores.gallery.all())
+        except OSError as error:
+            log.warning("the latest samples are not saved: %s", error)
 
     async def _drop(self, run: TrainingRun, why: str) -> None:
         await self._try(f"dropped, for {why}", run, self._scheduler.drop(run.model_id))
