@@ -32,10 +32,10 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
         _flush_one(path.parent)
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write or replace a file that only its user may read, durably. Raises OSError."""
+def write_private(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write or replace a file that only its user may read. Raises OSError."""
     with (
-        written_aside(path) as aside,
+        written_aside(path, durable=durable) as aside,
         os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
     ):
         file.write(content)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from api_schemas.inputs import ModelInput
 from api_schemas.sampling import SampledSequence, SamplingParams
+from backends.files import write_private
 from tinker_server.observability.recent_samples import Drawn, Shown
 
 log = logging.getLogger(__name__)
@@ -27,20 +27,19 @@ class SampleFiles:
         if not samples and not self._folder.exists():
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        there = {path.name: path.stat().st_size for path in self._folder.iterdir()}
-        left_bytes = self._max_bytes
+        sizes = {path.name: path.stat().st_size for path in self._folder.iterdir()}
+        kept, left_bytes = set[str](), self._max_bytes
         for shown in samples:
             name = f"{shown.sample_id}.json"
-            content = b"" if name in there else _encoded(shown)
-            left_bytes -= there.pop(name, len(content))
+            content = None if name in sizes else _encoded(shown)
+            left_bytes -= sizes[name] if content is None else len(content)
             if left_bytes < 0:
                 break
-            if content:
-                self._write(name, content)
-        else:
-            name = ""
-        for other in {*there, name} - {""}:
-            (self._folder / other).unlink(missing_ok=True)
+            kept.add(name)
+            if content is not None:
+                write_private(self._folder / name, content, durable=False)
+        for name in sizes.keys() - kept:
+            (self._folder / name).unlink(missing_ok=True)
 
     def load(self) -> list[Shown]:
         """Return the saved samples, newest first; those that cannot be read are logged and left out."""
@@ -51,12 +50,6 @@ class SampleFiles:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the sample in %s cannot be read: %s", path.name, error)
         return sorted(found, key=lambda shown: shown.at, reverse=True)
-
-    def _write(self, name: str, content: bytes) -> None:
-        aside = self._folder / f".{name}"
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-        aside.rename(self._folder / name)
 
 
 _PLAIN = ("owner", "sampler_id", "of", "num_samples", "size_bytes", "at", "sample_id")
