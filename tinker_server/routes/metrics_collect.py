@@ -35,14 +35,19 @@ def loaded(served: dict[str, BaseModel]) -> dict[str, BaseModel]:
     return {name: base for name, base in {id(base.trainer): (name, base) for name, base in served.items()}.values()}
 
 
+async def engine_uses(models: Mapping[str, BaseModel]) -> dict[str, EngineUse]:
+    """Return the load of each model's engines; of those that answer."""
+    uses = await asyncio.gather(*(base.engine_use() for base in models.values()))
+    return {name: use for name, use in zip(models, uses, strict=True) if use is not None}
+
+
 async def read(server: Services) -> Reading:
     """Read the current values."""
     models = loaded(dict(server.models.served))
-    uses = await asyncio.gather(*(base.engine_use() for base in models.values()))
+    engines = await engine_uses(models)
     gpus, disk = await asyncio.gather(
         asyncio.to_thread(server.backend.gpus), asyncio.to_thread(shutil.disk_usage, server.settings.data_dir)
     )
-    engines = {name: use for name, use in zip(models, uses, strict=True) if use is not None}
     families = [
         *_queue(server),
         *_work(server),
