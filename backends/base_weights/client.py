@@ -35,7 +35,7 @@ class BaseWeights:
             f"{spec.name}: what holds its weights",
             partial(self._start, start_workers),
             self._load,
-            restart=self._restart,
+            restart=lambda: self._supervisor.running(),
         )
 
     async def start(self, on_loading: OnLoading) -> None:
@@ -70,9 +70,6 @@ class BaseWeights:
         await asyncio.gather(*(one.stop(GRACE_S) for one in self._users))
         self._users = []
         return await start_workers(self.spec)
-
-    async def _restart(self) -> None:
-        await self._supervisor.running()
 
     async def _load(self, holders: list[Child]) -> None:
         await asyncio.gather(

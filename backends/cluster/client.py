@@ -86,7 +86,9 @@ class Cluster:
         self._serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._expected: dict[str, asyncio.Future[Connection]] = {}
         """Connections that machines have been asked to open, by their key."""
-        self._supervisor = Supervisor("the cluster's head", self._launch, self._load, restart=self._restart)
+        self._supervisor = Supervisor(
+            "the cluster's head", self._launch, self._load, restart=lambda: self._supervisor.running()
+        )
 
     @classmethod
     def at(cls, host: str | None, port: int, token_file: Path, uses: Uses) -> "Cluster":
@@ -162,9 +164,6 @@ class Cluster:
             node.connection.close()
         [child] = children
         await child.call(StartHead(self.address.host, self.address.ray_port))
-
-    async def _restart(self) -> None:
-        await self._supervisor.running()
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to our port."""

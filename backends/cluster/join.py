@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from backends.cluster.handshake import Connection, Unreachable, connect
@@ -24,41 +24,35 @@ _SOON_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 
-@dataclass(frozen=True)
-class Joining:
-    """One machine, and the server that it joins."""
+async def join(own: Offer) -> None:
+    """Belong to the cluster until this machine is told to leave, or cancelled; join again whenever the server is back.
 
-    offer: Offer
-
-    async def run(self) -> None:
-        """Belong to the cluster until it is told to leave, or cancelled; join again whenever the server is back.
-
-        Raises BackendFailed where it is refused, or Unreachable before it was there at all.
-        """
-        require_ray()
-        pause_s, has_joined, token = _FIRST_PAUSE_S, False, read_token(Path(self.offer.token_file))
-        while True:
-            offer = replace(self.offer, ray_label=secrets.token_hex(8))
-            try:
-                connection = await connect(offer.server, token, ask="join", versions=versions(), offer=offer.as_json())
-            except Unreachable as error:
-                if not has_joined:
-                    raise
-                log.warning("%s; asked again in %.0f s", error, pause_s)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            has_joined, pause_s, began = True, _FIRST_PAUSE_S, time.monotonic()
-            try:
-                if await _belong(offer, connection):
-                    return
-            except RayEnded as error:
-                if time.monotonic() - began < _SOON_S:
-                    raise
-                log.warning("%s; it is started again", error)
-            finally:
-                connection.close()
+    Raises BackendFailed where it is refused, or Unreachable before it was there at all.
+    """
+    require_ray()
+    pause_s, has_joined, token = _FIRST_PAUSE_S, False, read_token(Path(own.token_file))
+    while True:
+        offer = replace(own, ray_label=secrets.token_hex(8))
+        try:
+            connection = await connect(offer.server, token, ask="join", versions=versions(), offer=offer.as_json())
+        except Unreachable as error:
+            if not has_joined:
+                raise
+            log.warning("%s; asked again in %.0f s", error, pause_s)
             await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            continue
+        has_joined, pause_s, began = True, _FIRST_PAUSE_S, time.monotonic()
+        try:
+            if await _belong(offer, connection):
+                return
+        except RayEnded as error:
+            if time.monotonic() - began < _SOON_S:
+                raise
+            log.warning("%s; it is started again", error)
+        finally:
+            connection.close()
+        await asyncio.sleep(pause_s)
 
 
 async def _belong(offer: Offer, connection: Connection) -> bool:

@@ -10,7 +10,7 @@ from tinker_server.command_line import checked_models, split_model
 async def belong(arguments: argparse.Namespace) -> None:
     """Run join until the machine has left, or leave. Raises StartFailed, BackendFailed, and CancelledError when
     interrupted."""
-    from backends.cluster.join import Joining, leave, offer_of  # slow to import: brings transformers
+    from backends.cluster.join import join, leave, offer_of  # slow to import: brings transformers
 
     address, token_file, name = arguments.address, arguments.token_file, arguments.name
     if arguments.command == "leave":
@@ -22,4 +22,4 @@ async def belong(arguments: argparse.Namespace) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     models = checked_models(dict(map(split_model, arguments.model)))
-    await Joining(await asyncio.to_thread(offer_of, name, address, token_file, arguments.data_dir, models)).run()
+    await join(await asyncio.to_thread(offer_of, name, address, token_file, arguments.data_dir, models))
