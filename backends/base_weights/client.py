@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from backends import tasks
 from backends.base_weights.commands import Hold
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import StartWorkers, launch_holders
@@ -29,6 +30,7 @@ class BaseWeights:
         self._is_held = spec.base_copies == 1
         self._users: list[Child] = []
         """Processes that have mapped the weights, or will."""
+        self._started = asyncio.Event()
         if self._is_held:  # mkdtemp's directories are the user's alone
             self.spec = replace(spec, base_dir=Path(tempfile.mkdtemp(prefix="tinker-base-")))
         self._supervisor = Supervisor(
@@ -42,6 +44,7 @@ class BaseWeights:
         """Load the weights. Raises BackendFailed."""
         if self._is_held:
             await self._supervisor.start(on_loading)
+            self._started.set()
 
     async def stop(self) -> None:
         """End the holders, after all that map their weights."""
@@ -54,17 +57,28 @@ class BaseWeights:
         return self._supervisor.processes()
 
     def mapped_by(self, start_workers: StartWorkers) -> StartWorkers:
-        """Return `start_workers` for processes that map the weights: they wait for the holders, and end with them."""
+        """Return `start_workers` for processes that map the weights: they import beside the holders, which must be
+        there before they do more, and end with them."""
         if not self._is_held:
             return start_workers
 
         async def start(spec: ModelSpec) -> list[Child]:
-            await self._supervisor.running()
-            children = await start_workers(spec)
+            async with tasks.running([self._running()]) as [holders]:
+                children = await start_workers(spec)
+                try:
+                    await holders
+                except BaseException:
+                    await asyncio.gather(*(one.stop(GRACE_S) for one in children))
+                    raise
             self._users = [*(one for one in self._users if not one.died.is_set()), *children]
             return children
 
         return start
+
+    async def _running(self) -> None:
+        """Wait until the weights are held."""
+        await self._started.wait()
+        await self._supervisor.running()
 
     async def _start(self, start_workers: Callable[[ModelSpec], Awaitable[list[Child]]]) -> list[Child]:
         await asyncio.gather(*(one.stop(GRACE_S) for one in self._users))

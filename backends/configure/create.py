@@ -1,7 +1,6 @@
 """Build the backend from its configuration: a trainer and a sampler for each base model."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -104,7 +103,7 @@ class LocalBackend:
         return self._models
 
     async def start(self) -> None:
-        """Load all models, side by side unless they would count each other's memory."""
+        """Load all models."""
         if self._config.cluster:
             require_possible(self._config)
         self._models = await asyncio.to_thread(
@@ -173,36 +172,12 @@ def _outline(model: LocalModel) -> str:
 
 
 async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
-    """Load trainers and samplers. Raises the first failure.
+    """Load all models, of each its weights, trainer and sampler, side by side. Raises the first failure."""
 
-    A sampler on CUDA loads when all trainers have loaded and no other model's sampler loads on its GPUs: vLLM counts as
-    its own all memory that is filled while it measures. Until then its processes import vLLM, which takes as long as a
-    trainer's start.
-    """
-    locks = {gpu: asyncio.Lock() for model in models for gpu in _engine_gpus(model)}
-    async with tasks.running(model.base.start(on_loading) for model in models) as bases:
+    async def start(model: LocalModel) -> None:
+        began = time.monotonic()
+        log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
+        await tasks.gather(part.start(on_loading) for part in (model.base, model.trainer, model.sampler))
+        log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
 
-        async def start_trainer(model: LocalModel, base: asyncio.Task[None]) -> None:
-            await base
-            await model.trainer.start(on_loading)
-
-        async with tasks.running(map(start_trainer, models, bases)) as trainers:
-
-            async def start(model: LocalModel, base: asyncio.Task[None], trainer: asyncio.Task[None]) -> None:
-                began = time.monotonic()
-                log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
-                await base
-                if gpus := _engine_gpus(model):
-                    turn = asyncio.Event()
-                    async with tasks.running([model.sampler.start(on_loading, turn)]) as [sampler]:
-                        await asyncio.gather(*trainers)
-                        async with contextlib.AsyncExitStack() as held:
-                            for gpu in gpus:  # in the same order for every model
-                                await held.enter_async_context(locks[gpu])
-                            turn.set()
-                            await sampler
-                else:
-                    await asyncio.gather(trainer, model.sampler.start(on_loading))
-                log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
-
-            await tasks.gather(map(start, models, bases, trainers))
+    await tasks.gather(map(start, models))

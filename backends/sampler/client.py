@@ -69,7 +69,6 @@ class EngineClient:
         """Requests that run here, or wait for this engine."""
         self.waiting_tokens = 0
         """Tokens that they are expected to take."""
-        self._turn: asyncio.Event | None = None
         silence = Silence(spec.silence_s, lambda: self.isolation.is_busy, lambda child: child.call(CountProgress()))
         self.supervisor = Supervisor(
             f"{spec.name}: {self.name}",
@@ -79,9 +78,8 @@ class EngineClient:
             silence=silence,
         )
 
-    async def start(self, on_loading: OnLoading, turn: asyncio.Event | None = None) -> None:
-        """Start its process; the engine in it loads in its `turn`. Raises BackendFailed."""
-        self._turn = turn
+    async def start(self, on_loading: OnLoading) -> None:
+        """Start its process, and load the engine in it. Raises BackendFailed."""
         await self.supervisor.start(on_loading)
 
     @property
@@ -152,9 +150,6 @@ class EngineClient:
     async def _load(self, children: list[Child]) -> None:
         [child] = children
         emit = partial(self.supervisor.on_loading, child.name)
-        if self._turn is not None and not self._turn.is_set():
-            emit(Loading("waits until the GPU's other processes have loaded"))
-            await self._turn.wait()
         await child.call(Start(self._spec), on_part=emit)
         emit(Loading("draws a first token"))
         await child.call(Sample(_FIRST_TASK))

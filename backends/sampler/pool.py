@@ -79,13 +79,13 @@ class SamplerPool:
         """Requests in flight."""
         self._sharing: asyncio.Task[None] | None = None
 
-    async def start(self, on_loading: OnLoading = ignore_loading, turn: asyncio.Event | None = None) -> None:
-        """Return once every engine can sample. `on_loading` is called during this start and later ones. Processes start
-        at once, and import what they need, but take no memory of a GPU before their `turn`. Raises BackendFailed."""
+    async def start(self, on_loading: OnLoading = ignore_loading) -> None:
+        """Return once every engine can sample. `on_loading` is called during this start and later ones. Raises
+        BackendFailed."""
         self._on_loading = on_loading
         if self._is_several:  # one engine alone empties it itself
             await asyncio.to_thread(shutil.rmtree, self._spec.scratch_dir, ignore_errors=True)
-        await tasks.gather(engine.start(on_loading, turn) for engine in self.engines)
+        await tasks.gather(engine.start(on_loading) for engine in self.engines)
 
     async def stop(self) -> None:
         """End all children and their engines."""

