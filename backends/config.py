@@ -52,8 +52,9 @@ class BackendConfig(BaseModel):
     """In mixtures of experts, send sampled tokens to the same experts in training as in the sampler."""
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None
     """Published loss that answers stable_reinforce, whose own formula is not published; absent: it is refused."""
-    base_copies: Literal[1, 2] = 2  # 1 becomes the default once a GPU has shown it
-    """Copies of a base on a GPU: 2, the trainer's and the engine's; or 1, which a third process holds for both."""
+    base_copies: Literal[1, 2] | None = None
+    """Copies of a base on a GPU: 2, the trainer's and the engine's; or 1, which a third process holds for both. Absent:
+    1 on CUDA in bfloat16, where trainer and engine are on one GPU and each has the whole base."""
     full: bool = False
     """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)

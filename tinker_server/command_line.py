@@ -53,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("--tensor-parallel", type=int, help=parallel_help)
     models.add_argument("--trainer-gpus", type=_numbers, metavar="N,N", help="GPUs that trainers may use (any)")
     models.add_argument("--sampler-gpus", type=_numbers, metavar="N,N", help="GPUs that engines may use (any)")
-    models.add_argument("--base-copies", type=int, help="copies of a base on a GPU, for trainer and engine (2), or 1")
+    models.add_argument(
+        "--base-copies",
+        type=int,
+        help="copies of a base on a GPU: 1, for trainer and engine (default where it can be), or 2",
+    )
     _add_sizes(models)
     models.add_argument(
         "--train-vision", action="store_true", default=None, help="models train the vision tower too (they do not)"

@@ -105,6 +105,7 @@ def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> Model
         adapter_slots=demand.adapter_slots,
         tensor_parallel=len(layout.engines[0]),
         kv_cache_bytes=config.kv_cache_bytes or (model.size.kv_cache_bytes(demand.context, "cpu") if on_cpu else None),
+        base_copies=1 if plan.holds(name) or (on_cpu and config.base_copies == 1) else 2,
         placement=placement(plan, name),
         mesh=Mesh(replicate=num_ranks) if layout.replicates else Mesh(shard=num_ranks),
     )
@@ -121,6 +122,8 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     text_config = renderer.config.get_text_config()
     _check_tensor_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
+    # Linear attention and float32 have not been seen to share a copy on a GPU.
+    is_proved = dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster
     longest = config.max_context_length or CONTEXTS[device][0]
     check_rotation(text_config, min(text_config.max_position_embeddings, longest), source)
     if config.full:
@@ -130,6 +133,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         model_size(name, renderer.config, numbers, dtype),
         can_be_captured=not renderer.family.has_linear_attention,
         trains_all=config.full,
+        can_be_shared=_unshared(renderer, config, device) is None and (config.base_copies == 1 or is_proved),
         tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),
     )
     scratch_dir = config.scratch_dir / str(number)
@@ -156,7 +160,6 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         max_concurrent_samples=config.max_concurrent_samples,
         adapter_slots=config.adapter_slots or MOST_MODELS,
         tensor_parallel=config.tensor_parallel or 1,
-        base_copies=config.base_copies,
         max_images_per_prompt=config.max_images_per_prompt,
         image_cache_bytes=config.image_cache_bytes,
         max_image_pixels=config.max_image_pixels,
@@ -253,20 +256,23 @@ def _undivided(renderer: Renderer, config: BackendConfig, size: int) -> str | No
 
 
 def _check_base_copies(renderer: Renderer, config: BackendConfig, device: Device, source: str) -> None:
-    """Raise BackendFailed for a base of which trainer and engine cannot share one copy."""
-    if config.base_copies == 2:
-        return
-    reason = None
-    if config.full:
-        reason = "with backend.full the trainer changes its own copy"
-    elif (config.tensor_parallel or 1) > 1:
-        reason = f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
-    elif device == "cpu" and renderer.family.has_linear_attention:
-        reason = "on the CPU the engine packs the weights of linear attention anew"
-    if reason is not None:
+    """Raise BackendFailed if one copy is asked for and cannot be."""
+    reason = _unshared(renderer, config, device)
+    if config.base_copies == 1 and reason is not None:
         raise BackendFailed(
             f"{source}: base_copies 1 (setting backend.base_copies) is not supported: {reason}; set it to 2"
         )
+
+
+def _unshared(renderer: Renderer, config: BackendConfig, device: Device) -> str | None:
+    """Return the reason why trainer and engine cannot share one copy of a base, or None."""
+    if config.full:
+        return "with backend.full the trainer changes its own copy"
+    if (config.tensor_parallel or 1) > 1:
+        return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
+    if device == "cpu" and renderer.family.has_linear_attention:
+        return "on the CPU the engine packs the weights of linear attention anew"
+    return None
 
 
 def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Dtype:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from backends.config import MemoryPart, Process
 from backends.families.coverage import Numbers
+from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.trainer.model.recompute import MARGIN
 from backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
@@ -29,7 +30,6 @@ PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
 """Tokens of one step of an engine on CUDA (`engine.py`)."""
-_ENGINE_GRAPHS_BYTES = 1 << 30
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
@@ -67,6 +67,8 @@ class ModelSize:
     can_be_captured: bool = True
     """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
     trains_all: bool = False
+    can_be_shared: bool = True
+    """True if trainer and engine can map one copy of the base."""
     tensor_parallels: tuple[int, ...] = (1,)
     """Numbers of ranks that an engine can have."""
 
@@ -164,6 +166,10 @@ class MemoryPlan:
         """The most that any GPU lacks; at most 0 if everything fits."""
         return max(self.of(gpu) - total for gpu, total in enumerate(self.totals))
 
+    def holds(self, model: str) -> bool:
+        """Return whether trainer and engines of a model map a copy of the base that other processes hold."""
+        return any((one.model, one.process) == (model, "holder") for one in self.parts)
+
     def lines(self) -> list[str]:
         """List each process's parts, a line for each process of a GPU."""
         found: defaultdict[tuple[int, str, Process], list[str]] = defaultdict(list)
@@ -196,7 +202,7 @@ def plan_parts(
     parts: list[MemoryPart] = []
     for size in sizes:
         demand, layout = demands[size.name], layouts[size.name]
-        shared = _sharing_gpus(size, layout, device) if base_copies == 1 else set()
+        shared = _holding_gpus(size, layout, device) if base_copies == 1 else set()
         for gpu in sorted(shared):
             parts += _parts(size, gpu, "holder", {"base": size.base_bytes, "context": HOLDER_CONTEXT_BYTES})
         for gpu in layout.trainer:
@@ -271,7 +277,7 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
     if size.image_token_bytes:
         parts["images"] = int(size.image_token_bytes * step_tokens)
-    return parts | {"graphs": _ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
+    return parts | {"graphs": ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
 
 
 def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
@@ -293,12 +299,14 @@ def _training_bytes(size: ModelSize, num_ranks: int, device: str) -> int:
     return -(-numbers // num_ranks) + gathered
 
 
-def _sharing_gpus(size: ModelSize, layout: Layout, device: str) -> set[int]:
-    """Return the GPUs on which trainer and engine can map one copy: neither divides the base nor trains it."""
-    divided = len(layout.trainer) > 1 and not layout.replicates
-    if device == "cpu" or divided or size.trains_all:
+def _holding_gpus(size: ModelSize, layout: Layout, device: str) -> set[int]:
+    """Return the GPUs with a process that holds the base: all of a model's if trainer and an engine share one of them,
+    and neither divides the base nor trains it."""
+    divided = (len(layout.trainer) > 1 and not layout.replicates) or any(len(one) > 1 for one in layout.engines)
+    if device == "cpu" or divided or not size.can_be_shared:
         return set()
-    return set(layout.trainer) & {engine[0] for engine in layout.engines if len(engine) == 1}
+    trains, samples = set(layout.trainer), {engine[0] for engine in layout.engines}
+    return trains | samples if trains & samples else set()
 
 
 def _without_base(parts: Mapping[str, int], is_shared: bool) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Choose every base model's GPUs, sizes and memory so that the plan fits, or refuse with every figure.
 
-A model is in memory once in its trainer and once in each engine of its sampler; several trainer ranks share its weights
-unless each has room for all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
+Trainer and engine map one copy of a model on each GPU where both can have it whole; else a model is in memory once in
+its trainer and once in each engine of its sampler, several trainer ranks share its weights unless each has room for
+all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
 settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
 the default context, trainer and engine on the same ones rather than apart; then the largest rank; then the most models
 at once. On each GPU what is left over is divided evenly among its models: a trainer takes at most half of it, for
@@ -10,6 +11,7 @@ microbatches that recompute nothing, and the KV cache the rest.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import psutil
 import torch
@@ -56,14 +58,18 @@ def this_machine() -> Machine:
 def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device) -> MemoryPlan:
     """Return the plan of all models, with what is left over given out. Raises BackendFailed with every figure of the
     fullest GPU if they do not fit."""
-    search = _Search(sizes, config, machine, device)
+    searches = [
+        _Search(sizes, config.model_copy(update={"base_copies": copies}), machine, device)
+        for copies in _base_copies(sizes, config, device)
+    ]
     tried: list[MemoryPlan] = []
     for wish in _bases(config, device):
         tried = []
-        for plan in search.laid_out(wish):
-            if plan.missing_bytes <= 0:
-                return search.given_out(search.enlarged(plan, wish))
-            tried.append(plan)
+        for search in searches:
+            for plan in search.laid_out(wish):
+                if plan.missing_bytes <= 0:
+                    return search.given_out(search.enlarged(plan, wish))
+                tried.append(plan)
     least = min(tried, key=lambda plan: plan.missing_bytes)
     gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
     where = "memory" if device == "cpu" else f"memory on GPU {gpu}"
@@ -104,6 +110,13 @@ def placement(plan: MemoryPlan, model: str) -> Placement:
         min(trainer(gpu) for gpu in layout.trainer),
         layout.engines,
     )
+
+
+def _base_copies(sizes: Sequence[ModelSize], config: BackendConfig, device: Device) -> tuple[Literal[1, 2], ...]:
+    """Return the copies of a base on a GPU to try, the best first."""
+    if config.base_copies is not None:
+        return (config.base_copies,)
+    return (1, 2) if device == "cuda" and any(size.can_be_shared for size in sizes) else (2,)
 
 
 def _bases(config: BackendConfig, device: Device) -> Iterator[_Open]:
@@ -221,7 +234,7 @@ class _Search:
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
-        parallel = [config.tensor_parallel] if config.tensor_parallel else parallel if config.base_copies == 2 else [1]
+        parallel = [config.tensor_parallel] if config.tensor_parallel else [1] if config.base_copies == 1 else parallel
         apart = (False,) if config.sampler_gpus or config.trainer_gpus else (False, True)
         tries = [(r, t, one) for r in ranks for t in parallel for one in apart]
         fitting = [one for one in tries if _num_used(*one) <= len(self._totals)]
@@ -275,7 +288,7 @@ class _Search:
         return self._counted({size.name: self._demand(size, wish) for size in self._sizes}, plan.layouts)
 
     def _counted(self, demands: Mapping[str, Demand], layouts: Mapping[str, Layout]) -> MemoryPlan:
-        parts = plan_parts(self._sizes, demands, layouts, self._device, self._config.base_copies)
+        parts = plan_parts(self._sizes, demands, layouts, self._device, self._config.base_copies or 2)
         return MemoryPlan(self._device, self._totals, demands, dict(layouts), parts)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,8 +34,14 @@ def model(name: str, base_gib: int, gathered_gib: float = 0.25, **more: Any) -> 
 SMALL, LARGE = model("small", 2), model("large", 16, 1)
 
 
-def plan(sizes: list[ModelSize], machine: Machine, device: Device = "cuda", **settings: Any) -> MemoryPlan:
-    return make_plan(sizes, BackendConfig(**settings), machine, device)
+def plan(
+    sizes: list[ModelSize],
+    machine: Machine,
+    device: Device = "cuda",
+    base_copies: Literal[1, 2] | None = 2,
+    **settings: Any,
+) -> MemoryPlan:
+    return make_plan(sizes, BackendConfig(base_copies=base_copies, **settings), machine, device)
 
 
 def gpus(size_gib: int, count: int = 1) -> Machine:
@@ -111,6 +117,19 @@ def test_each_rank_has_the_whole_base_where_microbatches_then_need_not_recompute
     busy = replace(LARGE, num_layers=30, layer_token_bytes=100_000.0)  # 46 GiB for 16,384 tokens
     assert not plan([busy], gpus(80, 2), ranks=2).layouts["large"].replicates
     assert plan([busy], gpus(140, 2), ranks=2).layouts["large"].replicates
+
+
+def test_one_copy_of_a_base_is_chosen_where_trainer_and_engine_can_share_it() -> None:
+    found = plan([LARGE], gpus(32), base_copies=None)
+    assert found.holds("large") and sum(one.size_bytes for one in found.parts if one.name == "base") == 16 * GIB
+    with pytest.raises(BackendFailed, match=r"32\.0 GiB are there"):
+        plan([LARGE], gpus(32), base_copies=2)
+    assert not plan([replace(LARGE, can_be_shared=False)], gpus(80), base_copies=None).holds("large")
+    assert not plan([LARGE], gpus(80, 2), base_copies=None, trainer_gpus=(0,), sampler_gpus=(1,)).holds("large")
+    shards = plan([model("huge", 100, 4)], gpus(80, 4), base_copies=None)
+    assert not shards.holds("huge") and len(shards.layouts["huge"].engines[0]) == 4
+    both = plan([LARGE, replace(SMALL, can_be_shared=False)], gpus(80), base_copies=None)
+    assert both.holds("large") and not both.holds("small")
 
 
 def test_a_rank_is_never_counted_with_more_than_the_whole_base() -> None:
@@ -197,7 +216,7 @@ def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_wher
     assert (found.trainer, found.engines) == ((0,), ((0,), (1,), (2,)))
     with pytest.raises(BackendFailed, match=r"5 engines \(setting backend.engines\) .* need 5 GPUs; torch sees 4"):
         plan([LARGE], gpus(80, 4), engines=5)
-    with pytest.raises(BackendFailed, match=r"GPU 1: 16\.0 GiB are there, 19\.3 GiB are needed: large"):
+    with pytest.raises(BackendFailed, match=r"GPU 1: 16\.0 GiB are there, 20\.0 GiB are needed: large"):
         plan([LARGE], Machine(0, [80 * GIB, 16 * GIB]), engines=2)
 
 
@@ -257,7 +276,7 @@ def test_one_copy_of_a_base_is_refused_by_name_where_it_cannot_be_shared(
     source = Path(DIRECTORIES[TINY_VL])
     config = BackendConfig(models={"a": str(source)}, device="cpu", base_copies=1)
     machine = Machine(64 * GIB)
-    assert find("a", source, config, machine).spec.base_copies == 1
+    assert describe_models(config, machine)["a"].spec.base_copies == 1
     with pytest.raises(BackendFailed, match=rf"base_copies 1 .* not supported: .*{reason}"):
         find("a", source, config.model_copy(update=others), machine)
 
