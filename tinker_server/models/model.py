@@ -127,17 +127,17 @@ class Model:
     @property
     def latest_work(self) -> int:
         """A number that changes when the trainer begins to work for the model: before, nothing has changed."""
-        return 0 if self._state is None else self._state.latest_work
+        return 0 if (state := self._state) is None else state.latest_work
 
     @property
     def worked_s(self) -> float:
         """Seconds that the trainer has worked for the model since it was loaded."""
-        return 0 if self._state is None else self._state.worked_s
+        return 0 if (state := self._state) is None else state.worked_s
 
     @property
     def memory_bytes(self) -> int:
         """Device memory of each rank of its trainer that the model takes."""
-        return 0 if self._state is None else self._state.size_bytes
+        return 0 if (state := self._state) is None else state.size_bytes
 
     @property
     def _state(self) -> ModelState | None:
