@@ -7,8 +7,10 @@ import asyncio
 import concurrent.futures
 import json
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +139,29 @@ def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(server: Running)
     assert put(model, b" " * limit).status_code == 200
 
 
-def test_a_file_of_more_than_a_requests_bytes_comes_whole(tmp_path: Path) -> None:
-    """Beyond `max_body_bytes`, and while the budget of bodies in memory has no room for it."""
-    server = Running(tmp_path / "data", max_body_bytes=1 << 20)
-    server.backend.tiny.info = type(server.backend.tiny.info)(
-        **{**vars(server.backend.tiny.info), "adapter_bytes": 1 << 22}
-    )
+def test_a_file_of_more_bytes_than_all_bodies_in_memory_may_have_comes_while_others_work(server: Running) -> None:
+    server.backend.tiny.info = replace(server.backend.tiny.info, adapter_bytes=1 << 22)
     begun = started(server)
     content = bytes(range(256)) * (1 << 16)
-    assert put(begun["urls"][FILES[1]]["url"], content).json() == {"size_bytes": 1 << 24}
+    half_came, go_on = threading.Event(), threading.Event()
+
+    def halves() -> Iterator[bytes]:
+        yield content[: 1 << 23]
+        half_came.set()
+        assert go_on.wait(20)
+        yield content[1 << 23 :]
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        url, size = begun["urls"][FILES[1]]["url"], {"content-length": str(1 << 24)}
+        coming = thread.submit(httpx.put, url, content=halves(), headers=size, timeout=20)
+        assert half_came.wait(20)
+        try:
+            assert server.post("/create_session").status_code == 200
+        finally:
+            go_on.set()
+        assert coming.result().json() == {"size_bytes": 1 << 24}
     file = server.settings.data_dir / "uploads" / begun["upload_id"] / FILES[1]
     assert file.read_bytes() == content
-    server.stop()
 
 
 @pytest.mark.parametrize(

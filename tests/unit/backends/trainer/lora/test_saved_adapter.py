@@ -129,6 +129,15 @@ def test_a_stack_of_fewer_experts_is_refused(tmp_path: Path) -> None:
         read_adapter(tmp_path / "saved", own, has_tower=False)
 
 
+def test_a_stack_of_many_experts_is_read_in_the_order_of_their_numbers(text: dict[str, Tensor], tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mlp.experts.{}.gate_proj.lora_A.weight"
+    own = {name.format(i): torch.zeros(2, 3) for i in range(12)}  # as text, 10 comes before 2
+    stack = "base_model.model.model.layers.0.mlp.experts.w1.lora_A.weight"
+    save_file({stack: torch.arange(12.0).reshape(12, 1, 1).expand(12, 2, 3).contiguous()}, tmp_path / ADAPTER_FILE)
+    read = read_adapter(tmp_path, own, has_tower=False)
+    assert [float(read[one][0, 0]) for one in own] == list(range(12))
+
+
 @pytest.mark.parametrize("content", [b"", b"\x80\x04pickle", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"{}"])
 def test_what_is_no_safetensors_file_is_refused(content: bytes, text: dict[str, Tensor], tmp_path: Path) -> None:
     (tmp_path / export.PEFT / ADAPTER_FILE).write_bytes(content)
