@@ -15,7 +15,7 @@ PROTOS := $(wildcard api_schemas/*.proto)
 .PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check docs pictures models proto serve clean
 
 help:
-	@echo "make demo    train and sample a small vision-language model on this machine"
+	@echo "make demo    train and sample a small vision-language model on this machine; ARGS=--keep leaves its server"
 	@echo "make test    lint, types, then all tests that need no GPU and are not slow"
 	@echo "make test-all   the same, then the slow tests"
 	@echo "make chaos   ROUNDS=200 processes are killed while clients work; nothing may be lost, doubled or wrong"
@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml .ci/install.sh .ci/torchvision_shim.py
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/caltech10_demo.py
+	$(BIN)/python examples/caltech10_demo.py $(ARGS)
 
 # Two workers, and what each starts, on two cores: more threads only wait for one another.
 test test-slow: export OMP_NUM_THREADS := 1

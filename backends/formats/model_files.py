@@ -53,12 +53,10 @@ def _announce_download(source: str) -> None:
     has_bytes = disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
     if sum(missing) > has_bytes:
         raise BackendFailed(
-            f"{source}: its {len(missing)} files have {sum(missing) / _MB:.0f} MB, and {cache} has {has_bytes / _MB:.0f}"
-            " MB left: free some, or name another folder by HF_HOME"
+            f"{source}: its {len(missing)} files have {sum(missing) / _MB:.0f} MB, and {cache} has"
+            f" {has_bytes / _MB:.0f} MB left: free some, or name another folder by HF_HOME"
         )
-    log.info(
-        "downloading %s from the hub: %d files, %.0f MB, into %s", source, len(missing), sum(missing) / _MB, cache
-    )
+    log.info("downloading %s from the hub: %d files, %.0f MB, into %s", source, len(missing), sum(missing) / _MB, cache)
 
 
 def check_tokenizer(directory: Path) -> None:
