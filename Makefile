@@ -12,10 +12,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check docs pictures models proto serve clean
+.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check docs pictures models hardware proto serve clean
 
 help:
-	@echo "make demo    train and sample a small vision-language model on this machine"
+	@echo "make demo    train and sample a small vision-language model on this machine; ARGS=--keep leaves its server"
 	@echo "make test    lint, types, then all tests that need no GPU and are not slow"
 	@echo "make test-all   the same, then the slow tests"
 	@echo "make chaos   ROUNDS=200 processes are killed while clients work; nothing may be lost, doubled or wrong"
@@ -27,6 +27,7 @@ help:
 	@echo "make docs    build the documentation into build/site; a broken link is an error"
 	@echo "make pictures   write docs/pictures from what the tests in a browser see"
 	@echo "make models   write docs/models.md from what the server says of each kind"
+	@echo "make hardware   write docs/hardware.md from the memory plan"
 	@echo "make proto   compile the protobuf schema again"
 	@echo "make setup   only install; make clean removes $(VENV) and all caches"
 
@@ -37,7 +38,7 @@ $(STAMP): pyproject.toml .ci/install.sh .ci/torchvision_shim.py
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/caltech10_demo.py
+	$(BIN)/python examples/caltech10_demo.py $(ARGS)
 
 # Two workers, and what each starts, on two cores: more threads only wait for one another.
 test test-slow: export OMP_NUM_THREADS := 1
@@ -82,6 +83,9 @@ docs: $(STAMP)
 # Of the dashboard's pages, as the tests in a browser see them.
 pictures: $(STAMP)
 	$(BIN)/pytest tests/browser --pictures docs/pictures
+
+hardware: $(STAMP)
+	$(BIN)/python -m tests.hardware_page
 
 models: $(STAMP)
 	$(BIN)/python -m tests.models_page

@@ -26,14 +26,52 @@ find_python() {
     return 1
 }
 
-# Twice quiet: errors only. A configured index may give pip hundreds of warnings.
-pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$@"; }
+# What pip says of progress goes through a filter. Its errors are shown only if it fails: a configured index may give
+# hundreds of warnings.
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" 2>"$errors" |
+        "$venv/bin/python" .ci/progress.py "$download_mb" "$SECONDS"
+}
 
 say() { echo "[set-up ${SECONDS}s] $*"; }
+
+refuse() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+# Megabytes that are free where a folder is, or will be.
+free_disk_mb() { df --output=avail --block-size=1M "$(dirname "$(realpath -m "$1")")" | tail -n 1 | tr -d ' '; }
+
+free_memory_mb() { awk '/^MemAvailable/ {print int($2 / 1024)}' /proc/meminfo; }
+
+# What the packages for the CPU take with all extras, as it was seen: other versions differ a little.
+download_mb=1210
+disk_mb=4500
+memory_mb=2000 # pip, and torch while it is checked
+
+# Say what will be fetched, and refuse before it begins if there is no room.
+check_machine() {
+    local has_disk_mb has_memory_mb
+    has_disk_mb=$(free_disk_mb "$venv")
+    has_memory_mb=$(free_memory_mb)
+    say "this downloads about $download_mb MB of packages, and takes $disk_mb MB in $venv"
+    [ "$has_disk_mb" -ge "$((disk_mb + download_mb))" ] ||
+        refuse "$((disk_mb + download_mb)) MB of disk are needed for $venv, and $has_disk_mb MB are free"
+    [ "$has_memory_mb" -ge "$memory_mb" ] ||
+        refuse "$memory_mb MB of memory are needed, and $has_memory_mb MB are free"
+}
+
+errors=$(mktemp)
+trap 'status=$?; [ "$status" -eq 0 ] || tail -n 20 "$errors" >&2; rm -f "$errors"' EXIT
 
 # Never mix the CPU and CUDA builds in one environment: another choice of extras starts afresh.
 if [ "$(cat "$venv/.extras" 2>/dev/null)" != "$extras" ]; then
     python=$(find_python)
+    case ",$extras," in
+    *,cpu,*) check_machine ;;
+    *) say "this downloads several GB of packages: vLLM and torch with CUDA's libraries" ;;
+    esac
     say "$venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
     echo "$extras" >"$venv/.extras"
@@ -42,13 +80,13 @@ fi
 case ",$extras," in
 *,cpu,*)
     say "torch, CPU build"
-    if ! pip_install "$torch" 2>/dev/null; then
+    if ! pip_install "$torch"; then
         say "not where pip looks by default: torch and torchvision from $pytorch_index"
         pip_install --index-url "$pytorch_index" "$torch" "$torchvision"
     fi
     say "vLLM and all the rest (a few minutes the first time)"
     pip_install --editable ".[$extras]"
-    "$venv/bin/python" -m pip uninstall --quiet --quiet --yes torchaudio torchcodec
+    "$venv/bin/python" -m pip uninstall --quiet --quiet --yes torchaudio torchcodec 2>"$errors"
     "$venv/bin/python" .ci/torchvision_shim.py
     say "checking"
     "$venv/bin/python" -c 'import torch, torchvision, transformers; assert torch.version.cuda is None, torch.__version__'

@@ -8,7 +8,7 @@ from api_schemas.base import NOTED, FirstError, Request, Response, at_most
 from api_schemas.fields import AccessToken, BaseModelName, Integer, TinkerPathText, TtlSeconds
 from api_schemas.listing import Cursor, Metadata
 from api_schemas.sessions import SearchOwner
-from api_schemas.training import OptimizerConfig
+from api_schemas.training import LoraConfig, OptimizerConfig
 from api_schemas.weights import Kind
 
 CheckpointType = Literal["training", "sampler", "external"]
@@ -143,3 +143,53 @@ class ExternalWeightsUrlsResponse(Response):
     """URL by the file's path within the weights; each can be fetched with a plain GET until `expires`."""
     expires: AwareDatetime
     """Time at which the URLs expire."""
+
+
+class UploadStartRequest(Request):
+    """Start the upload of an adapter that was exported before, here or elsewhere."""
+
+    base_model: BaseModelName
+    lora_config: LoraConfig
+    """Shape of the adapter, which must be that of the files. Its seed is not used."""
+    destination_project_id: Annotated[str | None, NOTED] = Field(default=None, min_length=1)
+    """Project the weights go to."""
+
+
+class UploadUrl(Response):
+    """Link to which one file is put."""
+
+    url: str
+    """Signed URL; it takes a plain PUT with the file as its body."""
+    headers: dict[str, str] = {}
+    """Headers that the PUT must send: none here."""
+
+
+class UploadStartResponse(Response):
+    """Links to which the files are put."""
+
+    upload_id: str
+    """Id of the upload, with which it is finished."""
+    urls: dict[str, UploadUrl | str]
+    """Link by file name: `adapter_config.json` and `adapter_model.safetensors`. SDKs before 0.40 get the URL alone."""
+    expires: AwareDatetime
+    """Time at which the links expire."""
+
+
+class UploadedFileResponse(Response):
+    """A file has come."""
+
+    size_bytes: int
+    """Bytes of the file."""
+
+
+class UploadFinishRequest(Request):
+    """Turn the files of an upload into saved weights."""
+
+    upload_id: str
+    """Id of the upload."""
+
+
+class UploadFinishResponse(Response):
+    """The path of the uploaded weights."""
+
+    tinker_path: TinkerPathText

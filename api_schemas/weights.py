@@ -99,7 +99,7 @@ class SaveWeightsForSamplerResponse(Response):
 
 
 class SaveWeightsExternalRequest(Request):
-    """Save the adapter in formats of other programs; it can be downloaded, but not loaded or sampled from."""
+    """Save the adapter in formats of other programs, for download. Unless encrypted, it can be loaded too."""
 
     type: Literal["save_weights_external"] = "save_weights_external"
     model_id: ModelId

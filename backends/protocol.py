@@ -59,6 +59,10 @@ class BaseModelInfo:
     """Largest number of tokens of a prompt and its continuation, or of a datum, with images expanded."""
     takes_images: bool
     max_lora_rank: int
+    adapter_bytes: int
+    """Bytes of an adapter that trains everything, in float32 and of rank 1; one of rank r has r times as many."""
+    adapter_matrices: int
+    """Number of the matrices that it adapts, those of experts one by one."""
     trains_vision: bool = False
     """True if models may train the vision tower."""
     full: bool = False
@@ -211,8 +215,9 @@ class Trainer(Protocol):
         finite, or their log probabilities, which a `state` is not asked for."""
 
     async def load_state(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
-        """Read what was saved as `state` into a model of the same LoRA shape; the gradient is cleared. If it fails, the
-        model is as it was."""
+        """Read what was saved as `state` into a model of the same LoRA shape; the gradient is cleared. Without the
+        optimizer it may be any adapter in PEFT's names or in those of Tinker's tools. If it fails, the model is as it
+        was."""
 
     async def snapshot(self, model_id: str, directory: Path) -> Awaitable[None]:
         """Copy the whole model with its accumulated gradient, and write the copy into `directory` while later

@@ -4,6 +4,7 @@ Starts a server on this machine (or takes a running one), trains a LoRA adapter 
 samples answers about 200 held-out ones before and after.
 
     python examples/caltech10_demo.py
+    python examples/caltech10_demo.py --keep
     python examples/caltech10_demo.py --base-url http://HOST:PORT --model-name NAME --model-dir DIRECTORY
 """
 
@@ -20,7 +21,7 @@ import tinker
 import transformers
 from caltech10 import Conversation, Photo, load_photos, training_batch
 from caltech10_report import Evaluation, Report, Step, evaluation_of, print_comparison, print_times
-from local_server import ROOT, ServerDied, local_server, while_alive
+from local_server import GIB, ROOT, Needs, ServerDied, TooSmall, local_server, while_alive
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tinker import types
@@ -28,6 +29,9 @@ from tinker import types
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 SERVER_DATA_DIR = ROOT / ".data" / "demo"
+NEEDS = Needs(memory=5 * GIB, disk=GIB)
+"""Server and client with the embedded model on a CPU took 4.1 GiB of memory at their peak. The data directory has some
+megabytes, compiled kernels a few hundred."""
 RANK = 32
 WARM_UP_STEPS = 5
 ANSWER_TOKENS = 12  # more than the longest class name takes
@@ -127,8 +131,8 @@ async def train(
         await finish(*ahead)
 
 
-async def teach(base_url: str, plan: Plan, conversation: Conversation, report: Report, console: Console) -> None:
-    """Run the whole client side, which is the same with any server of this API."""
+async def teach(base_url: str, plan: Plan, conversation: Conversation, report: Report, console: Console) -> str:
+    """Run the whole client side, which is the same with any server of this API. Return the path of the weights."""
     photos, held_out = load_photos("train"), load_photos("test")
     service = tinker.ServiceClient(base_url=base_url, api_key="tml-demo")
     client = await service.create_lora_training_client(base_model=plan.model_name, rank=RANK, seed=plan.seed)
@@ -143,6 +147,7 @@ async def teach(base_url: str, plan: Plan, conversation: Conversation, report: R
         trained = await client.save_weights_and_get_sampling_client()
         after = await evaluate(trained, conversation, held_out, plan.steps, progress)
         report.add_evaluation(after)
+    saved = await client.save_weights_for_sampler("demo")
     await service.close("success")
     report.draw(f"LoRA of rank {RANK} on {plan.model_name}: {plan.steps} steps of {plan.batch_size} photographs")
     print_comparison(console, before, after)
@@ -156,6 +161,24 @@ async def teach(base_url: str, plan: Plan, conversation: Conversation, report: R
     )
     console.print(f"curves in {report.picture_path}, metrics in {report.metrics_path}")
     print(f"accuracy {before.accuracy:.2f} -> {after.accuracy:.2f} on {after.count} held-out photographs", flush=True)
+    assert saved.path is not None, "weights with a name have a path"
+    return saved.path
+
+
+def next_steps(base_url: str, path: str) -> str:
+    """Say what to do with the server that goes on."""
+    return f"""
+The server goes on at {base_url} until Ctrl-C. Open it in a browser:
+  {base_url}/
+                         the run: its loss, its steps, its checkpoints
+  {base_url}/samples
+                         what the model answered, with the photographs
+  {base_url}/playground?model_path={path}
+                         a chat with the trained model: add a photograph, and ask what it shows
+Next:
+  docs/own-data.md       train on your own data, at this address
+  docs/index.md          serve a model of your own
+"""
 
 
 async def run(options: argparse.Namespace, console: Console) -> None:
@@ -168,9 +191,16 @@ async def run(options: argparse.Namespace, console: Console) -> None:
         await teach(options.base_url, *work)
         return
     data_dir = SERVER_DATA_DIR.resolve()
+    if options.model_dir is None and options.device != "cuda":
+        NEEDS.require(data_dir)
     arguments = ["--data-dir", str(data_dir), "--model", f"{plan.model_name}={model_dir}", "--device", options.device]
     async with local_server(arguments, data_dir / "server.log", console) as server:
-        await while_alive(server, teach(server.base_url, *work))
+        path = await while_alive(server, teach(server.base_url, *work))
+        if not options.keep:
+            console.print("The same with --keep leaves the server, with its dashboard: make demo ARGS=--keep")
+            return
+        print(next_steps(server.base_url, path), flush=True)
+        await while_alive(server, asyncio.Event().wait())
 
 
 def read_options() -> argparse.Namespace:
@@ -180,6 +210,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the peak; a larger model wants less")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "demo-output", help="directory for curves and metrics")
+    parser.add_argument("--keep", action="store_true", help="leave the server running at the end, until Ctrl-C")
     parser.add_argument("--base-url", help="a running server; without it one is started here")
     parser.add_argument("--model-name", default=TINY_VL, help="the base model's name on the server")
     parser.add_argument("--model-dir", type=Path, help="its directory; without it, that of the embedded model")
@@ -194,8 +225,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a SIGTERM stops the server too
     try:
         asyncio.run(run(options, console))
-    except ServerDied as death:
-        console.print(str(death), style="red", markup=False, highlight=False, soft_wrap=True)
+    except (ServerDied, TooSmall) as refusal:
+        console.print(str(refusal), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")

@@ -13,13 +13,38 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
+import psutil
 from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 300  # the first start of vLLM on a slow machine takes more than a minute
 STOP_TIMEOUT_S = 20
+GIB = 1 << 30
 Result = TypeVar("Result")
+
+
+class TooSmall(Exception):
+    """The machine has too little memory or disk; the message has the numbers."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a server with its client needs of the machine."""
+
+    memory: int
+    disk: int
+
+    def require(self, directory: Path) -> None:
+        """Raise TooSmall if less memory is available, or less of the disk that has the directory is free."""
+        parent = next(path for path in (directory, *directory.parents) if path.exists())
+        has = {"memory": psutil.virtual_memory().available, "disk": psutil.disk_usage(str(parent)).free}
+        for name, needed in (("memory", self.memory), ("disk", self.disk)):
+            if has[name] < needed:
+                place = f" at {parent}" if name == "disk" else ""
+                raise TooSmall(
+                    f"{needed / GIB:.1f} GiB of {name} are needed{place}, and {has[name] / GIB:.1f} GiB are free"
+                )
 
 
 class ServerDied(Exception):

@@ -246,6 +246,8 @@ class FakeBaseModel:
             max_context_length=128,
             takes_images=False,
             max_lora_rank=64,
+            adapter_bytes=64,
+            adapter_matrices=2,
         )
         self.trainer = FakeTrainer()
         self.sampler = FakeSampler()

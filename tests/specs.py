@@ -18,6 +18,8 @@ def tiny_spec(source: Path) -> ModelSpec:
         dtype="float32",
         max_context_length=1024,
         max_lora_rank=64,
+        adapter_bytes=0,
+        adapter_matrices=0,
         max_tokens_per_microbatch=1024,
         max_concurrent_samples=256,
         adapter_slots=4,

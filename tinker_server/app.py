@@ -61,6 +61,7 @@ from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
+from tinker_server.store.uploads import UploadFolder
 from tinker_server.store.usage import UsageStore
 from tinker_server.web import openapi, reference_page
 from tinker_server.web.cors import Cors
@@ -72,6 +73,7 @@ from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
 from tinker_server.weights.lookup import WeightStores
 from tinker_server.weights.saving import Saving
+from tinker_server.weights.uploads import Uploads
 
 HOUSEKEEPING_S, DAY_S = 60.0, 24 * 3600.0
 REPLAY_S = 120.0
@@ -195,7 +197,8 @@ def build_services(
     scheduler = Scheduler(model_stores, execution, admission, settings.gap_grace_s)
     key_uses = KeyUses(settings.data_dir, keys)
     sample_files = SampleFiles(settings.data_dir / "samples", settings.samples_disk_bytes)
-    swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, key_uses)
+    uploads = UploadFolder(settings.data_dir)
+    swept = (sessions, runs, samplers, checkpoints, futures, usage, steps, client_metrics, storage, uploads, key_uses)
     stores = Stores(*swept, gallery, sample_files)
     return Services(
         settings=settings,
@@ -225,7 +228,9 @@ def build_services(
         holdings=holdings,
         snapshots=snapshots,
         chats=Chats(weights, admission, gallery),
+        weights=weights,
         copying=Copying(sessions, runs, checkpoints, storage, holdings),
+        uploads=Uploads(uploads, sessions, runs, weights),
         archives=Archives(storage, holdings),
         links=Links(settings.data_dir),
         ledger=Ledger(settings.max_body_bytes),

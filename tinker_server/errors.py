@@ -3,7 +3,8 @@
 TinkerServerError
 ├── Unauthenticated 401, BadRequest (BadField) 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400
 ├── OtherBaseModel 400, BodyTooLarge 413
-├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownFuture  404
+├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownUpload,
+│   UnknownFuture 404
 ├── ScopeRefused 403, AdministratorsOnly 403: the key is right, and may not do this
 ├── ForeignHost 403, KeysReadOnly 403, SessionFinished 403, HeartbeatEnded 410, ResultExpired 410
 ├── Unsupported 400: only in futures, so that a permanent refusal does not use up the model's sequence number
@@ -12,7 +13,7 @@ TinkerServerError
 ├── ResultTooLarge, GradientIncomplete 400: only in futures
 ├── Busy 429: an owner has too much in flight; its clients wait and retry
 ├── Cancelled 410: only in futures of samples
-├── ChatFailed 500: only from the chat endpoints
+├── ChatFailed 500: only from the chat endpoints; UploadFailed 500
 └── DatabaseUnavailable (DiskFull, Superseded), ShuttingDown 503
 
 The SDK retries 408, 409, 429 and 5xx for five minutes, so no permanent refusal has one of these.
@@ -137,6 +138,12 @@ class UnknownCheckpoint(TinkerServerError):
     status, category = 404, "user"
 
 
+class UnknownUpload(TinkerServerError):
+    """No upload has this id."""
+
+    status, category = 404, "user"
+
+
 class UnknownFuture(TinkerServerError):
     """No operation has this request_id."""
 
@@ -197,6 +204,10 @@ class Cancelled(TinkerServerError):
 
 class ChatFailed(TinkerServerError):
     """The sampler could not answer a chat; the request is not at fault."""
+
+
+class UploadFailed(TinkerServerError):
+    """Trainer or sampler could not read the uploaded adapter; the request is not at fault."""
 
 
 class DatabaseUnavailable(TinkerServerError):

@@ -32,6 +32,7 @@ from backends.protocol import BackendFailed
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
 log = logging.getLogger(__name__)
+_ADAPTER_NUMBER_BYTES = 4
 _COMPUTING = ("torch", "transformers", "tinker-server")
 """Packages on which the numbers of training depend."""
 
@@ -151,6 +152,8 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         weight_bytes=size.base_bytes,
         max_context_length=min(size.longest_context, longest),
         max_lora_rank=config.max_lora_rank or LORA_RANKS[0],
+        adapter_bytes=_ADAPTER_NUMBER_BYTES * numbers.adapter,
+        adapter_matrices=sum(one.count for one in numbers.matrices),
         trains_vision=config.train_vision and renderer.takes_images,
         full=config.full,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[device],

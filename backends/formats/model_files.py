@@ -2,18 +2,24 @@
 
 import hashlib
 import json
+import logging
 import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PretrainedConfig
 
 from backends.protocol import BackendFailed
 
+log = logging.getLogger(__name__)
+_NOT_READ = ["*.bin", "*.pth", "*.gguf", "original/*"]
+"""Files of the hub that are not downloaded."""
+_MB = 1e6
 _SAMPLE_BYTES = 256
 """Bytes from the middle of each tensor, for its fingerprint: training of any kind changes nearly every number."""
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
@@ -26,11 +32,31 @@ def local_directory(source: str) -> Path:
         return path.resolve()
     if path.is_absolute() or source.startswith((".", "~")):
         raise BackendFailed(f"model directory {source} does not exist")
+    _announce_download(source)
     try:
-        return Path(snapshot_download(source, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+        return Path(snapshot_download(source, ignore_patterns=_NOT_READ))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BackendFailed(f"{source} is no directory here, and the model hub does not give it: {reason}") from None
+
+
+def _announce_download(source: str) -> None:
+    """Log how much the hub will send, before it does. Raises BackendFailed if the disk has no room for it."""
+    try:
+        files = snapshot_download(source, ignore_patterns=_NOT_READ, dry_run=True)
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return  # the hub does not answer; the files may be here all the same
+    missing = [one.file_size or 0 for one in files if one.will_download]
+    if not missing:
+        return
+    cache = Path(constants.HF_HUB_CACHE)
+    has_bytes = disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
+    if sum(missing) > has_bytes:
+        raise BackendFailed(
+            f"{source}: its {len(missing)} files have {sum(missing) / _MB:.0f} MB, and {cache} has"
+            f" {has_bytes / _MB:.0f} MB left: free some, or name another folder by HF_HOME"
+        )
+    log.info("downloading %s from the hub: %d files, %.0f MB, into %s", source, len(missing), sum(missing) / _MB, cache)
 
 
 def check_tokenizer(directory: Path) -> None:

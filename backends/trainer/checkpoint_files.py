@@ -136,11 +136,6 @@ def read_gradient(directory: Path) -> tuple[dict[str, Tensor], GradientState]:
         return tensors, cast(GradientState, file.metadata()["state"])
 
 
-def read_adapter(directory: Path) -> dict[str, Tensor]:
-    """Read an adapter's tensors. Raises InvalidInput if the directory is gone."""
-    return _read(directory / ADAPTER_FILE)
-
-
 def read_optimizer(directory: Path) -> dict[str, Tensor]:
     """Read Adam's state. Raises InvalidInput if there is none, as in weights saved for a sampler."""
     return _read(directory / OPTIMIZER_FILE)

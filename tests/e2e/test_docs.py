@@ -12,6 +12,7 @@ import pytest
 
 from tests.servers import KEY, MODEL, Server
 
+pytestmark = pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md") if "```python" in path.read_text())
 CURLS = re.findall(r"```bash\n(.*?)```", (DOCS / "chat.md").read_text(), re.DOTALL)

@@ -32,7 +32,7 @@ class Chats:
         Raises BadRequest, UnknownBaseModel, UnknownCheckpoint, OtherBaseModel.
         """
         base_model, path = _names(name)
-        return await find_weights(self._stores.bases, self._stores.checkpoints, base_model, path, owner)
+        return await find_weights(self._stores, base_model, path, owner)
 
     async def answer(self, request: ChatRequest, owner: str, addresses: ImageAddresses) -> AsyncGenerator[str, None]:
         """Yield the parts of the answer, in its vendor's form, as they arrive. Closing the generator stops the work.

@@ -21,6 +21,7 @@ from tinker_server.store.directories import Storage
 from tinker_server.store.futures.replay_log import Entry
 from tinker_server.store.futures.store import FutureStore
 from tinker_server.store.records import TrainingRun
+from tinker_server.weights.lookup import loadable_directory
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class LogReplay:
         checkpoint = await self._checkpoints.find(parse_path(request.path))
         if checkpoint is None:
             raise InvalidInput(f"{request.path} was deleted")
-        directory = self._storage.path(checkpoint.directory)
+        directory = self._storage.path(loadable_directory(checkpoint, self._storage))
         await trainer.load_state(model_id, directory, with_optimizer=request.optimizer)
 
 

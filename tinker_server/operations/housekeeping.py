@@ -25,6 +25,7 @@ from tinker_server.store.runs import RunStore
 from tinker_server.store.samplers import SamplerStore, UnnamedLimits
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.steps import StepStore
+from tinker_server.store.uploads import UploadFolder
 from tinker_server.store.usage import UsageStore
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Stores:
     steps: StepStore
     client_metrics: ClientMetricStore
     storage: Storage
+    uploads: UploadFolder
     key_uses: KeyUses
     gallery: Gallery
     sample_files: SampleFiles
@@ -127,11 +129,13 @@ class Housekeeper:
                 await self._drop(run, "its client did not come back")
 
     async def sweep_weights(self, now: float) -> None:
-        """Delete weights that have expired, or have no name and are not used, and directories without a reference."""
+        """Delete weights that have expired, or have no name and are not used, directories without a reference, and
+        uploads that nobody finished."""
         storage = self._stores.storage
         await storage.delete(*await self._stores.samplers.take_unused(self._periods.unnamed, now))
         await storage.delete(*await self._stores.checkpoints.take_expired(now))
         await storage.delete_unreferenced()
+        await self._stores.uploads.delete_expired(now)
 
     async def sweep_records(self, now: float) -> None:
         """Write counted usage and the uses of keys, and delete old results."""

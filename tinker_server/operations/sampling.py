@@ -38,9 +38,7 @@ class Sampling:
                 response = await self._stores.bases.base(base_model).sampler.sample(task)
         else:
             session_id = NO_SESSION
-            base_model, directory, _ = await find_weights(
-                self._stores.bases, self._stores.checkpoints, request.base_model, request.model_path, owner
-            )
+            base_model, directory, _ = await find_weights(self._stores, request.base_model, request.model_path, owner)
             note(base_model=base_model)
             weights = self._weights(directory, f"{request.model_path}")
             task = SamplingTask.from_request(request, weights, owner)

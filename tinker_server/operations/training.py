@@ -29,7 +29,7 @@ from tinker_server.models.model import Model
 from tinker_server.observability.tracing.hooks import note
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.records import Checkpoint, TrainingRun
-from tinker_server.weights.lookup import WeightStores
+from tinker_server.weights.lookup import WeightStores, loadable_directory
 
 
 class Training:
@@ -89,7 +89,7 @@ class Training:
         if request.base_model not in (None, checkpoint.base_model):
             raise Unsupported(f"{request.path} is of {checkpoint.base_model}, not of {request.base_model}")
         self._stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, request.path)
-        directory = self._stores.storage.path(checkpoint.directory)
+        directory = self._stores.storage.path(loadable_directory(checkpoint, self._stores.storage))
         if request.model_id is not None:
             run, trainer = await model.loaded()
             if run.base_model != checkpoint.base_model:
@@ -109,7 +109,7 @@ class Training:
 
     async def _checkpoint(self, path: str, readers: Set[str]) -> Checkpoint:
         parsed = parse_path(path)
-        if parsed.kind != "weights":
+        if parsed.kind == "sampler_weights":
             raise Unsupported(f"{path} cannot be trained on; take a tinker://<run>/weights/<name> (save_state)")
         return await self._stores.checkpoints.require_readable(parsed, readers, time.time())
 

@@ -1,4 +1,4 @@
-"""Routes that list, delete, publish, expire, copy and download saved weights."""
+"""Routes that list, delete, publish, expire, copy, download and upload saved weights."""
 
 import json
 import time
@@ -19,24 +19,34 @@ from api_schemas.checkpoints import (
     SearchCheckpointsRequest,
     SearchCheckpointsResponse,
     SetTtlRequest,
+    UploadFinishRequest,
+    UploadFinishResponse,
+    UploadStartRequest,
+    UploadStartResponse,
+    UploadUrl,
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
 from api_schemas.listing import Cursor, from_unix
-from api_schemas.old_clients.versions import shown_kinds
+from api_schemas.old_clients.versions import shown_kinds, takes_upload_headers
 from api_schemas.weights import Kind, TinkerPath, check_name
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import (
     BadRequest,
+    LimitReached,
     ModelIdTaken,
     SessionFinished,
+    UnknownBaseModel,
     UnknownCheckpoint,
     UnknownModel,
     UnknownSession,
+    UnknownUpload,
+    UploadFailed,
 )
 from tinker_server.store.catalog import LIST_BYTES, Page
 from tinker_server.store.checkpoints import parse_path
 from tinker_server.store.records import Checkpoint
+from tinker_server.store.uploads import FILES
 from tinker_server.web.deps import (
     Audit,
     Caller,
@@ -68,12 +78,18 @@ async def _path(
         raise BadRequest(str(error)) from None
 
 
-async def _kinds(
-    x_stainless_package_version: Annotated[
-        str | None, Header(description="Version of the SDK: versions before 0.28 accept no weights of type `external`.")
-    ] = None,
-) -> list[Kind]:
-    return shown_kinds(x_stainless_package_version)
+SdkVersion = Annotated[
+    str | None,
+    Header(
+        alias="x-stainless-package-version",
+        description="Version of the SDK: before 0.28 it accepts no weights of type `external`, before 0.40 no links of"
+        " uploads with headers.",
+    ),
+]
+
+
+async def _kinds(sdk_version: SdkVersion = None) -> list[Kind]:
+    return shown_kinds(sdk_version)
 
 
 CheckpointPath = Annotated[TinkerPath, Depends(_path)]
@@ -212,6 +228,43 @@ async def copy_weights(
     path = await server.copying.copy(request, x_idempotency_key, caller, readers)
     await _note(server.audit, caller, "checkpoint_copied", path, source_path=request.source_path)
     return CopyWeightsResponse(tinker_path=str(path))
+
+
+@router.post("/external_weights_upload_start", responses=refused(BadRequest, LimitReached, UnknownBaseModel))
+async def external_weights_upload_start(  # noqa: PLR0913 - three are headers
+    request: UploadStartRequest,
+    server: Server,
+    url: ServerUrl,
+    caller: Caller,
+    sdk_version: SdkVersion = None,
+    x_idempotency_key: IdempotencyKey = None,
+) -> UploadStartResponse:
+    """Start the upload of an adapter: return a signed link for each of its files, to which a plain PUT sends it."""
+    upload = await server.uploads.start(request, x_idempotency_key, caller)
+    links = {name: server.links.sign(f"uploads/{upload.upload_id}/{name}", upload.expires) for name in FILES}
+    plain = {name: f"{url}/{link}" for name, link in links.items()}
+    with_headers = {name: UploadUrl(url=one) for name, one in plain.items()}
+    return UploadStartResponse(
+        upload_id=upload.upload_id,
+        urls=dict(with_headers if takes_upload_headers(sdk_version) else plain),
+        expires=from_unix(upload.expires),
+    )
+
+
+@router.post(
+    "/external_weights_upload_finish",
+    responses=refused(BadRequest, LimitReached, UnknownBaseModel, UnknownUpload, UploadFailed),
+)
+async def external_weights_upload_finish(
+    request: UploadFinishRequest, server: Server, caller: Caller
+) -> UploadFinishResponse:
+    """Check the adapter that was uploaded, and save it. It can be sampled from, and trained on without an optimizer.
+
+    A repeat waits for the first one, and gets its path.
+    """
+    path = await server.uploads.finish(request.upload_id, caller)
+    await _note(server.audit, caller, "checkpoint_uploaded", path)
+    return UploadFinishResponse(tinker_path=str(path))
 
 
 def checkpoint_info(row: Checkpoint) -> CheckpointInfo:

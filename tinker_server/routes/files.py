@@ -1,24 +1,36 @@
-"""Downloads by signed URL, with a plain GET and no API key."""
+"""Downloads and uploads by signed URL, with a plain GET or PUT and no API key."""
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, StreamingResponse
 
+from api_schemas.checkpoints import UploadedFileResponse
 from api_schemas.wire import JSON
-from tinker_server.errors import LimitReached, LinkRefused, UnknownCheckpoint, UnknownSession
+from tinker_server.errors import (
+    BadRequest,
+    BodyTooLarge,
+    DiskFull,
+    LimitReached,
+    LinkRefused,
+    UnknownCheckpoint,
+    UnknownSession,
+    UnknownUpload,
+)
 from tinker_server.store.catalog import OperationRecord
 from tinker_server.store.records import Session
-from tinker_server.web.deps import ArchivesDep, CatalogDep, Runs, Sessions, StorageDep
+from tinker_server.web.deps import ArchivesDep, CatalogDep, Runs, Sessions, StorageDep, UploadsDep
 from tinker_server.web.parameters import FollowedLink, SessionIdInPath
-from tinker_server.web.refusals import DOWNLOAD, Described, refused
+from tinker_server.web.refusals import BINARY, DOWNLOAD, Described, refused
 
 router = APIRouter()
+UPLOADED = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": BINARY}}}}
 MICROS = 1_000_000
 OPERATIONS_AT_ONCE = 500
 """Operations of a trace that are encoded at once, which takes a few milliseconds."""
@@ -58,6 +70,29 @@ async def get_archive(
         return await _file(await archives.get(directory, run.owner))
     except FileNotFoundError:
         raise UnknownCheckpoint("the weights were deleted") from None
+
+
+@router.put(
+    "/uploads/{upload_id}/{name}",
+    responses=refused(BadRequest, LinkRefused, UnknownUpload, BodyTooLarge, DiskFull),
+    openapi_extra=UPLOADED,
+)
+async def put_file(
+    upload_id: Annotated[str, PathParameter(description="An upload that has been started.")],
+    name: Annotated[str, PathParameter(description="Name of the file.")],
+    link: FollowedLink,
+    uploads: UploadsDep,
+    http: Request,
+) -> UploadedFileResponse:
+    """Send one file of an adapter. It replaces the one that was sent before."""
+    link.require_to(f"uploads/{upload_id}/{name}")
+    upload = uploads.require_open(upload_id, name)
+    try:
+        async with asyncio.timeout(max(0, link.expires - time.time())):
+            size_bytes = await uploads.folder.receive(upload, name, http.stream())
+    except TimeoutError:
+        raise LinkRefused("the link has expired; start another upload") from None
+    return UploadedFileResponse(size_bytes=size_bytes)
 
 
 @router.get("/traces/{session_id}", responses=TRACE | refused(LinkRefused, UnknownSession))

@@ -54,7 +54,7 @@ async def create_sampling_session(
 ) -> CreateSamplingSessionResponse:
     """Bind a sampling session to a base model or to saved weights, which are loaded when first used."""
     await server.sessions.require_open(request.session_id, caller)
-    found = await find_weights(server.models, server.checkpoints, request.base_model, request.model_path, caller)
+    found = await find_weights(server.weights, request.base_model, request.model_path, caller)
     sampler = SamplingSession(
         sampling_session_id=ids.sampling_session_id(request.session_id, request.sampling_session_seq_id),
         owner=caller,
@@ -100,7 +100,7 @@ async def asample(
     """Queue a sample. A request that is visibly invalid is answered 400; too many in flight, 429."""
     request = submission.request
     if request.sampling_session_id is None:
-        weights = await find_weights(server.models, server.checkpoints, request.base_model, request.model_path, caller)
+        weights = await find_weights(server.weights, request.base_model, request.model_path, caller)
         base_model = weights.base_model
         lane, seq_id = f"direct:{uuid.uuid4().hex}", request.seq_id or 0
     else:

@@ -40,6 +40,8 @@ from tinker_server.store.usage import UsageStore
 from tinker_server.web.ledger import Ledger
 from tinker_server.weights.archives import Archives
 from tinker_server.weights.copying import Copying
+from tinker_server.weights.lookup import WeightStores
+from tinker_server.weights.uploads import Uploads
 
 T = TypeVar("T")
 _KEY = APIKeyHeader(
@@ -80,7 +82,9 @@ class Services:
     holdings: Holdings
     snapshots: Snapshots
     chats: Chats
+    weights: WeightStores
     copying: Copying
+    uploads: Uploads
     archives: Archives
     links: Links
     ledger: Ledger
@@ -158,6 +162,7 @@ UsageDep = Annotated[UsageStore, _part(lambda server: server.usage)]
 Audit = Annotated[AuditStore, _part(lambda server: server.audit)]
 StorageDep = Annotated[Storage, _part(lambda server: server.storage)]
 ArchivesDep = Annotated[Archives, _part(lambda server: server.archives)]
+UploadsDep = Annotated[Uploads, _part(lambda server: server.uploads)]
 SignedLinks = Annotated[Links, _part(lambda server: server.links)]
 ServerUrl = Annotated[str, Depends(_server_url)]
 """URL of `/api/v1` as the client addressed it, with the prefix that a proxy has removed."""

@@ -6,6 +6,7 @@ parsed.
 
 import asyncio
 import ipaddress
+import sys
 import time
 from urllib.parse import urlsplit
 
@@ -29,7 +30,7 @@ OTHER = "other"
 NO_ROUTE = "none"
 """Route of requests that the gate refused, or that no route matches."""
 API = "/api/v1/"
-OPEN = tuple(API + path for path in ("healthz", "files/", "archives/", "traces/"))
+OPEN = tuple(API + path for path in ("healthz", "files/", "archives/", "traces/", "uploads/"))
 """Paths that need no key: the health check, and signed links."""
 OWN_KEY = "auth/apikey/me"
 """Path at which every key may ask for itself, and revoke itself."""
@@ -59,11 +60,15 @@ SMALL_BODY_VALUES = 1 << 13
 """So many values are parsed and checked in a few milliseconds."""
 LARGE_BODY_VALUES = 1 << 20
 """Values of a JSON body with a batch or a prompt: Python parses it in one go, and nothing else runs meanwhile."""
+UPLOADS = API + "uploads/"
+"""Files of uploads, which go to the disk as they come. Their route bounds their bytes and their time."""
 _SLICE_BYTES = 1 << 20
 
 
 def largest_body(path: str, max_body_bytes: int) -> int:
     """Return the most bytes that a route's body may have, also when it is decompressed."""
+    if path.startswith(UPLOADS):
+        return sys.maxsize
     return max_body_bytes if path in LARGE_BODIES else min(SMALL_BODY_BYTES, max_body_bytes)
 
 
@@ -200,19 +205,20 @@ class BodyLimit:
                 status = 422 if num_brackets > most_values else BodyTooLarge.status
                 raise HTTPException(status, _too_many_values(most_values))
             if is_whole:
-                came(num_bytes)
+                came(min(num_bytes, in_memory))
             return message
 
         if declared > limit:
             await answer(scope["path"], 413, BodyTooLarge(), _too_large(limit))(scope, receive, send)
             return
+        in_memory = 1 if scope["path"].startswith(UPLOADS) else size_bytes
         ledger: Ledger = scope["app"].state.services.ledger
         owner = scope.get("state", {}).get("owner") or ""
         if not size_bytes:
             await self.app(scope, counted, send)
             return
         try:
-            async with ledger.body(owner, size_bytes) as came:
+            async with ledger.body(owner, in_memory) as came:
                 await self.app(scope, counted, send)
         except Busy as error:
             await answer(scope["path"], error.status, error, str(error), {"Retry-After": RETRY_AFTER_S})(
@@ -255,10 +261,12 @@ def require_scope(key: Key, path: str, *, is_chat: bool) -> None:
 
 
 def _most_values(path: str, headers: Headers) -> int | None:
-    """Return the most values; None for a body that is not JSON yet, where one byte in 256 is a comma anyway.
+    """Return the most values; None for a body that is not JSON, or not yet, where one byte in 256 is a comma anyway.
 
     A chat is JSON, whatever its Content-Type says.
     """
+    if path.startswith(UPLOADS):
+        return None
     if path not in LARGE_BODIES:
         return SMALL_BODY_VALUES
     is_json = "content-encoding" not in headers and not headers.get("content-type", "").startswith(PROTOBUF)

@@ -13,7 +13,6 @@ from backends.protocol import ADAPTER_CONFIG_FILE
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
 from tinker_server.weights import export
-from tinker_server.weights.saving import PEFT
 
 PACKED_AT_ONCE = 2
 """Archives, one of each owner. Packing takes a processor for seconds, so it has threads of its own: other work in
@@ -62,11 +61,11 @@ class Archives:
 def _pack(directory: Path, archive: Path) -> None:
     """Pack a directory; an adapter like its export: under the tinker names, with PEFT's form in `peft/`."""
     with written_aside(archive) as aside, tarfile.open(aside, "w:gz", compresslevel=1) as tar:
-        if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / PEFT).exists():
+        if (directory / ADAPTER_CONFIG_FILE).exists() and not (directory / export.PEFT).exists():
             with tempfile.TemporaryDirectory(dir=archive.parent) as exported:
                 export.write_tinker_form(directory, Path(exported))
                 tar.add(exported, "")
-            tar.add(directory, PEFT)
+            tar.add(directory, export.PEFT)
         else:
             tar.add(directory, "")
     if not directory.exists():

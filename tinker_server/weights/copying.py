@@ -20,6 +20,18 @@ from tinker_server.store.sessions import SessionStore
 from tinker_server.weights.saving import check_ttl
 
 
+async def finished_session(
+    sessions: SessionStore, made_by: str, project_id: str | None, key: str | None, owner: str
+) -> str:
+    """Make a session for weights that no model of it saved, and finish it: nobody works in it. The same key gives the
+    same session."""
+    session = CreateSessionRequest(tags=[made_by], project_id=project_id)
+    session_id = await sessions.create(session, None if key is None else f"{made_by}:{key}", owner)
+    done = FinishSessionRequest(reason=FinishReason(type="success"), detail=f"made by {made_by}")
+    await sessions.finish(session_id, done, owner)
+    return session_id
+
+
 class Copying:
     """Copies weights one at a time. A copy has a training run of its own, which was never in memory."""
 
@@ -80,13 +92,8 @@ class Copying:
     async def _place(self, request: CopyWeightsRequest, idempotency_key: str | None, owner: str) -> tuple[str, int]:
         match request.destination_project_id, request.session_id, request.model_seq_id:
             case str(project_id), None, None:
-                # A project's copy gets a session of its own, which is finished: nobody works in it.
-                session = CreateSessionRequest(tags=["copy_weights"], project_id=project_id)
-                key = None if idempotency_key is None else f"copy_weights:{idempotency_key}"
-                session_id = await self._sessions.create(session, key, owner)
-                done = FinishSessionRequest(reason=FinishReason(type="success"), detail="made by copy_weights")
-                await self._sessions.finish(session_id, done, owner)
-                return session_id, 0
+                made_by = "copy_weights"
+                return await finished_session(self._sessions, made_by, project_id, idempotency_key, owner), 0
             case None, str(session_id), int(number):
                 await self._sessions.require_open(session_id, owner)
                 return session_id, number

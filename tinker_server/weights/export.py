@@ -1,14 +1,7 @@
-"""Export of adapters under the names of the tinker weight tools: a text decoder's names, without the model around it.
+"""Export of adapters under the names of Tinker's tools, with PEFT's form in a subdirectory.
 
-`tinker_cookbook.weights` builds and merges adapters whose tensors are named
-
-    base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight   [rank, in]
-    base_model.model.model.layers.{i}.mlp.experts.w1.lora_A.weight     [experts, rank, in]: w1 gate, w3 up, w2 down
-    base_model.model.model.unembed_tokens.lora_B.weight                [out, rank], the head
-
-whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and vLLM need the
-model's own names, and each expert's matrices apart; the trainer writes them like this. Tensors are renamed in the
-file's header and copied as bytes, those of experts one after the other. This file knows no tensor library.
+The trainer writes PEFT's names. Tensors are renamed in the file's header and copied as bytes, those of experts one
+after the other. This file knows no tensor library.
 
 The tools have no names for a vision tower and would leave it out silently. So an adapter with one is exported in PEFT's
 form alone, and the tools find no files. PEFT in turn would silently load only those tensors of the tools' form whose
@@ -16,23 +9,16 @@ names it knows. So that form's config has a `peft_type` that PEFT refuses; the t
 """
 
 import json
-import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TypedDict
 
+from api_schemas.adapter_names import NOT_FOR_PEFT, is_of_a_layer, tinker_name
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
-_LAYER = re.compile(r"base_model\.model\.(?:.+?\.)??layers\.(?P<rest>\d+\..+)")
-_HEAD = re.compile(r"base_model\.model\.(?:.+\.)?[^.]+\.(?P<half>lora_[AB])\.weight")
-_EXPERT = re.compile(
-    r"(?P<layer>.+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)"
-    r"\.(?P<matrix>(?:gate|up|down)_proj|w[123])(?P<after>\..+)"
-)
-_OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-NOT_FOR_PEFT = "none: these are names of Tinker's tools; PEFT's form is in the directory peft/ beside this file"
-"""The `peft_type` of the tools' form. PEFT quotes a type that it does not know."""
+PEFT = "peft"
+"""Subdirectory of exported weights that holds them in PEFT's form."""
 README_FILE = "README.txt"
 """Not README.md: the SDK's command line writes that, where there is none, when it uploads a checkpoint."""
 _PEFT_ALONE = """\
@@ -46,23 +32,6 @@ adapter_model.safetensors, adapter_config.json
 _NO_TINKER_FORM = "        There is no other form: Tinker's tools have no names for a vision tower, which it covers.\n"
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the format's own reader."""
-
-
-def tinker_name(peft_name: str) -> tuple[str, int | None]:
-    """Return the exported name of a tensor, and for an expert's its index in the stack of that name.
-
-    A tensor outside the decoder layers belongs to the head. Raises ValueError for a name that no adapter has.
-    """
-    if layer := _LAYER.fullmatch(peft_name):
-        name = f"base_model.model.model.layers.{layer['rest']}"
-        if expert := _EXPERT.fullmatch(name):
-            matrix = _OF_EXPERTS.get(expert["matrix"], expert["matrix"])
-            stack = f"{expert['layer']}.mlp.experts.{matrix}{expert['after']}"
-            return stack, int(expert["number"])
-        return name, None
-    if head := _HEAD.fullmatch(peft_name):
-        return f"base_model.model.model.unembed_tokens.{head['half']}.weight", None
-    raise ValueError(f"{peft_name!r} is not a tensor of an adapter")
 
 
 def write_tinker_form(peft: Path, directory: Path) -> None:
@@ -85,7 +54,7 @@ def has_tower(source: Path) -> bool:
     """Return whether the file's adapter covers more than the layers of a decoder and a head."""
     with source.open("rb") as read:
         header, _, _ = _header(read)
-    modules = {name.partition(".lora_")[0] for name in header if not _LAYER.fullmatch(name)}
+    modules = {name.partition(".lora_")[0] for name in header if not is_of_a_layer(name)}
     return len(modules) > 1
 
 

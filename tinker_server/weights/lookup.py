@@ -1,17 +1,20 @@
-"""Look-up of the weights to sample from: a base model's, sampler weights, or a training checkpoint's."""
+"""Look-up of the weights to sample from or to train on: a base model's, or those of a checkpoint of any kind."""
 
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from api_schemas.weights import TinkerPath
+from backends.protocol import ADAPTER_FILE
 from tinker_server.errors import BadRequest
 from tinker_server.models.base_models import BaseModels
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
 from tinker_server.store.directories import Storage
 from tinker_server.store.holdings import Holdings
+from tinker_server.store.records import Checkpoint
 from tinker_server.store.samplers import SamplerStore
 from tinker_server.store.usage import UsageStore
+from tinker_server.weights.encryption import SUFFIX
+from tinker_server.weights.export import PEFT
 
 
 @dataclass(frozen=True)
@@ -36,27 +39,32 @@ class FoundWeights(NamedTuple):
     """Fingerprint of the base model that the weights are for."""
 
 
+def loadable_directory(checkpoint: Checkpoint, storage: Storage) -> str:
+    """Return the directory of a checkpoint's files as trainer and engines load them. Raises BadRequest."""
+    directory = checkpoint.directory
+    if checkpoint.kind != "external_weights":
+        return directory
+    if checkpoint.trainable.full or storage.path(f"{directory}/{PEFT}/{ADAPTER_FILE}{SUFFIX}").exists():
+        what = "is a whole model for other programs" if checkpoint.trainable.full else "is encrypted"
+        raise BadRequest(
+            f"{checkpoint.tinker_path} {what}; take a .../sampler_weights/<name> (save_weights_for_sampler) or a"
+            " .../weights/<name> (save_state)"
+        )
+    return f"{directory}/{PEFT}"
+
+
 async def find_weights(
-    bases: BaseModels, checkpoints: CheckpointStore, base_model: str | None, model_path: str | None, owner: str
+    stores: WeightStores, base_model: str | None, model_path: str | None, owner: str
 ) -> FoundWeights:
     """Find the weights that a request names. Raises BadRequest, UnknownCheckpoint, UnknownBaseModel."""
     if model_path is not None:
-        checkpoint = await checkpoints.require_readable(_path(model_path), {owner}, time.time())
+        checkpoint = await stores.checkpoints.require_readable(parse_path(model_path), {owner}, time.time())
         if base_model not in (None, checkpoint.base_model):
             raise BadRequest(f"{model_path} is of {checkpoint.base_model}, not of {base_model}")
-        bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, model_path)
-        return FoundWeights(checkpoint.base_model, checkpoint.directory, checkpoint.base_fingerprint)
+        stores.bases.require_same(checkpoint.base_model, checkpoint.base_fingerprint, model_path)
+        directory = loadable_directory(checkpoint, stores.storage)
+        return FoundWeights(checkpoint.base_model, directory, checkpoint.base_fingerprint)
     if base_model is None:
         raise BadRequest("give base_model or model_path")
-    bases.base(base_model)
+    stores.bases.base(base_model)
     return FoundWeights(base_model)
-
-
-def _path(text: str) -> TinkerPath:
-    path = parse_path(text)
-    if path.kind == "external_weights":
-        raise BadRequest(
-            f"{text} cannot be sampled from; take a .../sampler_weights/<name> (save_weights_for_sampler)"
-            " or a .../weights/<name> (save_state)"
-        )
-    return path

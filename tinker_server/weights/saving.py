@@ -27,8 +27,6 @@ from tinker_server.weights import export
 from tinker_server.weights.encryption import Recipient, encrypt_files, parse_recipients
 from tinker_server.weights.lookup import WeightStores
 
-PEFT = "peft"
-"""Subdirectory of exported weights that holds them in PEFT's form."""
 MIN_TTL_S, MAX_TTL_S = 3600, 315_360_000
 
 
@@ -183,8 +181,8 @@ async def _export(trainer: Trainer, run: TrainingRun, directory: Path, recipient
 
     The files are encrypted if there are recipients.
     """
-    await trainer.save(run.model_id, directory if run.trainable.full else directory / PEFT, "export")
+    await trainer.save(run.model_id, directory if run.trainable.full else directory / export.PEFT, "export")
     if not run.trainable.full:
-        await asyncio.to_thread(export.write_tinker_form, directory / PEFT, directory)
+        await asyncio.to_thread(export.write_tinker_form, directory / export.PEFT, directory)
     if recipients:
         await asyncio.to_thread(encrypt_files, directory, recipients)

@@ -14,6 +14,7 @@ from backends.protocol import InvalidInput
 from backends.trainer import checkpoint_files
 from backends.trainer.distributed import World, agreed, gather_objects, on_rank_zero
 from backends.trainer.lora.model import LoraModel
+from backends.trainer.lora.saved_adapter import read_adapter
 from backends.trainer.optimizer import all_finite
 from backends.trainer.trained_weights import GradientState
 
@@ -67,10 +68,10 @@ class LoraFiles:
         self._write(directory, write)
 
     def load_state(self, model: LoraModel, directory: Path, *, with_optimizer: bool) -> None:
-        """Load a saved state; the gradient is cleared, and without its state the optimizer starts afresh."""
+        """Load a saved adapter; the gradient is cleared, and without its state the optimizer starts afresh."""
 
         def read() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            weights = checkpoint_files.read_adapter(directory)
+            weights = read_adapter(directory, model.tensors, has_tower=model.config.train_vision)
             return weights, checkpoint_files.read_optimizer(directory) if with_optimizer else {}
 
         weights, moments = on_rank_zero(read, self._world) or ({}, {})

@@ -297,7 +297,7 @@ class LoraModel:
 
     def _check(self, weights: Mapping[str, Tensor], optimizer_state: Mapping[str, Tensor]) -> None:
         """Raises InvalidInput if saved tensors are not this model's, or not finite."""
-        self._check_tensors(weights, "load_weights")
+        self._check_shapes(weights)
         if not all_finite([*weights.values(), *optimizer_state.values()]):
             raise InvalidInput("load_weights: the checkpoint holds NaN or infinity")
         keys = [f"{name}:{key}" for name in self.tensors for key in (*MOMENTS, "step")] if optimizer_state else []
@@ -306,15 +306,12 @@ class LoraModel:
                 f"load_weights: the checkpoint's optimizer has no {missing[0].rpartition(':')[2]} of some tensors"
             )
 
-    def _check_tensors(self, source: Mapping[str, Tensor], where: str) -> None:
-        """Raises InvalidInput if names or shapes differ from the adapters'."""
-        tensors = self.tensors
-        if source.keys() != tensors.keys():
-            raise InvalidInput(f"{where}: the checkpoint trains other modules than this model")
-        for name, tensor in tensors.items():
-            if source[name].shape != tensor.shape:
+    def _check_shapes(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises InvalidInput if shapes differ from the adapters'. Names were compared when the file was read."""
+        for name, tensor in self.tensors.items():
+            if weights[name].shape != tensor.shape:
                 raise InvalidInput(
-                    f"{where}: {name} has shape {tuple(source[name].shape)}, this model's {tuple(tensor.shape)}:"
+                    f"load_weights: {name} has shape {tuple(weights[name].shape)}, this model's {tuple(tensor.shape)}:"
                     " the LoRA ranks differ"
                 )
 

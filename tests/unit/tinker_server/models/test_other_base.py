@@ -43,13 +43,13 @@ async def test_neither_checkpoint_nor_suspended_model_is_loaded_on_other_weights
         outcomes = [await client.result(await client.load_as(1, path)), await client.result(await client.optim_step(2))]
         assert [outcome.failed for outcome in outcomes] == [other, other]
         if not other:
-            await find_weights(services.models, services.checkpoints, None, path, LOCAL)
+            await find_weights(services.weights, None, path, LOCAL)
             return
         for outcome in outcomes:
             error = json.loads(outcome.body)
             assert error["category"] == "user" and "its weights differ" in error["error"]
         with pytest.raises(OtherBaseModel, match="its weights differ"):
-            await find_weights(services.models, services.checkpoints, None, path, LOCAL)
+            await find_weights(services.weights, None, path, LOCAL)
 
 
 async def test_a_model_whose_base_is_no_longer_served_is_dropped_in_time_like_all_others(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from api_schemas.adapter_names import tinker_name
 from api_schemas.training import Trainable
 from backends.families.lora_names import decoder_modules
 from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
@@ -43,19 +44,19 @@ RANK = 4
 )
 def test_names_are_those_of_a_text_decoder(peft: str, exported: str) -> None:
     for half in ("lora_A", "lora_B"):
-        name = export.tinker_name(f"base_model.model.{peft}.{half}.weight")
+        name = tinker_name(f"base_model.model.{peft}.{half}.weight")
         assert name == (f"base_model.model.model.{exported}.{half}.weight", None)
 
 
 @pytest.mark.parametrize(("peft", "exported"), [("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")])
 def test_matrices_of_experts_have_the_vendors_names_and_an_index_in_their_stack(peft: str, exported: str) -> None:
-    name = export.tinker_name(f"base_model.model.language_model.model.layers.3.mlp.experts.11.{peft}.lora_B.weight")
+    name = tinker_name(f"base_model.model.language_model.model.layers.3.mlp.experts.11.{peft}.lora_B.weight")
     assert name == (f"base_model.model.model.layers.3.mlp.experts.{exported}.lora_B.weight", 11)
 
 
 @pytest.mark.parametrize("matrix", ["w1", "w2", "w3"])
 def test_experts_under_the_names_of_mixtrals_files_are_exported_like_all_others(matrix: str) -> None:
-    name = export.tinker_name(f"base_model.model.model.layers.3.block_sparse_moe.experts.11.{matrix}.lora_A.weight")
+    name = tinker_name(f"base_model.model.model.layers.3.block_sparse_moe.experts.11.{matrix}.lora_A.weight")
     assert name == (f"base_model.model.model.layers.3.mlp.experts.{matrix}.lora_A.weight", 11)
 
 
@@ -88,7 +89,7 @@ def test_a_stack_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.layers.0.q_proj.lora_A.weight", "base_model.model.lm_head.weight", ""])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="not a tensor of an adapter"):
-        export.tinker_name(name)
+        tinker_name(name)
 
 
 @pytest.mark.parametrize("kind", ["vl", "text"])
@@ -113,7 +114,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     assert trained.keys() == adapter.tensors.keys()
     for name, parameter in adapter.tensors.items():
         assert np.array_equal(trained[name], parameter.detach().numpy())
-        assert np.array_equal(renamed[export.tinker_name(name)[0]], trained[name])
+        assert np.array_equal(renamed[tinker_name(name)[0]], trained[name])
 
     # The expected names and shapes, from the model's config alone.
     hidden, heads, inner = text.hidden_size, text.num_attention_heads * text.head_dim, text.intermediate_size

@@ -1,0 +1,45 @@
+"""The names of an adapter's tensors in exported files: those of PEFT, and those of Tinker's tools.
+
+`tinker_cookbook.weights` builds and merges adapters whose tensors are named
+
+    base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight   [rank, in]
+    base_model.model.model.layers.{i}.mlp.experts.w1.lora_A.weight     [experts, rank, in]: w1 gate, w3 up, w2 down
+    base_model.model.model.unembed_tokens.lora_B.weight                [out, rank], the head
+
+whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and vLLM need the
+model's own names, and each expert's matrices apart. The tools have no names for a vision tower.
+"""
+
+import re
+
+NOT_FOR_PEFT = "none: these are names of Tinker's tools; PEFT's form is in the directory peft/ beside this file"
+"""The `peft_type` in the config of files under the tools' names. PEFT quotes a type that it does not know."""
+_LAYER = re.compile(r"base_model\.model\.(?:.+?\.)??layers\.(?P<rest>\d+\..+)")
+_HEAD = re.compile(r"base_model\.model\.(?:.+\.)?[^.]+\.(?P<half>lora_[AB])\.weight")
+_EXPERT = re.compile(
+    r"(?P<layer>.+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)"
+    r"\.(?P<matrix>(?:gate|up|down)_proj|w[123])(?P<after>\..+)"
+)
+_OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def is_of_a_layer(peft_name: str) -> bool:
+    """Return whether a tensor is of a layer of a decoder."""
+    return _LAYER.fullmatch(peft_name) is not None
+
+
+def tinker_name(peft_name: str) -> tuple[str, int | None]:
+    """Return the tools' name of a tensor, and for an expert's its index in the stack of that name.
+
+    A tensor outside the decoder layers belongs to the head. Raises ValueError for a name that no adapter has.
+    """
+    if layer := _LAYER.fullmatch(peft_name):
+        name = f"base_model.model.model.layers.{layer['rest']}"
+        if expert := _EXPERT.fullmatch(name):
+            matrix = _OF_EXPERTS.get(expert["matrix"], expert["matrix"])
+            stack = f"{expert['layer']}.mlp.experts.{matrix}{expert['after']}"
+            return stack, int(expert["number"])
+        return name, None
+    if head := _HEAD.fullmatch(peft_name):
+        return f"base_model.model.model.unembed_tokens.{head['half']}.weight", None
+    raise ValueError(f"{peft_name!r} is not a tensor of an adapter")

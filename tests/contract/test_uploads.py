@@ -1,0 +1,253 @@
+"""Uploads of adapters on a backend of fakes: their links, their bounds, and whose they are.
+
+pytest tests/contract/test_uploads.py; the numbers are tested in tests/e2e/test_uploaded_adapters.py.
+"""
+
+import asyncio
+import concurrent.futures
+import json
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.numpy import save
+
+from backends.protocol import ModelLost
+from tests.dashboard import Owner, with_keys
+from tests.fake_server import Running
+from tests.fakes import ADAPTER
+from tests.uploading import FILES, Started
+from tinker_server.store.uploads import CONFIG_BYTES, KEPT_S
+
+CONFIG = b'{"peft_type": "LORA", "r": 8, "lora_alpha": 32}'
+CONTENT = {"adapter_config.json": CONFIG, "adapter_model.safetensors": save(ADAPTER)}
+START = {"base_model": "tiny", "lora_config": {"rank": 8}}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    running, made = with_keys(tmp_path, "alice", "bob")
+    running.http.headers["x-api-key"] = made[0]
+    running.http.headers["x-stainless-package-version"] = "0.40.0"
+    with Owner(running, made[1]) as bob:
+        running.bob = bob  # type: ignore[attr-defined]
+        yield running
+    running.stop()
+
+
+def started(server: Running, **headers: str) -> dict[str, Any]:
+    answer = server.http.post("/external_weights_upload_start", json=START, headers=headers)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def put(link: str | dict[str, Any], content: bytes) -> httpx.Response:
+    return httpx.put(link if isinstance(link, str) else link["url"], content=content, timeout=20)
+
+
+def finish(server: Running, upload_id: str) -> httpx.Response:
+    return server.post("/external_weights_upload_finish", upload_id=upload_id)
+
+
+def test_an_upload_becomes_weights_that_are_listed_sampled_and_trained_on(server: Running) -> None:
+    finished = Started.of(server.http, "tiny").put(CONTENT).finish()
+    path = finished.json()["tinker_path"]
+    assert path.endswith(":train:0/external_weights/uploaded")
+    (listed,) = server.post("/checkpoints/search", checkpoint_type="external").json()["checkpoints"]
+    assert listed["tinker_path"] == path and listed["base_model"] == "tiny"
+    info = server.post("/weights_info", tinker_path=path).json()
+    assert (info["lora_rank"], info["train_attn"], info["is_lora"]) == (8, True, True)
+    session_id = server.session()
+    loaded = server.post("/load_weights", session_id=session_id, model_seq_id=0, path=path)
+    assert server.result(loaded).json()["model_id"] == f"{session_id}:train:0"
+    sampled = server.post("/create_sampling_session", session_id=session_id, sampling_session_seq_id=0, model_path=path)
+    assert sampled.status_code == 200, sampled.text
+    assert server.result(server.sample(sampled.json()["sampling_session_id"])).status_code == 200
+    (published,) = server.backend.tiny.sampler.published
+    assert published.name == "peft" and published.parent.parent.name == "external_weights"
+    run_id = path.removeprefix("tinker://").partition("/")[0]
+    assert run_id not in server.backend.tiny.trainer.steps, "the model that read it stayed in memory"
+
+
+def test_sdks_before_0_40_get_links_as_texts(server: Running) -> None:
+    links = started(server, **{"x-stainless-package-version": "0.39.0"})["urls"]
+    assert set(links) == set(FILES) and all(isinstance(link, str) for link in links.values())
+    assert put(links["adapter_config.json"], CONFIG).status_code == 200
+
+
+def test_a_repeated_start_and_a_repeated_finish_get_the_first_ones(server: Running) -> None:
+    first, again = (started(server, **{"x-idempotency-key": "one"}) for _ in range(2))
+    assert first == again != started(server, **{"x-idempotency-key": "two"})
+    for name, content in CONTENT.items():
+        put(first["urls"][name], content)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: finish(server, first["upload_id"]), range(4)))
+    assert len({answer.json()["tinker_path"] for answer in answers}) == 1
+    assert finish(server, first["upload_id"]).json() == answers[0].json()
+    assert len(server.backend.tiny.sampler.published) == 1
+
+
+def test_an_upload_is_its_owners_alone(server: Running) -> None:
+    begun = started(server)
+    for name, content in CONTENT.items():
+        put(begun["urls"][name], content)
+    bobs = {"x-api-key": server.bob.key}  # type: ignore[attr-defined]
+    stolen = server.http.post("/external_weights_upload_finish", json={"upload_id": begun["upload_id"]}, headers=bobs)
+    assert stolen.status_code == 404 and stolen.json()["error"] == "UnknownUpload"
+    assert finish(server, begun["upload_id"]).status_code == 200
+    for wrong in ("0" * 32, "../checkpoints", "x"):
+        assert finish(server, wrong).status_code == 404
+
+
+def test_a_link_opens_one_file_of_one_upload_for_an_hour(server: Running) -> None:
+    one, other = started(server), started(server)
+    config, model = (one["urls"][name]["url"] for name in FILES)
+    query = config.partition("?")[2]
+    for wrong in (
+        f"{model.partition('?')[0]}?{query}",
+        f"{other['urls'][FILES[0]]['url'].partition('?')[0]}?{query}",
+        config.replace("expires=", "expires=1"),
+        config.partition("?")[0] + "?expires=1&signature=0",
+    ):
+        refused = put(wrong, CONFIG)
+        assert refused.status_code == 403 and refused.json()["error"] == "LinkRefused"
+    links = server.app.state.services.links
+    signed = links.sign(f"uploads/{one['upload_id']}/upload.json", int(time.time()) + 60)
+    assert put(f"{server.url}/api/v1/{signed}", b"{}").status_code == 400
+    ended = links.sign(f"uploads/{one['upload_id']}/{FILES[0]}", int(time.time()) - 1)
+    assert "expired" in put(f"{server.url}/api/v1/{ended}", CONFIG).text
+
+
+def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(server: Running) -> None:
+    begun = started(server)
+    config, model = (begun["urls"][name]["url"] for name in FILES)
+    folder = server.settings.data_dir / "uploads" / begun["upload_id"]
+    limit = json.loads((folder / "upload.json").read_text())["max_bytes"]
+    assert limit < 100_000
+    assert put(config, b" " * (CONFIG_BYTES + 1)).status_code == 413
+    for content in (b" " * (limit + 1), iter([b" " * limit, b" "])):  # with its length, and without
+        refused = httpx.put(model, content=content, timeout=20)
+        assert refused.status_code == 413 and f"larger than {limit} bytes" in refused.text
+    assert [path.name for path in folder.iterdir()] == ["upload.json"]
+    assert put(model, b" " * limit).status_code == 200
+
+
+def test_a_file_of_more_bytes_than_all_bodies_in_memory_may_have_comes_while_others_work(server: Running) -> None:
+    server.backend.tiny.info = replace(server.backend.tiny.info, adapter_bytes=1 << 22)
+    begun = started(server)
+    content = bytes(range(256)) * (1 << 16)
+    half_came, go_on = threading.Event(), threading.Event()
+
+    def halves() -> Iterator[bytes]:
+        yield content[: 1 << 23]
+        half_came.set()
+        assert go_on.wait(20)
+        yield content[1 << 23 :]
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        url, size = begun["urls"][FILES[1]]["url"], {"content-length": str(1 << 24)}
+        coming = thread.submit(httpx.put, url, content=halves(), headers=size, timeout=20)
+        assert half_came.wait(20)
+        try:
+            assert server.post("/create_session").status_code == 200
+        finally:
+            go_on.set()
+        assert coming.result().json() == {"size_bytes": 1 << 24}
+    file = server.settings.data_dir / "uploads" / begun["upload_id"] / FILES[1]
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "adapter_model.safetensors did not come"),
+        (b"", "no safetensors file"),
+        (struct.pack("<Q", 1 << 40) + b"{}", "its header is longer than"),
+    ],
+)
+def test_files_that_are_no_adapter_are_refused_before_the_trainer_reads_them(
+    server: Running, content: bytes | None, message: str
+) -> None:
+    files = {"adapter_config.json": CONFIG} | ({} if content is None else {"adapter_model.safetensors": content})
+    refused = Started.of(server.http, "tiny").put(files).finish()
+    assert refused.status_code == 400 and message in refused.json()["detail"]
+    assert not server.backend.tiny.trainer.calls
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"base_model": "other"}, 404, "other"),
+        ({"lora_config": {"rank": 0}}, 400, "lora_config.rank is 0; this server takes 1 to 64"),
+        ({"lora_config": {"rank": 65}}, 400, "lora_config.rank is 65"),
+        ({"lora_config": None}, 422, "lora_config"),
+        ({"files": []}, 422, "files"),
+    ],
+)
+def test_a_start_that_cannot_end_is_refused(
+    server: Running, change: dict[str, object], status: int, message: str
+) -> None:
+    refused = server.http.post("/external_weights_upload_start", json=START | change)
+    assert refused.status_code == status and message in refused.text
+    assert not (server.settings.data_dir / "uploads").exists()
+
+
+def test_an_owner_has_four_uploads_and_others_have_theirs(server: Running) -> None:
+    begun = [started(server) for _ in range(4)]
+    full = server.http.post("/external_weights_upload_start", json=START)
+    assert full.status_code == 400 and full.json()["error"] == "LimitReached"
+    started(server, **{"x-api-key": server.bob.key})  # type: ignore[attr-defined]
+    for name, content in CONTENT.items():
+        put(begun[0]["urls"][name], content)
+    assert finish(server, begun[0]["upload_id"]).status_code == 200
+    assert put(begun[0]["urls"][FILES[0]], CONFIG).status_code == 400
+    started(server)
+
+
+def test_an_upload_under_which_the_trainer_ends_twice_is_refused(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = started(server)
+    for name, content in CONTENT.items():
+        put(begun["urls"][name], content)
+
+    async def die(*_: object, **__: object) -> None:
+        raise ModelLost("the trainer has ended")
+
+    monkeypatch.setattr(server.backend.tiny.trainer, "load_state", die)
+    assert [finish(server, begun["upload_id"]).status_code for _ in range(3)] == [500, 500, 400]
+    assert not list((server.settings.data_dir / "checkpoints").glob("*/*/*"))
+
+
+def test_uploads_are_deleted_some_time_after_their_links_have_ended(server: Running) -> None:
+    begun = started(server)
+    put(begun["urls"][FILES[0]], CONFIG)
+    services, folder = server.app.state.services, server.settings.data_dir / "uploads"
+
+    def sweep(after_s: float) -> None:
+        sweeping = services.housekeeper.sweep_weights(time.time() + after_s)
+        asyncio.run_coroutine_threadsafe(sweeping, server.loop).result(20)
+
+    sweep(3600 + KEPT_S - 60)
+    assert [path.name for path in folder.iterdir()] == [begun["upload_id"]]
+    sweep(3600 + KEPT_S + 60)
+    assert not list(folder.iterdir())
+
+
+def test_an_upload_goes_on_after_a_restart(tmp_path: Path) -> None:
+    first = Running(tmp_path / "data")
+    begun = started(first)
+    put(begun["urls"][FILES[0]], CONFIG)
+    first.stop()
+    second = Running(tmp_path / "data")
+    moved = begun["urls"][FILES[1]]["url"].replace(first.url, second.url)
+    assert put(moved, CONTENT[FILES[1]]).status_code == 200
+    assert finish(second, begun["upload_id"]).status_code == 200
+    second.stop()

@@ -1,0 +1,78 @@
+"""Writes docs/hardware.md from the memory plan: `make hardware`. A test holds the page to what this gives.
+
+`tinker-server doctor --gpu CARD:COUNT` makes the same plan of a model's own files. Here large models stand for
+themselves by their shapes.
+"""
+
+from pathlib import Path
+
+from backends.config import BackendConfig
+from backends.configure.gpus import CARDS_GIB, cards
+from backends.configure.memory_plan import GIB, Machine, MemoryPlan
+from backends.configure.placement import make_plan
+from backends.protocol import BackendFailed
+from tests.shapes import shape
+
+PAGE = Path(__file__).parents[1] / "docs/hardware.md"
+MODELS = {
+    "4b": "Qwen3-VL-4B, images",
+    "8b-text": "Qwen3-8B, text",
+    "32b": "Qwen3-VL-32B, images",
+    "30b-a3b": "Qwen3-VL-30B-A3B, images, experts",
+    "70b": "Llama of 70 billion, text",
+}
+COUNTS = (1, 2, 4, 8)
+HEAD = """# Hardware
+
+Choose a model, then read the smallest number of cards that serves it with the default settings. The server trains and
+samples the model on these cards at the same time.
+
+A cell has the number of cards, the longest context, and the largest LoRA rank with the number of models of this rank
+that train at once. A dash means that eight cards of one machine are too few.
+
+"""
+NOTES = """
+- **These are plans, not measurements.** `make hardware` writes this page from the memory plan, and a test holds the
+  page to the plan. Weights, adapters, slots and cache are exact. The rest is estimated from one H200.
+  [Performance](performance.md) has what was measured.
+- **Your own model:** `tinker-server doctor --model NAME=DIRECTORY --gpu CARD:COUNT` makes the same plan from its
+  files, with every part on every card. It needs no GPU. CARD is one of the names in the table.
+- **More than fits by default:** a shorter context, a smaller rank, `--base-copies 1` or more cards. A refusal names
+  the nearest settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the
+  options.
+- **Several cards** hold the parts of one model: the trainer and the engine on cards of their own, or a model that is
+  divided. Cards beyond the number in the cell hold more engines, or trainer ranks with `--ranks`.
+- **Disk:** the model's files, and what you save. An adapter of rank 32 on 4 billion parameters has {adapter_gib:.2f}
+  GiB, and with its optimizer {state_gib:.2f} GiB.
+- **A CPU** serves every kind of model too, slowly. The small model that comes with the server took 4.1 GiB of main
+  memory with the demo's client. `doctor` without `--gpu` plans for the machine that it runs on.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [f"| card, memory | {' | '.join(MODELS.values())} |", f"|---|{'---|' * len(MODELS)}"]
+    for card, memory_gib in CARDS_GIB.items():
+        lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(_cell(size, card) for size in MODELS)} |")
+    adapter_gib = shape("4b").adapter_numbers(32) * 4 / GIB
+    return HEAD + "\n".join(lines) + "\n" + NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
+
+
+def _cell(size: str, card: str) -> str:
+    for count in COUNTS:
+        if (plan := _plan(size, f"{card}:{count}")) is not None:
+            (demand,) = plan.demands.values()
+            return f"{count}: {demand.context}, rank {demand.lora_rank} x {demand.models_at_once}"
+    return "-"
+
+
+def _plan(size: str, gpus: str) -> MemoryPlan | None:
+    names, sizes = zip(*cards(gpus), strict=True)
+    try:
+        return make_plan([shape(size)], BackendConfig(), Machine(0, sizes, names), "cuda")
+    except BackendFailed:
+        return None
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,152 @@
+"""Adapters that are read: PEFT's names, the names of Tinker's tools, other alphas, and what is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from api_schemas.training import Trainable
+from backends.families.lora_names import decoder_modules
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
+from backends.trainer.checkpoint_files import write_adapter
+from backends.trainer.lora.adapters import Adapters
+from backends.trainer.lora.saved_adapter import read_adapter
+from tests.models import make_tiny_moe
+from tinker_server.weights import export
+
+RANK = 4
+
+
+def saved(model: torch.nn.Module, directory: Path, *, experts: bool = False) -> dict[str, Tensor]:
+    """A trained adapter in `directory`/peft, and in the names of the tools in `directory`; returns its tensors."""
+    adapters = Adapters(model, decoder_modules(model, experts=experts), max_rank=8)  # type: ignore[arg-type]
+    adapter = adapters.create(Trainable(rank=RANK, seed=1))
+    generator = torch.Generator().manual_seed(2)
+    for parameter in adapter.parameters:
+        parameter.data.normal_(0, 0.1, generator=generator)
+    (directory / export.PEFT).mkdir(parents=True)
+    write_adapter(directory / export.PEFT, adapter.tensors, adapter.config, "tiny")
+    export.write_tinker_form(directory / export.PEFT, directory)
+    return {name: tensor.clone().contiguous() for name, tensor in adapter.tensors.items()}
+
+
+@pytest.fixture
+def text(tiny_text: Path, tmp_path: Path) -> dict[str, Tensor]:
+    return saved(AutoModelForCausalLM.from_pretrained(tiny_text), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["text", "images", "experts"])
+def test_both_forms_of_an_export_give_the_tensors_that_were_trained(
+    kind: str, tiny_text: Path, tiny_vl: Path, tmp_path: Path
+) -> None:
+    make: dict[str, Callable[[], torch.nn.Module]] = {
+        "text": lambda: AutoModelForCausalLM.from_pretrained(tiny_text),
+        "images": lambda: AutoModelForImageTextToText.from_pretrained(tiny_vl),
+        "experts": lambda: AutoModelForCausalLM.from_pretrained(
+            make_tiny_moe(tmp_path / "moe"), experts_implementation="eager"
+        ),
+    }
+    own = saved(make[kind](), tmp_path / "saved", experts=kind == "experts")
+    assert len(load_file(tmp_path / "saved" / ADAPTER_FILE)) <= len(own)
+    for directory in (tmp_path / "saved", tmp_path / "saved" / export.PEFT):
+        read = read_adapter(directory, own, has_tower=False)
+        assert read.keys() == own.keys() and all(torch.equal(read[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("alpha", [16, 64.0, 48])
+def test_another_alpha_gives_the_same_product(alpha: float, text: dict[str, Tensor], tmp_path: Path) -> None:
+    changed(tmp_path / export.PEFT, lora_alpha=alpha)
+    read = read_adapter(tmp_path / export.PEFT, text, has_tower=False)
+    for name in text:
+        scale = alpha / 32 if name.endswith("lora_B.weight") else 1
+        np.testing.assert_array_equal(read[name].numpy(), text[name].numpy() * np.float32(scale))
+
+
+def changed(directory: Path, **fields: object) -> None:
+    path = directory / ADAPTER_CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "LOHA"),
+        ("use_dora", True),
+        ("use_rslora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["embed_tokens"]),
+        ("rank_pattern", {"q_proj": 2}),
+        ("alpha_pattern", {"q_proj": 2}),
+        ("init_lora_weights", "pissa"),
+        ("lora_alpha", 0),
+        ("lora_alpha", None),
+        ("lora_alpha", True),
+        ("fan_in_fan_out", True),
+    ],
+)
+def test_a_config_that_asks_for_more_than_a_product_is_refused_by_field(
+    field: str, value: object, text: dict[str, Tensor], tmp_path: Path
+) -> None:
+    changed(tmp_path / export.PEFT, **{field: value})
+    with pytest.raises(InvalidInput, match=rf"adapter_config\.json: {field} "):
+        read_adapter(tmp_path / export.PEFT, text, has_tower=False)
+
+
+def test_a_tensor_that_is_missing_or_unknown_is_named(text: dict[str, Tensor], tmp_path: Path) -> None:
+    for directory, form in ((tmp_path / export.PEFT, "PEFT"), (tmp_path, "Tinker's tools")):
+        tensors = load_file(directory / ADAPTER_FILE)
+        first = sorted(tensors)[0]
+        save_file({name: one for name, one in tensors.items() if name != first}, directory / ADAPTER_FILE)
+        with pytest.raises(InvalidInput, match=rf"which has {first} in the names of {form}"):
+            read_adapter(directory, text, has_tower=False)
+        save_file({**tensors, "base_model.model.visual.q.lora_A.weight": torch.ones(1)}, directory / ADAPTER_FILE)
+        with pytest.raises(
+            InvalidInput, match=rf"has no base_model\.model\.visual\.q\.lora_A\.weight in the .* {form}"
+        ):
+            read_adapter(directory, text, has_tower=False)
+
+
+def test_the_tools_names_are_not_taken_for_a_model_with_a_tower(text: dict[str, Tensor], tmp_path: Path) -> None:
+    """A tower's tensors would all have the head's name."""
+    read_adapter(tmp_path / export.PEFT, text, has_tower=True)
+    with pytest.raises(InvalidInput, match="in the names of PEFT"):
+        read_adapter(tmp_path, text, has_tower=True)
+
+
+def test_a_stack_of_fewer_experts_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_moe(tmp_path / "moe"), experts_implementation="eager")
+    own = saved(model, tmp_path / "saved", experts=True)
+    tensors = load_file(tmp_path / "saved" / ADAPTER_FILE)
+    stack = next(name for name in tensors if ".experts.w1." in name)
+    save_file({**tensors, stack: tensors[stack][1:].contiguous()}, tmp_path / "saved" / ADAPTER_FILE)
+    with pytest.raises(InvalidInput, match=rf"{stack} has shape .*a stack of {len(tensors[stack])} experts"):
+        read_adapter(tmp_path / "saved", own, has_tower=False)
+
+
+def test_a_stack_of_many_experts_is_read_in_the_order_of_their_numbers(text: dict[str, Tensor], tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mlp.experts.{}.gate_proj.lora_A.weight"
+    own = {name.format(i): torch.zeros(2, 3) for i in range(12)}  # as text, 10 comes before 2
+    stack = "base_model.model.model.layers.0.mlp.experts.w1.lora_A.weight"
+    save_file({stack: torch.arange(12.0).reshape(12, 1, 1).expand(12, 2, 3).contiguous()}, tmp_path / ADAPTER_FILE)
+    read = read_adapter(tmp_path, own, has_tower=False)
+    assert [float(read[one][0, 0]) for one in own] == list(range(12))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04pickle", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"{}"])
+def test_what_is_no_safetensors_file_is_refused(content: bytes, text: dict[str, Tensor], tmp_path: Path) -> None:
+    (tmp_path / export.PEFT / ADAPTER_FILE).write_bytes(content)
+    with pytest.raises(InvalidInput, match="no safetensors file"):
+        read_adapter(tmp_path / export.PEFT, text, has_tower=False)
+
+
+def test_integers_are_refused(text: dict[str, Tensor], tmp_path: Path) -> None:
+    name = next(iter(text))
+    save_file({**text, name: text[name].to(torch.int32)}, tmp_path / export.PEFT / ADAPTER_FILE)
+    with pytest.raises(InvalidInput, match=f"{name} is of type I32; F32, F16, BF16 are taken"):
+        read_adapter(tmp_path / export.PEFT, text, has_tower=False)

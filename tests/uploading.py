@@ -1,0 +1,34 @@
+"""An upload of an adapter, as the documentation of the SDK describes it from 0.39: two posts and two plain PUTs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True)
+class Started:
+    """An upload. `api` has a key and the server's address."""
+
+    api: httpx.Client
+    upload_id: str
+    links: Mapping[str, Mapping[str, object]]
+
+    @classmethod
+    def of(cls, api: httpx.Client, base_model: str, rank: int = 8, **lora: object) -> "Started":
+        body = {"base_model": base_model, "lora_config": {"rank": rank, **lora}}
+        started = api.post("/external_weights_upload_start", json=body)
+        assert started.status_code == 200, started.text
+        assert set(started.json()["urls"]) == set(FILES)
+        return cls(api, started.json()["upload_id"], started.json()["urls"])
+
+    def put(self, files: Mapping[str, bytes]) -> "Started":
+        for name, content in files.items():
+            put = httpx.put(str(self.links[name]["url"]), content=content, timeout=20)
+            assert put.status_code == 200 and put.json() == {"size_bytes": len(content)}, put.text
+        return self
+
+    def finish(self) -> httpx.Response:
+        return self.api.post("/external_weights_upload_finish", json={"upload_id": self.upload_id})

@@ -1,0 +1,142 @@
+"""The folder of uploads: `uploads/<upload_id>/`, the files of an adapter until they become saved weights.
+
+An upload is what its `upload.json` says; there is no row of it. It is deleted some time after its links have expired.
+"""
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from pydantic import BaseModel, ConfigDict
+
+from api_schemas.training import LoraConfig
+from backends.files import write_private, written_aside
+from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from tinker_server.errors import BodyTooLarge, DiskFull, UnknownUpload
+
+FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
+CONFIG_BYTES = 64 << 10
+"""Largest `adapter_config.json`."""
+KEPT_S = 3600
+"""An upload is kept so long after its links have expired: its files may just have come."""
+_ID = re.compile(r"[0-9a-f]{32}")
+_ABOUT = "upload.json"
+_WRITTEN_BYTES = 1 << 20
+"""Bytes that are written at once, by a thread."""
+
+
+class Upload(BaseModel):
+    """An upload that has been started."""
+
+    model_config = ConfigDict(frozen=True)
+
+    upload_id: str
+    owner: str
+    base_model: str
+    lora_config: LoraConfig
+    project_id: str | None
+    max_bytes: int
+    """Largest `adapter_model.safetensors`."""
+    max_header_bytes: int
+    """Largest header of that file."""
+    expires: int
+    """End of its links, in Unix seconds."""
+    is_finished: bool = False
+    """True once its weights are saved."""
+
+
+class UploadFolder:
+    """Reads and writes uploads. Calls for one upload do not overlap, apart from the file that comes."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._root = data_dir.resolve() / "uploads"
+        self._coming: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def path(self, upload_id: str) -> Path:
+        """Return the directory of an upload's files. Raises UnknownUpload for what is no id."""
+        if _ID.fullmatch(upload_id) is None:
+            raise UnknownUpload(f"{upload_id!r} is no upload_id")
+        return self._root / upload_id
+
+    def find(self, upload_id: str) -> Upload | None:
+        """Return an upload, whoever owns it; None if there is none."""
+        try:
+            return Upload.model_validate_json((self.path(upload_id) / _ABOUT).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def require(self, upload_id: str, owner: str | None = None) -> Upload:
+        """Return an upload, of this owner if one is given. Raises UnknownUpload."""
+        upload = self.find(upload_id)
+        if upload is None or owner not in (None, upload.owner):
+            raise UnknownUpload(f"no upload has the id {upload_id!r}; one is kept for {KEPT_S} s after its links end")
+        return upload
+
+    def all(self) -> list[Upload]:
+        """Return all uploads that are kept."""
+        ids = [path.name for path in self._root.glob("*") if _ID.fullmatch(path.name)]
+        return [upload for upload in map(self.find, ids) if upload is not None]
+
+    def open_of(self, owner: str, now: float) -> list[Upload]:
+        """Return the uploads of an owner that are not finished, and have files or may still get them."""
+        mine = [one for one in self.all() if one.owner == owner and not one.is_finished]
+        return [one for one in mine if one.expires > now or self._has_files(one.upload_id)]
+
+    def _has_files(self, upload_id: str) -> bool:
+        return any((self.path(upload_id) / name).exists() for name in FILES)
+
+    def put(self, upload: Upload) -> None:
+        """Record an upload, or what has become of it. Raises DiskFull."""
+        directory = self.path(upload.upload_id)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(directory / _ABOUT, upload.model_dump_json().encode())
+        except OSError as error:
+            raise _not_written(error) from None
+
+    async def receive(self, upload: Upload, name: str, parts: AsyncIterator[bytes]) -> int:
+        """Write or replace one file, which is there whole or not at all, and return its bytes.
+
+        Raises BodyTooLarge, DiskFull.
+        """
+        limit = CONFIG_BYTES if name == ADAPTER_CONFIG_FILE else upload.max_bytes
+        async with self._coming.setdefault(upload.upload_id, asyncio.Lock()):
+            try:
+                with written_aside(self.path(upload.upload_id) / name, durable=False) as aside:
+                    return await _write(aside, name, parts, limit)
+            except OSError as error:
+                raise _not_written(error) from None
+
+    async def finish(self, upload: Upload) -> None:
+        """Delete an upload's files. It stays known, so that a repeat gets the same answer."""
+        for name in FILES:
+            await asyncio.to_thread((self.path(upload.upload_id) / name).unlink, missing_ok=True)
+        self.put(upload.model_copy(update={"is_finished": True}))
+
+    async def delete_expired(self, now: float) -> None:
+        """Delete the uploads whose links have ended long ago."""
+        for upload in await asyncio.to_thread(self.all):
+            if upload.expires + KEPT_S < now:
+                await asyncio.to_thread(shutil.rmtree, self.path(upload.upload_id), ignore_errors=True)
+
+
+async def _write(path: Path, name: str, parts: AsyncIterator[bytes], limit: int) -> int:
+    num_bytes, held = 0, bytearray()
+    with path.open("wb") as file:
+        async for part in parts:
+            num_bytes += len(part)
+            if num_bytes > limit:
+                raise BodyTooLarge(f"{name} is larger than {limit} bytes, the most that this upload may have")
+            held += part
+            if len(held) >= _WRITTEN_BYTES:
+                await asyncio.to_thread(file.write, held)
+                held = bytearray()
+        await asyncio.to_thread(file.write, held)
+    return num_bytes
+
+
+def _not_written(error: OSError) -> DiskFull:
+    return DiskFull(f"the upload cannot be written: {error.strerror}")
