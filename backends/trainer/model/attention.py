@@ -31,7 +31,7 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
         AttentionMaskInterface.register(PER_SAMPLE, sdpa_mask)
         return PER_SAMPLE
     AttentionInterface.register(PACKED, _packed_attention)
-    AttentionMaskInterface.register(PACKED, _no_mask)
+    AttentionMaskInterface.register(PACKED, _window)
     return PACKED
 
 
@@ -91,28 +91,41 @@ def _packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,  # noqa: ARG001 - given by name too
+    attention_mask: int | None,
     **arguments: Unpack[_Arguments],
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
+    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
+
+    The mask is `_window`: some decoders give attention their window too, and others do not.
+    """
     _require_supported(module, arguments)
-    if arguments.get("sliding_window") is not None:
-        raise _with_windows(type(module).__name__)
+    window, own_window = attention_mask, arguments.get("sliding_window")
+    if own_window and own_window != window:
+        raise BackendFailed(
+            f"{type(module).__name__} is not supported in bfloat16 on CUDA: it has a window of {own_window} tokens,"
+            f" and its mask one of {window}"
+        )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     varlen = arguments["packed_cu_seqlens"], arguments["packed_cu_seqlens_host"], arguments["packed_max_seqlen"]
-    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"])
+    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window)
     return out[None], None
 
 
-def _no_mask(*_: object, config: PretrainedConfig, local_size: int | None = None, **__: object) -> None:
-    """Refuse windows: some architectures put them into the mask alone, and do not pass them to attention. A size of 0
-    means that the window is switched off."""
-    if local_size:
-        raise _with_windows(_architecture(config))
+def _window(
+    *_: object, config: PretrainedConfig, local_size: int | None = None, use_vmap: bool = False, **__: object
+) -> int | None:
+    """Return the tokens that a token of a layer sees, itself included, in place of a mask; None: all before it.
 
-
-def _with_windows(name: str) -> BackendFailed:
-    return BackendFailed(f"windows in {name} are not supported in bfloat16 on CUDA; float32 is")
+    A size of 0 means that the window is switched off. Raises BackendFailed for any other mask.
+    """
+    is_window = not local_size or local_size == getattr(config, "sliding_window", None)  # chunks have a size too
+    is_causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
+    if use_vmap or not is_window or not is_causal:  # `use_vmap`: functions of its own make the mask
+        raise BackendFailed(
+            f"{_architecture(config)} is not supported in bfloat16 on CUDA: tokens attend to others than those before"
+            " them, or those of a window; float32 is"
+        )
+    return local_size or None
 
 
 def _without_cu_seqlens(module: nn.Module) -> BackendFailed:
