@@ -90,9 +90,7 @@ def masked_softmax(
     return [found[0], lse_HT, *found[1:]]
 
 
-def plain(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
-) -> tuple[Tensor, Tensor]:
+def plain(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
     """[..., H, T, D] and [..., H, T, 1]: causal attention as it is defined."""
     key, value = (tensor.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for tensor in (key, value))
     scores = scale * query @ key.transpose(-1, -2)

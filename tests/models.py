@@ -413,7 +413,7 @@ def _save(
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Llama": partial(make_tiny_of, "llama"),
-    "Mistral": partial(make_tiny_of, "mistral"),
+    "Mistral": partial(make_tiny_of, "mistral", sliding_window=8),
     "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-Next": make_tiny_qwen3_next,
@@ -423,6 +423,9 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
         **{**EXPERTS, "norm_topk_prob": False},
         shared_expert_intermediate_size=32,
         mlp_only_layers=[0],
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention"] * 2,
     ),
     "Mixtral": partial(make_tiny_of, "mixtral", num_local_experts=8, num_experts_per_tok=3),
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),

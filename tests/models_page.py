@@ -43,8 +43,8 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "Qwen2 MoE": FAMILIES["Qwen2 MoE"],
     "Mixtral": FAMILIES["Mixtral"],
     "Llama": partial(make_tiny_of, "llama"),
-    "Mistral": partial(make_tiny_of, "mistral"),
-    "Gemma 3 (text)": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
+    "Mistral": FAMILIES["Mistral"],
+    "Gemma 3 (text)": FAMILIES["Gemma 3"],
 }
 """Those whose sampler is compared with their trainer."""
 SIZES = {
@@ -105,8 +105,8 @@ NOTES = """
 - Every rope type of transformers is served. `longrope` and `dynamic` rotate all tokens of a microbatch by its
   longest sample if that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats
   on a tiny model. Within that length trainer and engine are right; a server with a longer context refuses them.
-- Windows are refused in bfloat16 on CUDA, and for Qwen2 MoE everywhere if only some layers have one: the engine
-  ignores them. StableLM and Nemotron are refused when they have been loaded: in transformers their attention does not
+- Windows are computed everywhere, but refused for Qwen2 MoE if only some layers have one: the engine ignores them.
+  Chunks of attention and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused when they have been loaded: in transformers their attention does not
   get the lengths of packed samples. A model that scales or caps its logits (Cohere, Granite, Gemma 2) is refused too.
 
 ## Refused

@@ -3,8 +3,8 @@
 FlashAttention 2 takes all samples together, whatever their lengths. A long sample takes half the time in cuDNN's
 kernel on Hopper and later, which needs samples of one length, and 0.1 s of planning for each new length. So each long
 sample goes there alone, padded at its end to one of eight lengths between a power of two and the next: padding behind
-a causal sample changes nothing in it, and has no gradient. A layer with a window goes to FlashAttention whole: the other
-kernel takes none, and a window leaves little of a long sample to compute.
+a causal sample changes nothing in it, and has no gradient. Windows are FlashAttention's alone, which skips what they
+hide.
 
 T tokens of a microbatch, N samples, H query heads, G key heads, D values of a head
 """
