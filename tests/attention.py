@@ -56,10 +56,15 @@ def one_by_one(qkv: list[Tensor], lengths: list[int], scale: float) -> Tensor:
 
 
 def masked_softmax(
-    qkv: list[Tensor], grad_THD: Tensor, lengths: list[int], scale: float, window: int | None = None
+    qkv: list[Tensor],
+    grad_THD: Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> list[Tensor]:
     """Output [T, H, D], log-sum-exp [H, T], and the gradients of query, key and value, all in float32. A token sees
-    itself and those before it, or `window` of them.
+    itself and those before it, or `window` of them; a sink is one more score, without a value.
 
     Written out as it is defined, sample by sample and key head by key head, with no attention kernel and no autograd.
     """
@@ -77,8 +82,11 @@ def masked_softmax(
             query_HTD, grad_HTD = (one[begin:end, heads].transpose(0, 1) for one in (floats[0], floats[3]))
             key_TD, value_TD = (one[begin:end, key_head] for one in floats[1:3])
             scores_HTT = (scale * query_HTD @ key_TD.T).masked_fill_(hidden, -torch.inf)
+            if sinks_H is not None:
+                sinks = sinks_H[heads, None, None].float().expand(-1, end - begin, 1)
+                scores_HTT = torch.cat([scores_HTT, sinks], -1)
             lse_HT[heads, begin:end] = scores_HTT.logsumexp(-1)
-            weights_HTT = scores_HTT.softmax(-1)
+            weights_HTT = scores_HTT.softmax(-1)[..., : end - begin]
             del scores_HTT
             out_HTD = weights_HTT @ value_TD
             grad_scores_HTT = grad_HTD @ value_TD.T

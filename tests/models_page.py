@@ -105,9 +105,10 @@ NOTES = """
 - Every rope type of transformers is served. `longrope` and `dynamic` rotate all tokens of a microbatch by its
   longest sample if that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats
   on a tiny model. Within that length trainer and engine are right; a server with a longer context refuses them.
-- Windows are computed everywhere, but refused for Qwen2 MoE if only some layers have one: the engine ignores them.
-  Chunks of attention and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused when they have been loaded: in transformers their attention does not
-  get the lengths of packed samples. A model that scales or caps its logits (Cohere, Granite, Gemma 2) is refused too.
+- Windows are served, but refused for Qwen2 MoE if only some layers have one: the engine ignores them. Attention in
+  chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused when they have
+  been loaded: in transformers their attention does not get the lengths of packed samples. A model that scales or caps
+  its logits (Cohere, Granite, Gemma 2) is refused too.
 
 ## Refused
 

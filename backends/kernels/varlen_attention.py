@@ -6,6 +6,11 @@ sample goes there alone, padded at its end to one of eight lengths between a pow
 a causal sample changes nothing in it, and has no gradient. Windows are FlashAttention's alone, which skips what they
 hide.
 
+A head's sink is one more score in the softmax, without a value. With m the log-sum-exp of the other scores and
+l = log(exp(m) + exp(sink)) that of all, the output is the kernel's times exp(m - l). Backward is the kernel's own: the
+gradient of a score s is exp(s - l) (dO V^T - sum(dO O)), O being the whole output: the sink's value, 0, adds nothing to
+that sum. So the kernel is given O and l in place of its own output and m.
+
 T tokens of a microbatch, N samples, H query heads, G key heads, D values of a head
 """
 
@@ -212,6 +217,13 @@ def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: 
     return gradients
 
 
+def _with_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, given those without sinks."""
+    whole_HT = torch.logaddexp(lse_HT, sinks_H[:, None].to(lse_HT.dtype))
+    part_TH1 = (lse_HT - whole_HT).exp().T[..., None]
+    return _laid_out_as(out_THD, (out_THD * part_TH1).to(out_THD.dtype)), whole_HT
+
+
 def _kernel(span: Span) -> Kernel:
     return _padded if span.is_long else _flash
 
@@ -233,14 +245,17 @@ def packed_attention(  # noqa: PLR0913
     longest: int,
     scale: float,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T, H, D], and the log-sum-exp of the scores [H, T] float32, nats.
 
     `cu_seqlens` [N + 1] int32 on the device; `cu_seqlens_host` the same on the host. If all of the host's are 0, only
     the device knows the lengths, and no sample is long. `window`: tokens that a token sees, itself included.
+    `sinks_H` are frozen, and are among the scores of the log-sum-exp.
     """
     spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
-    return _forward([query_THD, key_TGD, value_TGD], spans, scale)
+    out_THD, lse_HT = _forward([query_THD, key_TGD, value_TGD], spans, scale)
+    return (out_THD, lse_HT) if sinks_H is None else _with_sinks(out_THD, lse_HT, sinks_H)
 
 
 @torch.library.custom_op("tinker_server::packed_attention_backward", mutates_args=())
@@ -349,16 +364,16 @@ class _AttentionContext(Context, Protocol):
 
 def _save(
     ctx: _AttentionContext,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int | None],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int | None, Tensor | None],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    *tensors, cu_seqlens, cu_seqlens_host, ctx.longest, ctx.scale, ctx.window = inputs
+    *tensors, cu_seqlens, cu_seqlens_host, ctx.longest, ctx.scale, ctx.window, _ = inputs
     ctx.save_for_backward(*tensors, *output, cu_seqlens, cu_seqlens_host)
 
 
 def _backward(ctx: _AttentionContext, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = packed_attention_backward(grad_THD, *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
-    return *gradients, *(None,) * 5
+    return *gradients, *(None,) * 6
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)

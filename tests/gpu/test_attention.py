@@ -52,16 +52,32 @@ def test_windows_are_near_a_masked_softmax_and_never_reach_into_the_sample_befor
     near_a_masked_softmax(qkv, grad_THD, lengths, window)
 
 
-def near_a_masked_softmax(qkv: list[Tensor], grad_THD: Tensor, lengths: list[int], window: int | None = None) -> None:
+@pytest.mark.parametrize("heads", [(64, 8, 64), (4, 2, 16)], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 128])
+@pytest.mark.parametrize("row", ["every edge", "several", "130 of one token between long ones"])
+def test_sinks_are_near_a_masked_softmax_with_one_more_score(row, window, heads):
+    lengths = ROWS[row]
+    *qkv, grad_THD = random_row(lengths, heads, heads_first=False)
+    sinks_H = torch.linspace(-3, 6, heads[0], device="cuda", dtype=torch.bfloat16)
+    near_a_masked_softmax(qkv, grad_THD, lengths, window, sinks_H)
+
+
+def near_a_masked_softmax(
+    qkv: list[Tensor],
+    grad_THD: Tensor,
+    lengths: list[int],
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> None:
     """Compare the output, the log-sum-exp and the three gradients, with the lengths known on the host and, as in a
     graph, on the device alone."""
     scale = qkv[0].shape[2] ** -0.5
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     for tensor in qkv:
         tensor.requires_grad_()
-    wanted = masked_softmax(qkv, grad_THD, lengths, scale, window)
+    wanted = masked_softmax(qkv, grad_THD, lengths, scale, window, sinks_H)
     for host_bounds in (bounds, torch.zeros(2, dtype=torch.int32)):
-        out, lse_HT = packed_attention(*qkv, bounds.cuda(), host_bounds, max(lengths), scale, window)
+        out, lse_HT = packed_attention(*qkv, bounds.cuda(), host_bounds, max(lengths), scale, window, sinks_H)
         # The log-sum-exp is of scores in float32; 2e-5 nats was seen on one H100.
         assert (lse_HT - wanted[1]).abs().max() < 1e-3
         got = [out, *torch.autograd.grad(out, qkv, grad_THD)]

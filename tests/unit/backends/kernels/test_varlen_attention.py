@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backends.kernels import varlen_attention as packed
+from backends.kernels.plain_attention import plain_attention
 from backends.kernels.varlen_attention import Span, packed_attention, padded_length
 from backends.protocol import BackendFailed
 from backends.trainer.model import attention
@@ -123,6 +124,31 @@ def test_a_window_is_near_a_masked_softmax_and_never_reaches_into_the_sample_bef
             assert (one - wanted).abs().max() < 1e-4  # in float32 as it is written out
 
 
+@pytest.mark.parametrize("row_of", ["several", "130 of one token", "long and short in turn", "every edge"])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_sinks_are_one_more_score_without_a_value_forward_and_backward(flash, row_of, window, monkeypatch):
+    """Both kernels: autograd of the softmax as it is defined, in float64, is the reference."""
+    monkeypatch.setattr(packed, "LONG", LONG)
+    lengths = SPAN_ROWS[row_of]
+    qkv, sinks_H = row(lengths), torch.tensor([-50.0, 0.3, 2.0, 6.0], dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    out, lse_HT = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE, window, sinks_H)
+    parts = []
+    for sample in zip(*(one.split(lengths) for one in qkv), strict=True):
+        mask = torch.ones(len(sample[0]), len(sample[0]), dtype=torch.bool).tril()
+        mask = mask if window is None else mask.triu(1 - window)
+        parts.append(plain_attention(*(one.transpose(0, 1)[None] for one in sample), mask, SCALE, None, sinks_H)[0])
+    expected = torch.cat(parts)
+    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    got, wanted = (torch.autograd.grad((one * weights).sum(), qkv) for one in (out, expected))
+    for one, other in zip((out, *got), (expected, *wanted), strict=True):
+        assert (one - other).norm() < 2e-6 * other.norm() + 1e-6  # the log-sum-exp is float32
+    without = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE, window)
+    assert (without[0][:, 0] - out[:, 0]).abs().max() < 1e-6  # a sink far below the scores
+    assert (without[0][:, 3] - out[:, 3]).norm() > 0.5 * without[0][:, 3].norm()
+    assert (lse_HT >= without[1]).all() and (lse_HT[1:] > without[1][1:]).all()
+
+
 def test_a_window_that_no_sample_fills_leaves_long_samples_to_their_own_kernel(flash):
     qkv = row([40, 5])
     cu_seqlens = torch.tensor([0, 40, 45], dtype=torch.int32)
@@ -230,5 +256,5 @@ def test_samples_are_padded_by_an_eighth_at_most_and_to_few_lengths():
 def test_the_operator_can_be_compiled(flash):
     qkv = [one.detach().float().requires_grad_() for one in row([20, 3])]
     cu_seqlens = torch.tensor([0, 20, 23], dtype=torch.int32)
-    for window in (None, 5):
-        torch.library.opcheck(packed_attention, (*qkv, cu_seqlens, cu_seqlens, 20, SCALE, window))
+    for window, sinks_H in ((None, None), (5, None), (5, torch.randn(HEADS))):
+        torch.library.opcheck(packed_attention, (*qkv, cu_seqlens, cu_seqlens, 20, SCALE, window, sinks_H))

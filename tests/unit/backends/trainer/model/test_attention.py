@@ -53,7 +53,16 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},  # with sinks
 }
+
+
+def test_a_layer_that_caps_its_scores_or_trains_its_sinks_is_refused_on_cuda() -> None:
+    query, sinks_H = torch.zeros(1, 1, 3, 4), torch.zeros(1, requires_grad=True)
+    with pytest.raises(BackendFailed, match="softcap in Linear is not supported in bfloat16 on CUDA; float32 is"):
+        _packed_attention(Linear(1, 1), query, query, query, None, packed_cu_seqlens_host=1, softcap=50.0)
+    with pytest.raises(BackendFailed, match="the sinks of Linear are not trained in bfloat16 on CUDA"):
+        _packed_attention(Linear(1, 1), query, query, query, None, packed_cu_seqlens_host=1, s_aux=sinks_H)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -65,7 +74,8 @@ def test_windows_of_packed_samples_are_transformers_own(
     monkeypatch.setattr(varlen_attention, "_flash", PlainKernel())
     source = make_tiny_of(kind, tmp_path / "model", sliding_window=WINDOW, **WINDOWED[kind])
     everywhere = make_tiny_of(kind, tmp_path / "everywhere", **{**WINDOWED[kind], "sliding_window": 4096})
-    packed = AutoModelForCausalLM.from_pretrained(source, attn_implementation=registered(PACKED)).eval()
+    packed = AutoModelForCausalLM.from_pretrained(source, attn_implementation=registered(PACKED))
+    packed.eval().requires_grad_(False)  # sinks must be
     if compiles:
         for layer in packed.model.layers:
             layer.self_attn.compile(dynamic=True, backend="aot_eager")
