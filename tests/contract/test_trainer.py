@@ -105,8 +105,8 @@ def test_packed_samples_are_as_one_by_one_and_as_transformers_pads_them(tiny_vl,
     fresh = trainer(tiny_vl)
     fresh.create_model("m", LORA)
     unpadded = forward_backward(fresh, "m", cross_entropy(data), False)
-    for index, logprobs in enumerate(padded_logprobs(data, renderer, reference)):
-        np.testing.assert_allclose(present(unpadded).loss_fn_outputs[index]["logprobs"], logprobs, atol=1e-4)
+    for index, wanted in enumerate(padded_logprobs(data, renderer, reference)):
+        np.testing.assert_allclose(present(unpadded).loss_fn_outputs[index]["logprobs"], wanted, atol=1e-4)
 
 
 def padded_logprobs(data: list[Datum], renderer: Renderer, model) -> list[np.ndarray]:
