@@ -341,6 +341,36 @@ def make_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> Path:
     )
 
 
+def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
+    """A gpt-oss: a layer with a window, then one without, sinks as large as scores, and biases."""
+    make_tiny_of(
+        "gpt_oss",
+        directory,
+        seed=seed,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=8,
+        intermediate_size=96,
+        # Within the original length too, yarn makes queries and keys larger.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": CONTEXT // 4,
+        },
+    )
+    (path,) = directory.glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if "bias" in name or "sinks" in name:
+            tensor.normal_(0, 1.0 if "sinks" in name else 0.3, generator=generator)
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:
     """Placeholder tokens of images, as a config names them."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
@@ -415,6 +445,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Llama": partial(make_tiny_of, "llama"),
     "Mistral": partial(make_tiny_of, "mistral", sliding_window=8),
     "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
+    "gpt-oss": make_tiny_gpt_oss,
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-Next": make_tiny_qwen3_next,
     "Qwen2 MoE": partial(

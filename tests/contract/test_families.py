@@ -136,7 +136,11 @@ def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
             continue
         number, projection = rest.split(".")
         stacks, inner = model.get_submodule(f"{experts}.experts"), len(delta)
-        if projection in ("down_proj", "w2"):
+        if stacks.is_transposed:  # gpt-oss's, which interleave gate and up
+            matrix = stacks.down_proj if projection == "w2" else stacks.gate_up_proj
+            first, step = {"w1": (0, 2), "w3": (1, 2), "w2": (0, 1)}[projection]
+            matrix.data[int(number), :, first::step] += delta.T
+        elif projection in ("down_proj", "w2"):
             stacks.down_proj.data[int(number)] += delta
         else:
             first = inner if projection in ("up_proj", "w3") else 0

@@ -288,4 +288,16 @@ ANSWERS_OF_RANKS = Patch(
     "answers-of-ranks.md",
     how="overridden",
 )
+GPT_OSS_EXPERTS = Patch(
+    "gpt-oss-experts",
+    "vllm.model_executor.models.gpt_oss:FusedMoEFactory",
+    "a54099c0674c61b236f9dc1ae856e4e33b5c4807d8cc651ec3078809d5e0b647",
+    "What adapters of gate and up give is added as if gate stood above up, but gpt-oss's alternate.",
+)
+GPT_OSS_WEIGHTS = Patch(
+    "gpt-oss-weights",
+    "vllm.model_executor.models.gpt_oss:GptOssModel.load_weights",
+    "db28b9deeddea3130f86e452ce50159719c7df2fc144b3902cedc5ca737a6ea0",
+    "As gpt-oss-experts; and files in MXFP4 are dequantised, as the trainer's base is.",
+)
 PATCHES = [one for one in vars().values() if isinstance(one, Patch)]

@@ -24,6 +24,7 @@ from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
+from backends.sampler.vllm_patches.gpt_oss import lay_out_experts
 from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
 from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
@@ -59,6 +60,7 @@ def _patch_process() -> None:
     targets.GRAMMARS.replace(BoundedGrammar)
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
+    lay_out_experts()
     if is_cpu:
         patch_cpu()
         allow_on_cpu()
