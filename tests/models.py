@@ -5,6 +5,7 @@ nothing: here they range over about -9 .. -2.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 SPECIALS = [
     "<|endoftext|>",
@@ -351,6 +353,7 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
         num_experts_per_tok=3,
         sliding_window=8,
         intermediate_size=96,
+        rms_norm_eps=1e-5,
         # Within the original length too, yarn makes queries and keys larger.
         rope_parameters={
             "rope_type": "yarn",
@@ -369,6 +372,29 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
             tensor.normal_(0, 1.0 if "sinks" in name else 0.3, generator=generator)
     save_file(tensors, path, {"format": "pt"})
     return directory
+
+
+def quantise(directory: Path, quantised: Path) -> None:
+    """Make of a gpt-oss one whose experts are in MXFP4, and write what these are into the first one's files: by
+    transformers' own conversion."""
+    shutil.copytree(directory, quantised)
+    (path,) = directory.glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(1)
+    packed = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            num_experts, inputs, outputs = tensor.shape
+            shape = (num_experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+            del packed[name]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensors[name] = convert_moe_packed_tensors(blocks, scales).to(tensor.dtype).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    save_file(packed, quantised / path.name, {"format": "pt"})
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (quantised / "config.json").write_text(json.dumps(config))
 
 
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:

@@ -39,10 +39,10 @@ class BiasedExperts(nn.Module):
         return total_TH
 
 
-def lay_out_experts(model: PreTrainedModel, own: dict[str, Tensor]) -> None:
+def lay_out_experts(model: PreTrainedModel, own: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Replace gpt-oss's experts in a model without memory, and their tensors in `own`, this rank's shards by name.
 
-    Shards are of whole experts: only the dimensions behind are laid out anew.
+    Shards are of whole experts: only the dimensions behind are laid out anew. Dequantised, they were in bfloat16.
     """
     for name, base in [one for one in model.named_modules() if has_own_experts(one[1])]:
         require_as_written([EXPERTS])
@@ -53,4 +53,4 @@ def lay_out_experts(model: PreTrainedModel, own: dict[str, Tensor]) -> None:
         for matrix in ("gate_up_proj", "down_proj"):
             transposed = own.pop(f"{name}.{matrix}")
             transposed = uninterleaved(transposed) if matrix == "gate_up_proj" else transposed
-            own[f"{name}.{matrix}"] = transposed.mT.contiguous()
+            own[f"{name}.{matrix}"] = transposed.mT.to(dtype).contiguous()

@@ -52,6 +52,7 @@ def require_known(config: PretrainedConfig, source: str) -> None:
         "rope_type": (config.rope_parameters["rope_type"], "yarn"),
         "attention_bias": (config.attention_bias, True),
         "tie_word_embeddings": (config.tie_word_embeddings, False),
+        "rms_norm_eps": (config.rms_norm_eps, 1e-5),
         "swiglu_alpha": (getattr(config, "swiglu_alpha", ALPHA), ALPHA),
         "swiglu_limit": (getattr(config, "swiglu_limit", LIMIT), LIMIT),
     }
@@ -88,19 +89,22 @@ def dequantised(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> 
 
 
 def in_common_layout(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors by name, those of experts dequantised, and gates before ups."""
+    """Yield the files' tensors by name, those of experts dequantised, and gates before ups. Raises ValueError if there
+    are none of experts, or if half of one is missing."""
     halves: dict[str, dict[str, Tensor]] = {}
+    num_laid_out = 0
     for name, tensor in weights:
-        ending = name[-len(BLOCKS) :]
-        if ending not in (BLOCKS, SCALES):
-            yield name, uninterleaved(tensor) if ".experts.gate_up_proj" in name else tensor
-            continue
-        matrix = name[: -len(BLOCKS)]
-        found = halves.setdefault(matrix, {})
-        found[ending] = tensor
-        if len(found) == 2:
-            whole = dequantised(found[BLOCKS], found[SCALES], dtype)
-            yield matrix, uninterleaved(whole) if matrix.endswith("gate_up_proj") else whole
+        matrix, ending, whole = name, name[-len(BLOCKS) :], tensor
+        if ending in (BLOCKS, SCALES):
+            matrix = name.removesuffix(ending)
+            found = halves.setdefault(matrix, {})
+            found[ending] = tensor
+            if len(found) < 2:
+                continue
             del halves[matrix]
-    if halves:
-        raise ValueError(f"tensors in MXFP4 without their other half: {', '.join(sorted(halves))}")
+            whole = dequantised(found[BLOCKS], found[SCALES], dtype)
+        if ".experts.gate_up_proj" in matrix:
+            whole, num_laid_out = uninterleaved(whole), num_laid_out + 1
+        yield matrix, whole
+    if halves or not num_laid_out:
+        raise ValueError(f"tensors of experts are missing, or their other half in MXFP4: {', '.join(sorted(halves))}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.models import gpt_oss
-from vllm.model_executor.models.gpt_oss import GptOssModel
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
 from backends.families.gpt_oss import ALPHA, LIMIT, in_common_layout
 from backends.sampler.vllm_patches import targets
@@ -26,7 +26,8 @@ def _with_common_layout(make: Callable[..., MoERunner]) -> Callable[..., MoERunn
 
 
 def _reading_common_layout(read: Callable[..., set[str]]) -> Callable[..., set[str]]:
-    def load_weights(self: GptOssModel, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self: GptOssForCausalLM, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        vars(self.config).pop("quantization_config", None)  # set to None by `engine.py`; vLLM asks if it is there
         return read(self, in_common_layout(weights, self.vllm_config.model_config.dtype))
 
     return load_weights
@@ -35,4 +36,4 @@ def _reading_common_layout(read: Callable[..., set[str]]) -> Callable[..., set[s
 def lay_out_experts() -> None:
     """Apply the changes, once, before a model is made."""
     targets.GPT_OSS_EXPERTS.replace(_with_common_layout(gpt_oss.FusedMoEFactory))
-    targets.GPT_OSS_WEIGHTS.replace(_reading_common_layout(GptOssModel.load_weights))
+    targets.GPT_OSS_WEIGHTS.replace(_reading_common_layout(GptOssForCausalLM.load_weights))

@@ -296,8 +296,8 @@ GPT_OSS_EXPERTS = Patch(
 )
 GPT_OSS_WEIGHTS = Patch(
     "gpt-oss-weights",
-    "vllm.model_executor.models.gpt_oss:GptOssModel.load_weights",
-    "db28b9deeddea3130f86e452ce50159719c7df2fc144b3902cedc5ca737a6ea0",
+    "vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights",
+    "b40c522c80b19203aced007f10cc0022e37ad675a1bf67be5c0280dd75310d93",
     "As gpt-oss-experts; and files in MXFP4 are dequantised, as the trainer's base is.",
 )
 PATCHES = [one for one in vars().values() if isinstance(one, Patch)]
