@@ -88,6 +88,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
         hook.remove()
     _check(found, config.directory)
     own = shards.of(model, config.directory)
+    del shards  # it would keep what is laid out anew
     lay_out_experts(model, own, dtype)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
