@@ -478,6 +478,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
         query_pre_attn_scalar=32,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
+        tie_word_embeddings=True,  # which the engine takes for granted
     ),
     "Granite": partial(
         make_tiny_of,
@@ -487,7 +488,6 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
         residual_multiplier=0.5,
         attention_multiplier=0.3,
     ),
-    "Cohere": partial(make_tiny_of, "cohere", logit_scale=0.5),
     "gpt-oss": make_tiny_gpt_oss,
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-Next": make_tiny_qwen3_next,

@@ -42,8 +42,6 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     match config.model_type:
         case "gemma2":
             return LogitTransform(cap=config.final_logit_softcapping)
-        case "cohere" | "cohere2":
-            return LogitTransform(scale=config.logit_scale)
         case "granite":
             return LogitTransform(scale=1 / config.logits_scaling)
     return LogitTransform()

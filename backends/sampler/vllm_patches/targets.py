@@ -288,6 +288,12 @@ ANSWERS_OF_RANKS = Patch(
     "answers-of-ranks.md",
     how="overridden",
 )
+GEMMA2_HEAD = Patch(
+    "gemma2-head",
+    "vllm.model_executor.models.gemma2:Gemma2ForCausalLM.__init__",
+    "b38f2be259a0573b0c336af62dd9542ec68a3b8afb96358e7b58562857c93088",
+    "Gemma 2 has no module for its head, whose weight is the embeddings', and so no adapters there.",
+)
 GPT_OSS_EXPERTS = Patch(
     "gpt-oss-experts",
     "vllm.model_executor.models.gpt_oss:FusedMoEFactory",

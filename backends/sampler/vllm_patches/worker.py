@@ -30,6 +30,7 @@ from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
 from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
+from backends.sampler.vllm_patches.tied_heads import name_heads
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
@@ -61,6 +62,7 @@ def _patch_process() -> None:
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
     lay_out_experts()
+    name_heads()
     if is_cpu:
         patch_cpu()
         allow_on_cpu()

@@ -44,8 +44,9 @@ def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_doe
 ) -> None:
     """They differ by 0.01 to 0.07 nats on average, which in bfloat16 is not far from rounding."""
     source = make_tiny_of(kind, tmp_path / "model", **sizes)
-    start(source, dtype)
-    monkeypatch.setattr(self_test, "logit_transform", lambda _: LogitTransform())
+    if kind != "cohere":  # whose head takes no adapters in the engine
+        start(source, dtype)
+        monkeypatch.setattr(self_test, "logit_transform", lambda _: LogitTransform())
     with pytest.raises(BackendFailed, match="ForCausalLM is not supported: it does more with its decoder's output"):
         start(source, dtype)
 
