@@ -1,10 +1,12 @@
-"""References for the attention of packed microbatches."""
+"""References for the attention of packed microbatches, and a kernel in plain operations."""
 
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from backends.kernels.varlen_attention import Span
 
 
 def span_rows(long: int) -> dict[str, list[int]]:
@@ -53,8 +55,16 @@ def one_by_one(qkv: list[Tensor], lengths: list[int], scale: float) -> Tensor:
     return torch.cat(parts)
 
 
-def masked_softmax(qkv: list[Tensor], grad_THD: Tensor, lengths: list[int], scale: float) -> list[Tensor]:
-    """Output [T, H, D], log-sum-exp [H, T], and the gradients of query, key and value, all in float32.
+def masked_softmax(
+    qkv: list[Tensor],
+    grad_THD: Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> list[Tensor]:
+    """Output [T, H, D], log-sum-exp [H, T], and the gradients of query, key and value, all in float32. A token sees
+    itself and those before it, or `window` of them; a sink is one more score, without a value.
 
     Written out as it is defined, sample by sample and key head by key head, with no attention kernel and no autograd.
     """
@@ -65,13 +75,18 @@ def masked_softmax(qkv: list[Tensor], grad_THD: Tensor, lengths: list[int], scal
     bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
     for begin, end in pairwise(bounds):
         hidden = torch.ones(end - begin, end - begin, dtype=torch.bool, device=lse_HT.device).triu(1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(-window)
         for key_head in range(floats[1].shape[1]):
             heads = slice(key_head * group, (key_head + 1) * group)
             query_HTD, grad_HTD = (one[begin:end, heads].transpose(0, 1) for one in (floats[0], floats[3]))
             key_TD, value_TD = (one[begin:end, key_head] for one in floats[1:3])
             scores_HTT = (scale * query_HTD @ key_TD.T).masked_fill_(hidden, -torch.inf)
+            if sinks_H is not None:
+                sinks = sinks_H[heads, None, None].float().expand(-1, end - begin, 1)
+                scores_HTT = torch.cat([scores_HTT, sinks], -1)
             lse_HT[heads, begin:end] = scores_HTT.logsumexp(-1)
-            weights_HTT = scores_HTT.softmax(-1)
+            weights_HTT = scores_HTT.softmax(-1)[..., : end - begin]
             del scores_HTT
             out_HTD = weights_HTT @ value_TD
             grad_scores_HTT = grad_HTD @ value_TD.T
@@ -81,3 +96,56 @@ def masked_softmax(qkv: list[Tensor], grad_THD: Tensor, lengths: list[int], scal
             found[2][begin:end, key_head] = (grad_scores_HTT.mT @ query_HTD).sum(0)
             found[3][begin:end, key_head] = (weights_HTT.mT @ grad_HTD).sum(0)
     return [found[0], lse_HT, *found[1:]]
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """[..., H, T, D] and [..., H, T, 1]: causal attention as it is defined."""
+    key, value = (tensor.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for tensor in (key, value))
+    scores = scale * query @ key.transpose(-1, -2)
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    if window is not None:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).tril(-window), -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
+
+
+def plain_backward(saved: list[Tensor], scale: float, window: int | None = None) -> tuple[Tensor, ...]:
+    """By the saved log-sum-exp, as kernels do (arXiv 2205.14135, algorithm 4)."""
+    grad, query, key, value, out, lse = saved
+    keys, values = (tensor.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for tensor in (key, value))
+    weights = (scale * query @ keys.transpose(-1, -2) - lse).exp().tril()
+    weights = weights if window is None else weights.triu(1 - window)
+    grad_scores = weights * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+    grouped = [
+        tensor.unflatten(-3, (key.shape[-3], -1)).sum(-3)
+        for tensor in (grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad)
+    ]
+    return grad_scores @ keys, *grouped
+
+
+class PlainKernel:
+    """Replaces FlashAttention, in the precision of what it is given."""
+
+    def __init__(self) -> None:
+        self.spans: list[list[int]] = []
+        self.windows: list[int | None] = []
+
+    def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
+        bounds = span.cu_seqlens.tolist()
+        self.spans.append([end - begin for begin, end in pairwise(bounds)])
+        assert max(self.spans[-1]) <= span.longest
+        self.windows.append(span.window)
+        found = []
+        for begin, end in pairwise(bounds):
+            query, key, value = (tensor[begin:end].transpose(0, 1) for tensor in qkv)
+            found.append(plain(query, key, value, scale, span.window))
+        return torch.cat([out.transpose(0, 1) for out, _ in found]), torch.cat([lse[..., 0] for _, lse in found], 1)
+
+    def backward(self, grad_THD: Tensor, saved: list[Tensor], span: Span, scale: float) -> tuple[Tensor, ...]:
+        *tensors, lse = saved
+        bounds = span.cu_seqlens.tolist()
+        found = []
+        for begin, end in pairwise(bounds):
+            rows = [tensor[begin:end].transpose(0, 1) for tensor in (grad_THD, *tensors)]
+            gradients = plain_backward([*rows, lse[:, begin:end, None]], scale, span.window)
+            found.append([gradient.transpose(0, 1) for gradient in gradients])
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

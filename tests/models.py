@@ -5,6 +5,7 @@ nothing: here they range over about -9 .. -2.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 SPECIALS = [
     "<|endoftext|>",
@@ -341,6 +343,60 @@ def make_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> Path:
     )
 
 
+def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
+    """A gpt-oss: a layer with a window, then one without, sinks as large as scores, and biases."""
+    make_tiny_of(
+        "gpt_oss",
+        directory,
+        seed=seed,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=8,
+        intermediate_size=96,
+        rms_norm_eps=1e-5,
+        # Within the original length too, yarn makes queries and keys larger.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": CONTEXT // 4,
+        },
+    )
+    (path,) = directory.glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if "bias" in name or "sinks" in name:
+            tensor.normal_(0, 1.0 if "sinks" in name else 0.3, generator=generator)
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
+def quantise(directory: Path, quantised: Path) -> None:
+    """Make of a gpt-oss one whose experts are in MXFP4, and write what these are into the first one's files: by
+    transformers' own conversion."""
+    shutil.copytree(directory, quantised)
+    (path,) = directory.glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(1)
+    packed = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            num_experts, inputs, outputs = tensor.shape
+            shape = (num_experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+            del packed[name]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensors[name] = convert_moe_packed_tensors(blocks, scales).to(tensor.dtype).contiguous()
+    save_file(tensors, path, {"format": "pt"})
+    save_file(packed, quantised / path.name, {"format": "pt"})
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (quantised / "config.json").write_text(json.dumps(config))
+
+
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:
     """Placeholder tokens of images, as a config names them."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
@@ -413,8 +469,26 @@ def _save(
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Llama": partial(make_tiny_of, "llama"),
-    "Mistral": partial(make_tiny_of, "mistral"),
+    "Mistral": partial(make_tiny_of, "mistral", sliding_window=8),
     "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
+    "Gemma 2": partial(
+        make_tiny_of,
+        "gemma2",
+        sliding_window=8,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=True,  # which the engine takes for granted
+    ),
+    "Granite": partial(
+        make_tiny_of,
+        "granite",
+        logits_scaling=2.0,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.3,
+    ),
+    "gpt-oss": make_tiny_gpt_oss,
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-Next": make_tiny_qwen3_next,
     "Qwen2 MoE": partial(
@@ -423,6 +497,9 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
         **{**EXPERTS, "norm_topk_prob": False},
         shared_expert_intermediate_size=32,
         mlp_only_layers=[0],
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention"] * 2,
     ),
     "Mixtral": partial(make_tiny_of, "mixtral", num_local_experts=8, num_experts_per_tok=3),
     "Qwen3-VL MoE": lambda directory: make_tiny_vl(directory, moe=True),

@@ -43,8 +43,11 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "Qwen2 MoE": FAMILIES["Qwen2 MoE"],
     "Mixtral": FAMILIES["Mixtral"],
     "Llama": partial(make_tiny_of, "llama"),
-    "Mistral": partial(make_tiny_of, "mistral"),
-    "Gemma 3 (text)": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
+    "Mistral": FAMILIES["Mistral"],
+    "Gemma 3 (text)": FAMILIES["Gemma 3"],
+    "Gemma 2": FAMILIES["Gemma 2"],
+    "Granite": FAMILIES["Granite"],
+    "gpt-oss": FAMILIES["gpt-oss"],
 }
 """Those whose sampler is compared with their trainer."""
 SIZES = {
@@ -58,7 +61,6 @@ SIZES = {
 }
 REFUSED = {
     "Gemma 3 with images": ("gemma3", "Gemma3ForConditionalGeneration"),
-    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "LFM2": ("lfm2", "Lfm2ForCausalLM"),
     "Falcon-H1": ("falcon_h1", "FalconH1ForCausalLM"),
 }
@@ -105,9 +107,19 @@ NOTES = """
 - Every rope type of transformers is served. `longrope` and `dynamic` rotate all tokens of a microbatch by its
   longest sample if that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats
   on a tiny model. Within that length trainer and engine are right; a server with a longer context refuses them.
-- Windows are refused in bfloat16 on CUDA, and for Qwen2 MoE everywhere if only some layers have one: the engine
-  ignores them. StableLM and Nemotron are refused when they have been loaded: in transformers their attention does not
-  get the lengths of packed samples. A model that scales or caps its logits (Cohere, Granite, Gemma 2) is refused too.
+- Windows are served, but refused for Qwen2 MoE if only some layers have one: the engine ignores them. On CUDA the start
+  compares FlashAttention's windows with their definition; no engine has run with them there yet. Attention in
+  chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused when they have
+  been loaded: in transformers their attention does not get the lengths of packed samples. So are models that scale or
+  cap their logits, except Granite and Gemma 2: of Cohere the engine has no adapters for the head.
+- Gemma 2 is refused in bfloat16 on CUDA: no kernel there has the cap of its attention's scores and a backward. Of
+  models with more than 258,048 tokens (Gemma 3) vLLM 0.32 takes no adapters for the head, and refuses to start.
+- gpt-oss: its weights in MXFP4 are dequantised to bfloat16 by trainer and engine when they are loaded, to four times
+  the size of the files. Sinks, routers and all biases are frozen. Each expert's gate, up and down have adapters of
+  their own, saved as `w1`, `w3`, `w2`; vLLM itself takes one of gate and up together for this kind, so merge what you
+  use elsewhere. Conversations (`/v1/chat/completions` and its kin) are refused, since vLLM would write them in another
+  format than the model's template and download that; completions and samples are served. Its kernels on CUDA have not
+  run yet.
 
 ## Refused
 

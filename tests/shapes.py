@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3_5Config, Qwen3Config, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from backends.configure.describe import model_size
 from backends.configure.memory_plan import ModelSize
@@ -47,6 +47,12 @@ def _config(name: str) -> PretrainedConfig:
             sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
             experts: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
             return _seeing(Qwen3VLMoeConfig, 32, 4, **sizes, **experts)
+        case "9b":  # Qwen3.5's
+            sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "head_dim": 256}
+            linear = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "vocab_size": 248320}
+            found = _seeing(Qwen3_5Config, 16, 4, **sizes, **linear)
+            found.architectures = ["Qwen3_5ForConditionalGeneration"]
+            return found
         case "8b-text":
             sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
             config: PretrainedConfig = Qwen3Config(**{**_TEXT, **sizes}, num_attention_heads=32, num_key_value_heads=8)
@@ -61,8 +67,8 @@ def _config(name: str) -> PretrainedConfig:
 
 @cache
 def shape(name: str) -> ModelSize:
-    """Of `4b`, `32b`, `30b-a3b` (Qwen3-VL), `8b-text` (Qwen3) or `70b` (Llama) in bfloat16; the images' processor is
-    the small model's."""
+    """Of `4b`, `32b`, `30b-a3b` (Qwen3-VL), `9b` (Qwen3.5), `8b-text` (Qwen3) or `70b` (Llama) in bfloat16; the images'
+    processor is the small model's."""
     config = _config(name)
     source = str(Path(DIRECTORIES[TINY_VL]))
     size = model_size(name, config, check_coverage(find_family(config, source), config, source), "bfloat16")

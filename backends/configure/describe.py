@@ -12,6 +12,7 @@ from backends.config import BackendConfig
 from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSize
 from backends.configure.nearest_fit import plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
+from backends.families import gpt_oss
 from backends.families.coverage import Numbers, check_coverage, image_token_numbers
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
@@ -273,6 +274,8 @@ def _unshared(renderer: Renderer, config: BackendConfig, device: Device) -> str 
         return "with backend.full the trainer changes its own copy"
     if (config.tensor_parallel or 1) > 1:
         return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
+    if renderer.config.model_type == gpt_oss.MODEL_TYPE:
+        return "trainer and engine lay out gpt-oss's experts anew, and otherwise than its files"
     if device == "cpu" and renderer.family.has_linear_attention:
         return "on the CPU the engine packs the weights of linear attention anew"
     return None

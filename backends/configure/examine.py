@@ -12,7 +12,7 @@ from backends.configure.gpus import cards
 from backends.configure.placement import this_machine
 from backends.families import linear_attention, tower_patches
 from backends.formats.model_files import local_directory
-from backends.kernels.varlen_attention import OPERATORS
+from backends.kernels.targets import OPERATORS
 from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer

@@ -35,8 +35,9 @@ MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
 LORA_RANKS = (128, 64, 32, 16, 8)
 RECIPES_RANK = 32
 """The rank that must fit before a context is made shorter."""
-SEVERAL_MODELS, MOST_MODELS = 4, 8
-"""By default a rank beyond the recipes' is the largest only if so many models of it fit; and the most of them."""
+SEVERAL_RANKS, MOST_MODELS = 256, 8
+"""By default a rank beyond the recipes' is the largest only if models of it fit whose ranks add up to this, two of rank
+128; and the most models of it."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class _Search:
         config = self._config
         ranks = () if config.max_lora_rank else tuple(rank for rank in LORA_RANKS if rank > wish.lora_rank)
         for rank in ranks:
-            several = config.models_at_once or SEVERAL_MODELS
+            several = config.models_at_once or SEVERAL_RANKS // rank
             larger = self._recounted(plan, replace(wish, lora_rank=rank, models_at_once=several))
             if larger.missing_bytes <= 0:
                 plan, wish = larger, replace(wish, lora_rank=rank, models_at_once=several)

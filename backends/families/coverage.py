@@ -98,6 +98,8 @@ def _matrices(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int, in
     """Return count, outputs and inputs of a module's matrices that take LoRA."""
     if "gate_up_proj" in parameters:  # two matrices of each expert in one tensor
         num_experts, hidden, inner = parameters["down_proj"].shape
+        if parameters["gate_up_proj"].shape[1] == inner:  # gpt-oss's: inputs before outputs
+            hidden, inner = inner, hidden
         return [(2 * num_experts, inner, hidden), (num_experts, hidden, inner)]
     shapes = [parameter.shape for parameter in parameters.values()]
     return [(math.prod(shape[:-2]), shape[-2], shape[-1]) for shape in shapes if len(shape) >= 2]

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
+from backends.families.biased_experts import BiasedExperts
 from backends.families.family import Family, LoraFlag, TowerLora
+from backends.families.gpt_oss import ARCHITECTURE, has_own_experts
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
@@ -23,9 +25,11 @@ _IN_FILES = {
         ".gate_proj": ".w1",
         ".up_proj": ".w3",
         ".down_proj": ".w2",
-    }
+    },
+    ARCHITECTURE: {f".{ours}": f".{theirs}" for ours, theirs in EXPERT_STACKS.items()},
 }
-"""Names of experts that transformers has changed. PEFT and the engine have not: they use those of the model's files."""
+"""Names of experts that transformers has changed. PEFT and the engine have not: they use those of the model's files; of
+gpt-oss, in whose files an expert has no tensors of its own, the engine's."""
 
 
 def name_in_files(model: PreTrainedModel, name: str) -> str:
@@ -81,10 +85,11 @@ def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
-    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor without
-    biases."""
+    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor, with biases only
+    if they are gpt-oss's."""
     form = ("is_concatenated", "is_transposed", "has_bias", "has_gate")
-    return tuple(getattr(module, name, None) for name in form) == (True, False, False, True)
+    known = tuple(getattr(module, name, None) for name in form) == (True, False, False, True)
+    return known or has_own_experts(module) or isinstance(module, BiasedExperts)
 
 
 def trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

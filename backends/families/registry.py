@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from backends.families import internvl, qwen3_vl, smolvlm, text
+from backends.families import gpt_oss, internvl, qwen3_vl, smolvlm, text
 from backends.families.family import Family
+from backends.families.gpt_oss import is_quantised
 from backends.protocol import BackendFailed
 
 WITH_IMAGES: dict[str, Callable[[PretrainedConfig, str], Family]] = {
@@ -30,9 +31,9 @@ _TOOL_PARSERS = {
 
 def find_family(config: PretrainedConfig, source: str) -> Family:
     """Return the family of the model in the directory `source`. Raises BackendFailed for a model that none covers."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise BackendFailed(f"{source}: quantised weights are not supported; serve the model in bfloat16 or float32")
     (architecture, *_) = config.architectures or [""]
+    if is_quantised(config) and architecture != gpt_oss.ARCHITECTURE:
+        raise BackendFailed(f"{source}: quantised weights are not supported; serve the model in bfloat16 or float32")
     if architecture in WITH_IMAGES:
         return WITH_IMAGES[architecture](config, source)
     if architecture in _REASONS:
@@ -41,8 +42,8 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
         raise BackendFailed(
             f"{source}: {architecture} is not supported; models that take images: {', '.join(WITH_IMAGES)}"
         )
-    if architecture in text.REFUSED:
-        raise BackendFailed(f"{source}: {architecture} is not supported: {text.REFUSED[architecture]}")
+    if architecture == gpt_oss.ARCHITECTURE:
+        gpt_oss.require_known(config, source)
     if architecture in text.WITHOUT_MIXED_WINDOWS and len(set(config.layer_types)) > 1:
         raise BackendFailed(
             f"{source}: {architecture} with sliding windows in some of its layers (use_sliding_window in its config) is"

@@ -6,6 +6,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+from backends.families import gpt_oss
 from backends.families.family import ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
 
@@ -16,13 +17,9 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     "Qwen3NextForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
     "Qwen2MoeForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
     "MixtralForCausalLM": (_ROUTER,),
+    gpt_oss.ARCHITECTURE: (gpt_oss.ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
-REFUSED = {
-    "GptOssForCausalLM": "its attention has sinks, and its experts have biases and an activation of their own, none of"
-    " which the trainer computes",
-}
-"""Architectures refused for other reasons than LoRA's coverage, and the reasons."""
 WITHOUT_MIXED_WINDOWS = ("Qwen2MoeForCausalLM",)
 """Architectures whose engine ignores windows if not all layers have one; measured: 3.2 nats beyond the window."""
 WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM",)

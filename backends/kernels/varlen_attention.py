@@ -3,7 +3,13 @@
 FlashAttention 2 takes all samples together, whatever their lengths. A long sample takes half the time in cuDNN's
 kernel on Hopper and later, which needs samples of one length, and 0.1 s of planning for each new length. So each long
 sample goes there alone, padded at its end to one of eight lengths between a power of two and the next: padding behind
-a causal sample changes nothing in it, and has no gradient.
+a causal sample changes nothing in it, and has no gradient. Windows are FlashAttention's alone, which skips what they
+hide.
+
+A head's sink is one more score in the softmax, without a value. With m the log-sum-exp of the other scores and
+l = log(exp(m) + exp(sink)) that of all, the output is the kernel's times exp(m - l). Backward is the kernel's own: the
+gradient of a score s is exp(s - l) (dO V^T - sum(dO O)), O being the whole output: the sink's value, 0, adds nothing to
+that sum. So the kernel is given O and l in place of its own output and m.
 
 T tokens of a microbatch, N samples, H query heads, G key heads, D values of a head
 """
@@ -12,7 +18,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Protocol
 
 import torch
@@ -20,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.kernels.autograd import Context
-from backends.patches import Patch
+from backends.kernels.plain_attention import windowed_attention
+from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
 LONG = 4096
@@ -31,44 +38,10 @@ _TESTED_TOKENS, _CLOSE = 637, 0.02
 """Tokens of the sample by which cuDNN is tested, which is padded, and largest relative distance to FlashAttention:
 0.004 on an H100."""
 
-_WHY = "A private operator that is called here by position; its schema says what the arguments mean."
-OPERATORS = [
-    Patch(
-        "flash-attention",
-        "torch.ops:aten._flash_attention_forward",
-        (  # of torch 2.11, and of 2.13, which has two more arguments with defaults
-            "5867cae3eb0071ebe71250e2291396b99330845471c0246cd6315289f147c7d2",
-            "866d2453d6eb8acdd947bb16b57bceca572dcfe4f6d0db1efef9ce294f9ce36c",
-        ),
-        _WHY,
-        how="relied on",
-        device="cuda",
-    ),
-    Patch(
-        "flash-attention-backward",
-        "torch.ops:aten._flash_attention_backward",
-        "e44551bb1d16a66dce49c11d6a5f9be2bbe4a881085afbbdcb41f6aaedd82fd3",
-        _WHY,
-        how="relied on",
-        device="cuda",
-    ),
-    Patch(
-        "cudnn-attention",
-        "torch.ops:aten._scaled_dot_product_cudnn_attention",
-        "3a8a0dbb4d3628394970e385484e66dab381b400fafddacba4dad0d1a06f328a",
-        _WHY,
-        how="relied on",
-        device="cuda",
-    ),
-    Patch(
-        "cudnn-attention-backward",
-        "torch.ops:aten._scaled_dot_product_cudnn_attention_backward",
-        "493cb297834fa0baa14ac42a8e86310e9c739556d37f0edf99e39f2dd5bc18ea",
-        _WHY,
-        how="relied on",
-        device="cuda",
-    ),
-]
+_NOTHING = 0.1
+"""Norm of the rounding of gradients that are 0: of query and key where a token sees itself alone."""
+_TESTED_WINDOWS, _TESTED_LENGTHS = (1, 100), (129, 300)
+"""Windows by which FlashAttention is tested, and the tokens of two samples beside each other."""
 
 
 class Kernel(Protocol):
@@ -91,6 +64,8 @@ class Span:
     """[N + 1] int32, on the device, from the span's begin."""
     longest: int
     is_long: bool
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all before it."""
 
 
 class Flash:
@@ -98,7 +73,7 @@ class Flash:
 
     def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *qkv, *self._varlen(span), 0.0, True, False, scale=scale, window_size_left=-1, window_size_right=0
+            *qkv, *self._varlen(span), 0.0, span.window is None, False, scale=scale, **self._window(span)
         )
         return out, lse
 
@@ -109,13 +84,16 @@ class Flash:
             *saved,
             *self._varlen(span),
             0.0,
-            True,
+            span.window is None,
             *no_dropout,
             scale=scale,
-            window_size_left=-1,
-            window_size_right=0,
+            **self._window(span),
         )
         return gradients
+
+    def _window(self, span: Span) -> dict[str, int]:
+        """Return the tokens seen before and behind a token."""
+        return {"window_size_left": -1 if span.window is None else span.window - 1, "window_size_right": 0}
 
     def _varlen(self, span: Span) -> tuple[Tensor, Tensor, int, int]:
         return span.cu_seqlens, span.cu_seqlens, span.longest, span.longest
@@ -188,9 +166,18 @@ def _spans(cu_seqlens: Tensor, ends: list[int], longest: int, *, split_long: boo
             yield Span(ends[first], ends[last], cu, max(lengths[first:last]), is_long)
 
 
-def _planned(
-    query_THD: Tensor, key_TGD: Tensor, cu_seqlens: Tensor, cu_seqlens_host: Tensor, longest: int
+def _planned(  # noqa: PLR0913
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_host: Tensor,
+    longest: int,
+    window: int | None,
 ) -> list[Span]:
+    if window is not None and window < longest:
+        like = query_THD.device, query_THD.dtype, query_THD.shape[1:], key_TGD.shape[1]
+        _require_windows(*like)
+        return [Span(0, len(query_THD), cu_seqlens, longest, is_long=False, window=window)]
     has_long = longest >= LONG and cu_seqlens_host[-1].item() > 0  # or the device alone knows
     split_long = has_long and _cudnn_serves(
         query_THD.device,
@@ -230,6 +217,13 @@ def _gradients(grad_THD: Tensor, saved: list[Tensor], spans: list[Span], scale: 
     return gradients
 
 
+def _with_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, given those without sinks."""
+    whole_HT = torch.logaddexp(lse_HT, sinks_H[:, None].to(lse_HT.dtype))
+    part_TH1 = (lse_HT - whole_HT).exp().T[..., None]
+    return _laid_out_as(out_THD, (out_THD * part_TH1).to(out_THD.dtype)), whole_HT
+
+
 def _kernel(span: Span) -> Kernel:
     return _padded if span.is_long else _flash
 
@@ -250,14 +244,18 @@ def packed_attention(  # noqa: PLR0913
     cu_seqlens_host: Tensor,
     longest: int,
     scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[T, H, D], and the log-sum-exp of the scores [H, T] float32, nats.
 
     `cu_seqlens` [N + 1] int32 on the device; `cu_seqlens_host` the same on the host. If all of the host's are 0, only
-    the device knows the lengths, and no sample is long.
+    the device knows the lengths, and no sample is long. `window`: tokens that a token sees, itself included.
+    `sinks_H` are frozen, and are among the scores of the log-sum-exp.
     """
-    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest)
-    return _forward([query_THD, key_TGD, value_TGD], spans, scale)
+    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
+    out_THD, lse_HT = _forward([query_THD, key_TGD, value_TGD], spans, scale)
+    return (out_THD, lse_HT) if sinks_H is None else _with_sinks(out_THD, lse_HT, sinks_H)
 
 
 @torch.library.custom_op("tinker_server::packed_attention_backward", mutates_args=())
@@ -272,9 +270,10 @@ def packed_attention_backward(  # noqa: PLR0913
     cu_seqlens_host: Tensor,
     longest: int,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest)
+    spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
     query, key, value = _gradients(grad_THD, [query_THD, key_TGD, value_TGD, out_THD, lse_HT], spans, scale)
     return query, key, value
 
@@ -316,6 +315,33 @@ def _cudnn_serves(
     return worst < _CLOSE
 
 
+@functools.cache
+def _require_windows(device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int) -> None:
+    """Raise BackendFailed if FlashAttention, for heads of this shape, gives other numbers with a window than its
+    definition: no other kernel here could take over."""
+    generator = torch.Generator(device).manual_seed(0)
+    *qkv, grad_THD = (
+        torch.randn(sum(_TESTED_LENGTHS), number, heads[1], dtype=dtype, device=device, generator=generator)
+        for number in (heads[0], num_key_heads, num_key_heads, heads[0])
+    )
+    scale = heads[1] ** -0.5
+    cu = torch.tensor([0, *accumulate(_TESTED_LENGTHS)], dtype=torch.int32, device=device)
+    samples = [*zip(*(one.split(_TESTED_LENGTHS) for one in (*qkv, grad_THD)), strict=True)]
+    for window in _TESTED_WINDOWS:
+        spans = [Span(0, len(grad_THD), cu, max(_TESTED_LENGTHS), is_long=False, window=window)]
+        out, lse_HT = _forward(qkv, spans, scale)
+        found = [out, *_gradients(grad_THD, [*qkv, out, lse_HT], spans, scale)]
+        expected = [windowed_attention([*one], grad, scale, window) for *one, grad in samples]
+        for one, parts in zip(found, zip(*expected, strict=True), strict=True):
+            wanted = torch.cat(parts)
+            error, size = (one - wanted).norm().item(), wanted.norm().item()
+            if not error < _CLOSE * size + _NOTHING:
+                raise BackendFailed(
+                    f"FlashAttention with a window of {window} tokens is {error:.3g} of {size:.3g} away from its"
+                    " definition on this GPU: numbers would be wrong"
+                )
+
+
 def _empty_lse(query_THD: Tensor) -> Tensor:
     return query_THD.new_empty(query_THD.shape[1], query_THD.shape[0], dtype=torch.float32)
 
@@ -333,20 +359,21 @@ def _(_grad_THD: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, 
 class _AttentionContext(Context, Protocol):
     longest: int
     scale: float
+    window: int | None
 
 
 def _save(
     ctx: _AttentionContext,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int | None, Tensor | None],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    *tensors, cu_seqlens, cu_seqlens_host, ctx.longest, ctx.scale = inputs
+    *tensors, cu_seqlens, cu_seqlens_host, ctx.longest, ctx.scale, ctx.window, _ = inputs
     ctx.save_for_backward(*tensors, *output, cu_seqlens, cu_seqlens_host)
 
 
 def _backward(ctx: _AttentionContext, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = packed_attention_backward(grad_THD, *ctx.saved_tensors, ctx.longest, ctx.scale)
-    return *gradients, None, None, None, None
+    gradients = packed_attention_backward(grad_THD, *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
+    return *gradients, *(None,) * 6
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)

@@ -15,7 +15,7 @@ from backends.families.family import RenderedImage
 from backends.families.lora_names import trained_modules
 from backends.formats.load_check import LoadCheck, image_and_text, load_check_image, load_check_tokens
 from backends.inputs.rendering import Rendered, Renderer
-from backends.kernels.varlen_attention import OPERATORS
+from backends.kernels.targets import OPERATORS
 from backends.model_spec import ModelSpec
 from backends.patches import for_device, require_as_written
 from backends.processes.progress import Progress

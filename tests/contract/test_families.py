@@ -75,8 +75,11 @@ def rank(source: Path) -> TrainerRank:
 
 
 def transformers_model(source: Path, renderer):
-    kind = AutoModelForImageTextToText if renderer.takes_images else AutoModelForCausalLM
-    return kind.from_pretrained(source).eval()
+    if renderer.takes_images:
+        return AutoModelForImageTextToText.from_pretrained(source).eval()
+    # SDPA would leave out a cap of the scores.
+    caps = getattr(renderer.config, "attn_logit_softcapping", None) is not None
+    return AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager" if caps else None).eval()
 
 
 def test_the_trainer_scores_as_transformers(rank, source, renderer, data) -> None:
@@ -136,7 +139,11 @@ def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
             continue
         number, projection = rest.split(".")
         stacks, inner = model.get_submodule(f"{experts}.experts"), len(delta)
-        if projection in ("down_proj", "w2"):
+        if stacks.is_transposed:  # gpt-oss's, which interleave gate and up
+            matrix = stacks.down_proj if projection == "w2" else stacks.gate_up_proj
+            first, step = {"w1": (0, 2), "w3": (1, 2), "w2": (0, 1)}[projection]
+            matrix.data[int(number), :, first::step] += delta.T
+        elif projection in ("down_proj", "w2"):
             stacks.down_proj.data[int(number)] += delta
         else:
             first = inner if projection in ("up_proj", "w3") else 0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from backends.families.biased_experts import lay_out_experts
 from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import World
@@ -87,7 +88,8 @@ def loaded(world: World, config: ModelSpec) -> Loaded:
     reference = family.model_class.from_pretrained(config.directory, dtype=getattr(torch, config.dtype))
     parameters = [tensor for _, tensor in reference.named_parameters()]
     buffers = [tensor for _, tensor in reference.named_buffers()]
-    wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    wanted: dict[str, Tensor] = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    lay_out_experts(reference, wanted, getattr(torch, config.dtype))
     got = {name: whole(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     files = [load_file(path).items() for path in Path(config.directory).glob("*.safetensors")]
     of_files = {_without_prefixes(name): tensor for file in files for name, tensor in file}

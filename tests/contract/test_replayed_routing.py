@@ -4,7 +4,9 @@ pytest -m slow tests/contract/test_replayed_routing.py
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN
-from tests.models import make_tiny_vl, make_wide_moe
+from tests.models import make_tiny_gpt_oss, make_tiny_vl, make_wide_moe
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.servers import Server
 from tests.trainers import LORA, OWNER, config, forward_backward, perturb
@@ -32,9 +34,16 @@ def with_sampled(model_input: ModelInput, tokens: np.ndarray) -> ModelInput:
     return ModelInput(chunks=[*model_input.chunks, EncodedTextChunk(tokens=np.asarray(tokens, np.int32))])
 
 
-async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later_messages(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "prompts"),
+    [(partial(make_tiny_vl, moe=True), [*MIXED.values()]), (make_tiny_gpt_oss, [prompt(words(9, 9))])],
+    ids=["Qwen3-VL MoE", "gpt-oss"],
+)
+async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later_messages(
+    make: Callable[[Path], Path], prompts: list[ModelInput], tmp_path: Path
+) -> None:
     """In float32, where both choose the same experts: so the engine reports what the trainer would choose."""
-    source, routing_dir = make_tiny_vl(tmp_path / "model", moe=True), tmp_path / "routing"
+    source, routing_dir = make(tmp_path / "model"), tmp_path / "routing"
     renderer = make_renderer(source)
     rank = TrainerRank(replace(config(source), routing_dir=routing_dir), World(0, 1, torch.device("cpu")))
     rank.create_model("m", LORA)
@@ -52,7 +61,7 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
             drawn.extend((one, sequence.tokens, sequence.logprobs) for sequence in answer.sequences)
 
     try:
-        await draw([*MIXED.values(), prompt(words(300, 3))], seed=1)
+        await draw([*prompts, prompt(words(300, 3))], seed=1)
         # A second message, whose beginning is in the prefix cache: the engine computes only the new part.
         await draw([with_sampled(one, np.append(tokens, [5, 6, 7])) for one, tokens, _ in drawn], seed=2)
         before = {path.name for path in routing_dir.iterdir()}

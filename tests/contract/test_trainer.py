@@ -37,6 +37,7 @@ from tests.trainers import (
     config,
     forward_backward,
     gradients,
+    logprobs,
     lora_model,
     perturb,
     reference_inputs,
@@ -104,8 +105,8 @@ def test_packed_samples_are_as_one_by_one_and_as_transformers_pads_them(tiny_vl,
     fresh = trainer(tiny_vl)
     fresh.create_model("m", LORA)
     unpadded = forward_backward(fresh, "m", cross_entropy(data), False)
-    for index, logprobs in enumerate(padded_logprobs(data, renderer, reference)):
-        np.testing.assert_allclose(present(unpadded).loss_fn_outputs[index]["logprobs"], logprobs, atol=1e-4)
+    for index, wanted in enumerate(padded_logprobs(data, renderer, reference)):
+        np.testing.assert_allclose(present(unpadded).loss_fn_outputs[index]["logprobs"], wanted, atol=1e-4)
 
 
 def padded_logprobs(data: list[Datum], renderer: Renderer, model) -> list[np.ndarray]:
@@ -432,11 +433,21 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_text, mo
         trainer(tiny_text)
 
 
-def test_a_model_whose_attention_caps_its_scores_is_refused(tmp_path):
+def test_a_model_whose_attention_caps_its_scores_is_scored_with_the_cap(tmp_path):
     """transformers' SDPA passes over the cap in silence, and so would its own scoring, which start compares."""
-    source = make_tiny_of("gemma2", tmp_path / "model", attn_logit_softcapping=2.0, final_logit_softcapping=None)
-    with pytest.raises(BackendFailed, match="softcap in Gemma2Attention is not supported"):
-        trainer(source)
+    sizes = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "sliding_window": 8}
+    source = make_tiny_of("gemma2", tmp_path / "model", **sizes)
+    rank, renderer = trainer(source), make_renderer(source)
+    rank.create_model("m", LORA)
+    data = [datum(prompt(words(length, length)), renderer, length) for length in (5, 11, 23)]
+    capped, without = (
+        AutoModelForCausalLM.from_pretrained(source, attn_implementation=one).eval() for one in ("eager", "sdpa")
+    )
+    for item, got in zip(data, logprobs(rank, data), strict=True):
+        with torch.no_grad():
+            expected, other = (reference_logprobs(renderer, item, model)[:, 0] for model in (capped, without))
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+    assert np.abs(got - other.numpy()).max() > 0.01
 
 
 @pytest.mark.usefixtures("forked_ranks")

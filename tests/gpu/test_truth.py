@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from api_schemas.inputs import Datum
 from api_schemas.training import ForwardBackwardOutput, Trainable
@@ -27,8 +28,9 @@ from backends.model_spec import Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
 from benchmarks.gpu import Shape, make_model
-from tests.compositions import MAX_TOKENS, RANKS, compositions, data_of
+from tests.compositions import MAX_TOKENS, RANKS, Composition, compositions, data_of
 from tests.factories import cross_entropy, make_renderer
+from tests.models import make_tiny_of
 from tests.trainers import config, gradients, lora_model, reference_inputs, relative_distance, together
 
 pytestmark = pytest.mark.gpu
@@ -50,12 +52,41 @@ GRADIENT, MEAN, LARGEST = 0.05, 0.02, 0.2
 """Bounds on the gradient, as a part of its norm, and on log probabilities, in nats."""
 
 
+TEXT: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 4,
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+    "sliding_window": 512,
+}
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral": ("mistral", {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}),
+    "Gemma 3": (
+        "gemma3_text",
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+}
+"""Kinds with windows: the name of each one's config, and its heads."""
+WINDOWED_ROWS = (
+    *("graph-256+0", "graph-1024+1", "graph-4096-1", "graph-4096+1", "tail-3", "many-0"),
+    *(f"long-{number}" for number in range(4)),
+)
+
+
 class Reference:
     """transformers + PEFT in float32 on the same GPU, datum by datum."""
 
-    def __init__(self, source: Path) -> None:
-        model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32).cuda().eval()
-        targets = r".*(language_model.*\.(q|k|v|o|gate|up|down)_proj|lm_head)"
+    def __init__(self, source: Path, *, takes_images: bool = True) -> None:
+        kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+        model = kind.from_pretrained(source, dtype=torch.float32).cuda().eval()
+        targets = r".*(\.layers\..*\.(q|k|v|o|gate|up|down)_proj|lm_head)"
         configs = {f"r{r}": PeftLoraConfig(r=r, lora_alpha=32, target_modules=targets) for r in RANKS}
         (first, one), *others = configs.items()
         self.model: PeftModel = get_peft_model(model, one, adapter_name=first)
@@ -115,6 +146,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rank(source: Path) -> TrainerRank:
+    return trainer_of(source)
+
+
+def trainer_of(source: Path) -> TrainerRank:
     settings = dataclasses.replace(
         config(source, MAX_TOKENS, 8192),
         device="cuda",
@@ -147,6 +182,26 @@ def worst(request: pytest.FixtureRequest) -> Iterator[Worst]:
 def test_each_model_of_a_packed_microbatch_is_near_transformers_and_peft_in_float32(
     row, rank, reference, renderer, worst
 ):
+    require_near(row, rank, reference, renderer, worst)
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_windows_in_packed_microbatches_are_near_transformers_and_peft_in_float32(kind, tmp_path, worst):
+    """By graphs and eagerly, with samples shorter and longer than the window, and as long as those that cuDNN takes in
+    layers without one."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    name, sizes = WINDOWED[kind]
+    source = make_tiny_of(name, tmp_path / "model", **TEXT, **sizes)
+    rank, reference = trainer_of(source), Reference(source, takes_images=False)
+    rows = [row for row in compositions() if row.name in WINDOWED_ROWS]
+    assert len(rows) == len(WINDOWED_ROWS)
+    for row in rows:
+        require_near(row, rank, reference, make_renderer(source), worst)
+
+
+def require_near(row: Composition, rank: TrainerRank, reference: Reference, renderer: Renderer, worst: Worst) -> None:
+    """Compare log probabilities and gradients of each model of a microbatch."""
     data, names = data_of(row, renderer), [f"m{place}" for place in range(len(row.models))]
     generator = torch.Generator().manual_seed(row.num_tokens)
     for name, (lora_rank, _) in zip(names, row.models, strict=True):

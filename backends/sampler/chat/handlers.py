@@ -19,6 +19,7 @@ from vllm.renderers.hf import resolve_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from backends.families import gpt_oss
 from backends.families.registry import tool_parser
 from backends.protocol import BackendFailed, ChatEndpoint, ChatTask, ChatUsage, InvalidInput
 from backends.sampler.chat.engine_client import ChatEngine, Shared
@@ -58,7 +59,8 @@ class Chats:
     def __init__(self, engine: AsyncLLM, shared: Shared) -> None:
         self._shared = shared
         renderer = chat_renderer(engine.renderer, shared.renderer)
-        self._tool_parser = _working_parser(engine)
+        self._is_harmony = engine.model_config.hf_config.model_type == gpt_oss.MODEL_TYPE
+        self._tool_parser = None if self._is_harmony else _working_parser(engine)
         tools = {"enable_auto_tools": self._tool_parser is not None, "tool_parser": self._tool_parser}
         # A wrong guess of vLLM's puts all images before all text, silently.
         form = "openai" if shared.renderer.takes_images else "auto"
@@ -93,6 +95,12 @@ class Chats:
             return replace(engine.usage, drawn=engine.sampled())
 
     async def _answer(self, task: ChatTask, engine: ChatEngine, emit: Callable[[str], None]) -> None:
+        if self._is_harmony and task.endpoint != "completions":
+            raise InvalidInput(
+                "gpt-oss is not supported here: vLLM writes its conversations in a format of its own (harmony), not by"
+                " the model's chat template, and would download that; render the tokens yourself, and use completions"
+                " or samples"
+            )
         if task.body.get("tools") and self._tool_parser is None:
             raise InvalidInput("tools: the model's chat template teaches it no calls that this server can read")
         handler = copy.copy(self._handlers[task.endpoint])

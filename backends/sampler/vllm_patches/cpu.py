@@ -10,6 +10,8 @@
 N rows, K experts of a row, E experts, S adapter slots, R LoRA rank, H hidden width, I inner width, T tokens, C channels
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1d_fwd_cpu
 
+from backends.families.gpt_oss import gated
 from backends.sampler.vllm_patches import targets
 from backends.sampler.vllm_patches.lora import kernels_with_prompt_rows, rows_by_slot
 
@@ -103,6 +106,12 @@ def _expand(inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, add
         columns.index_add_(0, rows, inputs[rows].to(out.dtype) @ weight.T)
 
 
+_GATED: dict[MoEActivation, Callable[[Tensor, Tensor], Tensor]] = {
+    MoEActivation.SILU: lambda gate, up: F.silu(gate) * up,
+    MoEActivation.SWIGLUOAI_UNINTERLEAVE: gated,
+}
+
+
 class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[misc]
     """A layer's experts with adapters; vLLM makes one for every layer."""
 
@@ -122,15 +131,15 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         **__: object,
     ) -> None:
         """Fill `output` [N, H]. `w1` is [E, 2 I, H], gate above up, and `w2` [E, H, I]."""
-        if activation != MoEActivation.SILU or self.w1_bias is not None or self.w2_bias is not None:
-            raise NotImplementedError(f"experts with {activation.value} or biases have no adapters on the CPU")
+        if activation not in _GATED:
+            raise NotImplementedError(f"experts with {activation.value} have no adapters on the CPU")
         total_NH = torch.zeros(hidden_states.shape, dtype=torch.float32)
         for expert in topk_ids.unique().tolist():
             rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
             x = hidden_states[rows]
-            gate, up = self._with_adapters(x @ w1[expert].T, x, "w13", expert, rows).chunk(2, -1)
-            inner = F.silu(gate) * up
-            y = self._with_adapters(inner @ w2[expert].T, inner, "w2", expert, rows)
+            both = _plus(x @ w1[expert].T, self.w1_bias, expert)
+            inner = _GATED[activation](*self._with_adapters(both, x, "w13", expert, rows).chunk(2, -1))
+            y = self._with_adapters(_plus(inner @ w2[expert].T, self.w2_bias, expert), inner, "w2", expert, rows)
             total_NH.index_add_(0, rows, (y * topk_weights[rows, choices, None]).float())
         output.copy_(total_NH)
 
@@ -146,6 +155,10 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
             ]
             y.index_add_(0, mine, torch.cat(parts, -1).to(y.dtype))
         return y
+
+
+def _plus(product: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    return product if bias is None else product + bias[expert].to(product.dtype)
 
 
 def _convolve_contiguous(*, x: Tensor, **others: object) -> Tensor:

@@ -288,4 +288,22 @@ ANSWERS_OF_RANKS = Patch(
     "answers-of-ranks.md",
     how="overridden",
 )
+GEMMA2_HEAD = Patch(
+    "gemma2-head",
+    "vllm.model_executor.models.gemma2:Gemma2ForCausalLM.__init__",
+    "b38f2be259a0573b0c336af62dd9542ec68a3b8afb96358e7b58562857c93088",
+    "Gemma 2 has no module for its head, whose weight is the embeddings', and so no adapters there.",
+)
+GPT_OSS_EXPERTS = Patch(
+    "gpt-oss-experts",
+    "vllm.model_executor.models.gpt_oss:FusedMoEFactory",
+    "a54099c0674c61b236f9dc1ae856e4e33b5c4807d8cc651ec3078809d5e0b647",
+    "What adapters of gate and up give is added as if gate stood above up, but gpt-oss's alternate.",
+)
+GPT_OSS_WEIGHTS = Patch(
+    "gpt-oss-weights",
+    "vllm.model_executor.models.gpt_oss:GptOssForCausalLM.load_weights",
+    "b40c522c80b19203aced007f10cc0022e37ad675a1bf67be5c0280dd75310d93",
+    "As gpt-oss-experts; and files in MXFP4 are dequantised, as the trainer's base is.",
+)
 PATCHES = [one for one in vars().values() if isinstance(one, Patch)]

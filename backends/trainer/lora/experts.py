@@ -9,12 +9,14 @@ hidden width, I inputs and O outputs of a matrix, R summed ranks of the microbat
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backends.families.biased_experts import BiasedExperts
+from backends.families.gpt_oss import gated
 from backends.kernels.autograd import Context
 from backends.trainer.lora.linear import TokenScales, add_product, scaled
 
@@ -59,7 +61,7 @@ class ExpertAdapters:
 class LoraExperts(nn.Module):
     """Replaces a layer's experts."""
 
-    def __init__(self, base: StackedExperts, scales: TokenScales) -> None:
+    def __init__(self, base: StackedExperts | BiasedExperts, scales: TokenScales) -> None:
         super().__init__()
         # FSDP2 knows the experts by their module: it stays where their weights are.
         self.base, self._scales = base, scales
@@ -83,13 +85,21 @@ class LoraExperts(nn.Module):
             lora_grouped(x_SH, weight, *self.adapters[name].all, scales_SR, ends_E)[0]
             for name, weight in zip(PROJECTIONS, self.base.gate_up_proj.split(inner, dim=1), strict=False)
         )
-        inner_SI = self.base.act_fn(gate_SI) * up_SI
+        inner_SI = self._gated(gate_SI, up_SI, experts_S)
         y_SH = lora_grouped(inner_SI, self.base.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]
+        if isinstance(self.base, BiasedExperts):
+            y_SH = y_SH + self.base.down_bias[experts_S]
         y_SH = y_SH * weights_TK.flatten()[order_S, None]
         # Back to the tokens' order and summed there: adding by index is not deterministic on a GPU.
         position_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
         y_TKH: Tensor = y_SH[position_S].unflatten(0, experts_TK.shape)
         return y_TKH.sum(1).to(hidden_TH.dtype)  # some routers' weights are in float32
+
+    def _gated(self, gate_SI: Tensor, up_SI: Tensor, experts_S: Tensor) -> Tensor:
+        if not isinstance(self.base, BiasedExperts):
+            return cast(Tensor, self.base.act_fn(gate_SI) * up_SI)
+        gate_bias_EI, up_bias_EI = self.base.gate_up_bias.chunk(2, 1)
+        return gated(gate_SI + gate_bias_EI[experts_S], up_SI + up_bias_EI[experts_S])
 
 
 @torch.library.custom_op("tinker_server::lora_grouped", mutates_args=())

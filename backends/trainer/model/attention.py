@@ -2,7 +2,8 @@
 
 In bfloat16 on CUDA `packed_attention` computes it from cu_seqlens, without a mask, through transformers' attention
 interface. Elsewhere transformers' SDPA computes it, one sample after the other: over the whole microbatch it would
-compute all pairs of tokens to discard most of them.
+compute all pairs of tokens to discard most of them. SDPA has neither sinks nor a cap of the scores: layers with these
+are computed as they are defined.
 """
 
 from collections.abc import Mapping
@@ -15,13 +16,12 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from backends.kernels.plain_attention import plain_attention
 from backends.kernels.varlen_attention import packed_attention
 from backends.protocol import BackendFailed
 
 PACKED = "tinker_packed"
 PER_SAMPLE = "tinker_per_sample"
-_LEFT_OUT = ("softcap", "s_aux")
-"""Arguments that some decoders pass to attention and SDPA silently ignores: a cap of the scores, and sinks."""
 
 
 def implementation(device: torch.device, dtype: torch.dtype) -> str:
@@ -31,7 +31,7 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
         AttentionMaskInterface.register(PER_SAMPLE, sdpa_mask)
         return PER_SAMPLE
     AttentionInterface.register(PACKED, _packed_attention)
-    AttentionMaskInterface.register(PACKED, _no_mask)
+    AttentionMaskInterface.register(PACKED, _window)
     return PACKED
 
 
@@ -51,6 +51,9 @@ class _Arguments(PackedLengths, total=False):
 
     scaling: float
     sliding_window: int | None
+    softcap: float | None
+    s_aux: Tensor | None
+    """The heads' sinks."""
 
 
 def varlen_arguments(cu_seqlens: Tensor, cu_seqlens_host: Tensor, max_seqlen: int) -> PackedLengths:
@@ -72,17 +75,18 @@ def _per_sample_attention(
 
     The mask is transformers' own [1, 1, T, T]; a sample needs its block on the diagonal. Windows are in the mask.
     """
-    _require_supported(module, arguments)
-    of_sdpa = {name: value for name, value in arguments.items() if name not in PackedLengths.__annotations__}
-    parts = [
-        sdpa_attention_forward(
-            module,
-            *(tensor[:, :, begin:end] for tensor in (query, key, value)),
-            attention_mask if attention_mask is None else attention_mask[:, :, begin:end, begin:end],
-            **of_sdpa,
-        )[0]
-        for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist())
-    ]
+    _require_lengths(module, arguments)
+    others = {name: value for name, value in arguments.items() if name not in PackedLengths.__annotations__}
+    is_plain = others.get("softcap") is not None or others.get("s_aux") is not None
+    parts = []
+    for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist()):
+        sample = [tensor[:, :, begin:end] for tensor in (query, key, value)]
+        mask = None if attention_mask is None else attention_mask[:, :, begin:end, begin:end]
+        parts.append(
+            plain_attention(*sample, mask, arguments["scaling"], arguments.get("softcap"), arguments.get("s_aux"))
+            if is_plain
+            else sdpa_attention_forward(module, *sample, mask, **others)[0]
+        )
     return torch.cat(parts, dim=1), None
 
 
@@ -91,28 +95,45 @@ def _packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,  # noqa: ARG001 - given by name too
+    attention_mask: int | None,
     **arguments: Unpack[_Arguments],
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D]."""
-    _require_supported(module, arguments)
-    if arguments.get("sliding_window") is not None:
-        raise _with_windows(type(module).__name__)
+    """query [1, heads, T, D]; key and value [1, key heads, T, D]; returns [1, T, heads, D].
+
+    The mask is `_window`: some decoders give attention their window too, and others do not.
+    """
+    _require_lengths(module, arguments)
+    window, own_window, sinks_H = attention_mask, arguments.get("sliding_window"), arguments.get("s_aux")
+    if arguments.get("softcap") is not None:
+        raise BackendFailed(f"softcap in {type(module).__name__} is not supported in bfloat16 on CUDA; float32 is")
+    if sinks_H is not None and sinks_H.requires_grad:
+        raise BackendFailed(f"the sinks of {type(module).__name__} are not trained in bfloat16 on CUDA")
+    if own_window and own_window != window:
+        raise BackendFailed(
+            f"{type(module).__name__} is not supported in bfloat16 on CUDA: it has a window of {own_window} tokens,"
+            f" and its mask one of {window}"
+        )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     varlen = arguments["packed_cu_seqlens"], arguments["packed_cu_seqlens_host"], arguments["packed_max_seqlen"]
-    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"])
+    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, sinks_H)
     return out[None], None
 
 
-def _no_mask(*_: object, config: PretrainedConfig, local_size: int | None = None, **__: object) -> None:
-    """Refuse windows: some architectures put them into the mask alone, and do not pass them to attention. A size of 0
-    means that the window is switched off."""
-    if local_size:
-        raise _with_windows(_architecture(config))
+def _window(
+    *_: object, config: PretrainedConfig, local_size: int | None = None, use_vmap: bool = False, **__: object
+) -> int | None:
+    """Return the tokens that a token of a layer sees, itself included, in place of a mask; None: all before it.
 
-
-def _with_windows(name: str) -> BackendFailed:
-    return BackendFailed(f"windows in {name} are not supported in bfloat16 on CUDA; float32 is")
+    A size of 0 means that the window is switched off. Raises BackendFailed for any other mask.
+    """
+    is_window = not local_size or local_size == getattr(config, "sliding_window", None)  # chunks have a size too
+    is_causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
+    if use_vmap or not is_window or not is_causal:  # `use_vmap`: functions of its own make the mask
+        raise BackendFailed(
+            f"{_architecture(config)} is not supported in bfloat16 on CUDA: tokens attend to others than those before"
+            " them, or those of a window; float32 is"
+        )
+    return local_size or None
 
 
 def _without_cu_seqlens(module: nn.Module) -> BackendFailed:
@@ -129,9 +150,6 @@ def _architecture(config: PretrainedConfig) -> str:
     return str((config.architectures or [config.model_type])[0])
 
 
-def _require_supported(module: nn.Module, arguments: Mapping[str, object]) -> None:
-    for name in _LEFT_OUT:
-        if arguments.get(name) is not None:
-            raise BackendFailed(f"{name} in {type(module).__name__} is not supported")
+def _require_lengths(module: nn.Module, arguments: Mapping[str, object]) -> None:
     if arguments.get("packed_cu_seqlens_host") is None:
         raise _without_cu_seqlens(module)

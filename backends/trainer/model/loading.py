@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, Mxfp4Config, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
 from backends.base_weights.mapped import BaseTensors, JoinedViews, checked_tensors
+from backends.families.biased_experts import lay_out_experts
 from backends.families.family import Family
+from backends.families.gpt_oss import is_quantised
 from backends.formats.model_files import tensor_bytes
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
@@ -70,12 +72,14 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     shards = _Shards(world, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
-        arguments = {
+        arguments: dict[str, object] = {
             "dtype": dtype,
             "attn_implementation": attention_name,
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,  # they are named below
         }
+        if is_quantised(AutoConfig.from_pretrained(config.directory)):
+            arguments["quantization_config"] = Mxfp4Config(dequantize=True)
         if tensors is None:
             model, found = family.model_class.from_pretrained(config.directory, **arguments)
         else:
@@ -84,6 +88,8 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
         hook.remove()
     _check(found, config.directory)
     own = shards.of(model, config.directory)
+    del shards  # it would keep what is laid out anew
+    lay_out_experts(model, own, dtype)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)

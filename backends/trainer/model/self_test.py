@@ -6,7 +6,9 @@ from itertools import product
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from backends.families.logits import logit_transform
 from backends.inputs.rendering import Rendered, Renderer
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root
@@ -98,6 +100,15 @@ def _without_placeholders(text: np.ndarray, renderer: Renderer) -> np.ndarray:
     return np.where(np.isin(text, list(renderer.family.placeholders)), 0, text)
 
 
+def _transformed(config: PretrainedConfig, of_head: Tensor, logits: Tensor) -> bool:
+    """Return whether the model's logits are the head's, as its kind transforms them, to the model's rounding."""
+    transform = logit_transform(config.get_text_config())
+    if transform.is_identity:
+        return torch.equal(of_head.float(), logits.float())
+    allowed = 4 * torch.finfo(logits.dtype).eps
+    return torch.allclose(transform.apply(of_head.float().clone()), logits.float(), rtol=allowed, atol=allowed)
+
+
 def _own_logprobs(root: Root, sample: Rendered, targets: np.ndarray, device: torch.device) -> Tensor:
     input_ids = torch.from_numpy(sample.token_ids_T)[None].to(device)
     length = input_ids.shape[1]
@@ -114,7 +125,7 @@ def _own_logprobs(root: Root, sample: Rendered, targets: np.ndarray, device: tor
         logits: Tensor = root(root.model, input_ids=input_ids, use_cache=False, **extra).logits
     for hook in hooks:
         hook.remove()
-    if not (len(seen) == 3 and torch.equal(*seen[:2]) and torch.equal(seen[2].float(), logits.float())):
+    if not (len(seen) == 3 and torch.equal(*seen[:2]) and _transformed(root.model.config, seen[2], logits)):
         raise BackendFailed(
             f"{type(root.model).__name__} is not supported: it does more with its decoder's output than its head alone,"
             " such as a scale or a cap of the logits, which the trainer would leave out"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from backends.families.logits import LogitTransform, logit_transform
 from backends.kernels.autograd import Context
 from backends.trainer.distributed import Root
 from backends.trainer.lora.linear import (
@@ -49,6 +50,7 @@ class Scorer(nn.Module):
         super().__init__()
         self._root = root
         self._vision = vision
+        self._transform = logit_transform(root.model.config.get_text_config())
         self.weights = weights
         self.router_replay = router_replay
 
@@ -77,8 +79,8 @@ class Scorer(nn.Module):
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
         head, hidden_TH = self.model.get_output_embeddings(), output.last_hidden_state[0]
         if isinstance(head, LoraLinear):
-            return target_logprobs(hidden_TH, head, scales_TR, batch.targets_TK, gradient)
-        return trained_target_logprobs(hidden_TH, head.weight, head.bias, batch.targets_TK)
+            return target_logprobs(hidden_TH, head, scales_TR, batch.targets_TK, gradient, self._transform)
+        return trained_target_logprobs(hidden_TH, head.weight, head.bias, batch.targets_TK, self._transform)
 
 
 class TokenGradient(Protocol):
@@ -88,8 +90,13 @@ class TokenGradient(Protocol):
         """[T, K], from the log probabilities of the microbatch's tokens from `begin` on."""
 
 
-def target_logprobs(
-    hidden_TH: Tensor, head: LoraLinear, scales_TR: Tensor, targets_TK: Tensor, gradient: TokenGradient | None = None
+def target_logprobs(  # noqa: PLR0913
+    hidden_TH: Tensor,
+    head: LoraLinear,
+    scales_TR: Tensor,
+    targets_TK: Tensor,
+    gradient: TokenGradient | None = None,
+    transform: LogitTransform = LogitTransform(),  # noqa: B008 - frozen
 ) -> Tensor:
     """[T, K] float32, nats. Backward accumulates the gradients of the head's adapters.
 
@@ -97,12 +104,17 @@ def target_logprobs(
     """
     if not torch.is_grad_enabled():
         gradient = None
-    return cast(Tensor, _TargetLogprobs.apply(hidden_TH, head, scales_TR, targets_TK, gradient))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _TargetLogprobs.apply(hidden_TH, head, scales_TR, targets_TK, gradient, transform))  # type: ignore[no-untyped-call]
+
+
+_NO_OTHERS = (None,) * 5
+"""Gradients of the arguments behind the hidden states."""
 
 
 class _HeadContext(Context, Protocol):
     head: LoraLinear
     is_known: bool
+    transform: LogitTransform
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -116,20 +128,22 @@ class _TargetLogprobs(torch.autograd.Function):
         scales_TR: Tensor,
         targets_TK: Tensor,
         gradient: TokenGradient | None,
+        transform: LogitTransform,
     ) -> Tensor:
         widened_VH = _widened(head, hidden_TH.shape[0])
         logprobs, sums, gradients, parts, begin = [], [], [], [], 0
         for hidden, scales, targets in _chunks(head.weight, hidden_TH, scales_TR, targets_TK):
             logits, inner = _logits(hidden, head, widened_VH, scales)
-            lse = _normaliser(logits)
+            lse = _normaliser(transform.apply(logits))
             logprobs.append(logits.gather(-1, targets) - lse)
             sums.append(lse)
             if gradient is not None:
                 gradients.append(gradient(logprobs[-1], begin))
                 grad_logits = _logits_gradient(logits, lse, targets, gradients[-1], hidden.dtype)
+                transform.backward(grad_logits, logits)
                 parts.append(_add_gradients(grad_logits, hidden, inner, head, scales))
             begin += hidden.shape[0]
-        ctx.head, ctx.is_known = head, gradient is not None
+        ctx.head, ctx.is_known, ctx.transform = head, gradient is not None, transform
         if ctx.is_known:
             ctx.save_for_backward(torch.cat(gradients), torch.cat(parts))
         else:
@@ -137,19 +151,20 @@ class _TargetLogprobs(torch.autograd.Function):
         return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx: _HeadContext, grad_TK: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: _HeadContext, grad_TK: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         if ctx.is_known:
             known_TK, grad_TH = ctx.saved_tensors
             # Another gradient than was promised gives no wrong numbers: NaN is refused.
             is_known_T1 = torch.isclose(grad_TK, known_TK, rtol=1e-3, atol=0).all(-1, keepdim=True)
-            return torch.where(is_known_T1, grad_TH, torch.nan), None, None, None, None
+            return torch.where(is_known_T1, grad_TH, torch.nan), *_NO_OTHERS
         *of_tokens, widened_VH = ctx.saved_tensors
         parts = []
         for hidden, scales, targets, lse, grad in _chunks(ctx.head.weight, *of_tokens, grad_TK):
             logits, inner = _logits(hidden, ctx.head, widened_VH, scales)
-            grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
+            grad_logits = _logits_gradient(ctx.transform.apply(logits), lse, targets, grad, hidden.dtype)
+            ctx.transform.backward(grad_logits, logits)
             parts.append(_add_gradients(grad_logits, hidden, inner, ctx.head, scales))
-        return torch.cat(parts), None, None, None, None
+        return torch.cat(parts), *_NO_OTHERS
 
 
 def _add_gradients(
@@ -183,21 +198,37 @@ def _logits(hidden_TH: Tensor, head: LoraLinear, widened_VH: Tensor | None, scal
     return logits_TV, inner_TR
 
 
-def trained_target_logprobs(hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor) -> Tensor:
+def trained_target_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_TK: Tensor,
+    transform: LogitTransform = LogitTransform(),  # noqa: B008 - frozen
+) -> Tensor:
     """[T, K] float32, nats, with a head that is itself in training."""
-    return cast(Tensor, _TrainedHead.apply(hidden_TH, weight_VH, bias_V, targets_TK))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _TrainedHead.apply(hidden_TH, weight_VH, bias_V, targets_TK, transform))  # type: ignore[no-untyped-call]
+
+
+class _TrainedHeadContext(Context, Protocol):
+    transform: LogitTransform
 
 
 class _TrainedHead(torch.autograd.Function):
     """As `_TargetLogprobs`; the head's gradient is summed in float32."""
 
     @staticmethod
-    def forward(
-        ctx: Context, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_TK: Tensor
+    def forward(  # noqa: PLR0913
+        ctx: _TrainedHeadContext,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_TK: Tensor,
+        transform: LogitTransform,
     ) -> Tensor:
+        ctx.transform = transform
         logprobs, sums = [], []
         for hidden, targets in _chunks(weight_VH, hidden_TH, targets_TK):
-            logits = _head_logits(hidden, weight_VH, bias_V)
+            logits = transform.apply(_head_logits(hidden, weight_VH, bias_V))
             lse = _normaliser(logits)
             logprobs.append(logits.gather(-1, targets) - lse)
             sums.append(lse)
@@ -205,21 +236,22 @@ class _TrainedHead(torch.autograd.Function):
         return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx: Context, grad_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: _TrainedHeadContext, grad_TK: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         hidden_TH, weight_VH, bias_V, targets_TK, lse_T1 = ctx.saved_tensors
         wide = torch.promote_types(weight_VH.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight_VH, dtype=wide)
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         parts = []
         for hidden, targets, lse, grad in _chunks(weight_VH, hidden_TH, targets_TK, lse_T1, grad_TK):
-            logits = _head_logits(hidden, weight_VH, bias_V)
+            logits = ctx.transform.apply(_head_logits(hidden, weight_VH, bias_V))
             grad_logits = _logits_gradient(logits, lse, targets, grad, hidden.dtype)
+            ctx.transform.backward(grad_logits, logits)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=wide)
             add_product(grad_weight, grad_logits, hidden)
             parts.append(grad_logits @ weight_VH)
         bias = None if grad_bias is None else grad_bias.to(weight_VH.dtype)
-        return torch.cat(parts), grad_weight.to(weight_VH.dtype), bias, None
+        return torch.cat(parts), grad_weight.to(weight_VH.dtype), bias, None, None
 
 
 def _chunks(weight_VH: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -179,6 +179,17 @@ def test_slots_and_models_are_as_many_as_there_is_room_for() -> None:
     ).slot_bytes(16)
 
 
+@pytest.mark.parametrize(("gib", "rank", "models"), [(139, 128, 8), (96, 128, 2), (90, 32, 4), (72, 32, 2)])
+def test_the_largest_rank_is_128_where_two_models_of_it_fit_and_64_where_four_do(
+    gib: int, rank: int, models: int
+) -> None:
+    """Qwen3.5-9B, of which the cookbook distils with rank 128."""
+    (found,) = plan_or_suggest(
+        [shape("9b")], BackendConfig(), Machine(0, [gib * GIB], ["card"]), "cuda"
+    ).demands.values()
+    assert (found.lora_rank, found.models_at_once, found.adapter_slots) == (rank, models, models)
+
+
 def test_a_cache_that_is_set_is_planned_as_it_is_and_the_trainer_has_the_rest() -> None:
     found = plan("4b", "H100", kv_cache_bytes=7 * GIB)
     assert part(found, "engine", "KV cache") == 7 * GIB and part(found, "engine", "more KV cache") == 0

@@ -15,7 +15,7 @@ from backends.configure.placement import make_plan, placement
 from backends.families.coverage import LoraMatrices, Numbers
 from backends.model_spec import Device, Mesh, Placement
 from backends.protocol import BackendFailed
-from tests.models import make_tiny_vl
+from tests.models import make_tiny_gpt_oss, make_tiny_vl
 from tests.specs import tiny_spec
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -279,6 +279,13 @@ def test_one_copy_of_a_base_is_refused_by_name_where_it_cannot_be_shared(
     assert describe_models(config, machine)["a"].spec.base_copies == 1
     with pytest.raises(BackendFailed, match=rf"base_copies 1 .* not supported: .*{reason}"):
         find("a", source, config.model_copy(update=others), machine)
+
+
+def test_one_copy_of_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
+    source = make_tiny_gpt_oss(tmp_path / "model")
+    config = BackendConfig(models={"a": str(source)}, device="cpu", base_copies=1)
+    with pytest.raises(BackendFailed, match=r"base_copies 1 .* not supported: trainer and engine lay out gpt-oss's"):
+        find("a", source, config, Machine(64 * GIB))
 
 
 def test_ranks_that_map_one_copy_have_the_whole_base_each() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from backends.families.coverage import check_coverage
+from backends.families.coverage import LoraMatrices, check_coverage
 from backends.families.family import LoraFlag
 from backends.families.lora_names import decoder_modules
 from backends.families.registry import find_family
@@ -109,11 +109,41 @@ def test_a_model_that_would_be_trained_in_part_is_refused_with_the_missing_weigh
         assert re.search(rf"\.\*\.{re.escape(name)}", str(refused.value)), refused.value
 
 
-def test_gpt_oss_is_refused_for_features_that_the_trainer_does_not_compute() -> None:
-    model = config("gpt_oss")
+GPT_OSS = {"num_local_experts": 4, "attention_bias": True, "architectures": ["GptOssForCausalLM"]}
+
+
+def test_gpt_oss_is_covered_with_its_router_and_its_sinks_frozen() -> None:
+    model = config("gpt_oss", **GPT_OSS, intermediate_size=96)
     model.architectures = ["GptOssForCausalLM"]
-    with pytest.raises(BackendFailed, match=r"dir: GptOssForCausalLM is not supported: its attention has sinks, and"):
+    numbers = check_coverage(find_family(model, "dir"), model, "dir")
+    assert LoraMatrices("experts", 2 * 4 * 4, 96, 64) in numbers.matrices
+    assert LoraMatrices("experts", 4 * 4, 64, 96) in numbers.matrices
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layer_types", ["full_attention"] * 4),
+        ("attention_bias", False),
+        ("tie_word_embeddings", True),
+        ("swiglu_alpha", 1.0),
+        ("swiglu_limit", 3.0),
+        ("rms_norm_eps", 1e-6),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4}),
+    ],
+)
+def test_gpt_oss_is_refused_by_name_where_the_engine_would_pass_over_its_config(field: str, value: object) -> None:
+    model = config("gpt_oss", **{**GPT_OSS, field: value})
+    model.architectures = ["GptOssForCausalLM"]
+    refused = {"rope_parameters": "rope_type"}.get(field, field)
+    with pytest.raises(BackendFailed, match=rf"GptOssForCausalLM with {refused}.* the engine has it with .* alone"):
         find_family(model, "dir")
+
+
+def test_quantised_weights_of_other_kinds_are_refused() -> None:
+    with pytest.raises(BackendFailed, match="dir: quantised weights are not supported"):
+        find_family(config("qwen3", quantization_config={"quant_method": "mxfp4"}), "dir")
 
 
 def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_ignore() -> None:

@@ -1,7 +1,7 @@
 """Samples of a packed microbatch are divided between the two kernels; here these are plain operations in float64."""
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,14 +10,18 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from backends.kernels import varlen_attention as packed
+from backends.kernels.plain_attention import plain_attention
 from backends.kernels.varlen_attention import Span, packed_attention, padded_length
+from backends.protocol import BackendFailed
 from backends.trainer.model import attention
-from tests.attention import masked_softmax, one_by_one, span_rows
+from tests.attention import PlainKernel, masked_softmax, one_by_one, plain, plain_backward, span_rows
+from tests.factories import present
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 SCALE = 0.3
 LONG = 512
 SPAN_ROWS = span_rows(LONG)
+WINDOWS = (1, 2, 127, 128, 129, LONG - 1, LONG, 10 * LONG)
 
 
 class Attention(torch.nn.Module):
@@ -34,64 +38,19 @@ def per_sample_attention() -> Callable[..., tuple[Tensor, None]]:
     return found
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """[..., H, T, D] and [..., H, T, 1]: causal attention as it is defined."""
-    key, value = (tensor.repeat_interleave(HEADS // KEY_HEADS, -3) for tensor in (key, value))
-    scores = scale * query @ key.transpose(-1, -2)
-    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1, keepdim=True)
-
-
-def plain_backward(saved: list[Tensor], scale: float) -> tuple[Tensor, ...]:
-    """By the saved log-sum-exp, as kernels do (arXiv 2205.14135, algorithm 4)."""
-    grad, query, key, value, out, lse = saved
-    keys, values = (tensor.repeat_interleave(HEADS // KEY_HEADS, -3) for tensor in (key, value))
-    weights = (scale * query @ keys.transpose(-1, -2) - lse).exp().tril()
-    grad_scores = weights * (grad @ values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
-    grouped = [
-        tensor.unflatten(-3, (KEY_HEADS, -1)).sum(-3)
-        for tensor in (grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad)
-    ]
-    return grad_scores @ keys, *grouped
-
-
-class Plain:
-    """Replaces FlashAttention."""
-
-    def __init__(self) -> None:
-        self.spans: list[list[int]] = []
-
-    def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
-        bounds = span.cu_seqlens.tolist()
-        self.spans.append([end - begin for begin, end in pairwise(bounds)])
-        assert max(self.spans[-1]) <= span.longest
-        found = []
-        for begin, end in pairwise(bounds):
-            query, key, value = (tensor[begin:end].transpose(0, 1) for tensor in qkv)
-            found.append(plain(query, key, value, scale))
-        return torch.cat([out.transpose(0, 1) for out, _ in found]), torch.cat([lse[..., 0] for _, lse in found], 1)
-
-    def backward(self, grad_THD: Tensor, saved: list[Tensor], span: Span, scale: float) -> tuple[Tensor, ...]:
-        *tensors, lse = saved
-        bounds = span.cu_seqlens.tolist()
-        found = []
-        for begin, end in pairwise(bounds):
-            rows = [tensor[begin:end].transpose(0, 1) for tensor in (grad_THD, *tensors)]
-            gradients = plain_backward([*rows, lse[:, begin:end, None]], scale)
-            found.append([gradient.transpose(0, 1) for gradient in gradients])
-        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
-
-
 @pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plain]:
-    kernel = Plain()
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainKernel]:
+    kernel = PlainKernel()
     monkeypatch.setattr(packed, "LONG", 16)
     monkeypatch.setattr(packed, "_flash", kernel)
     monkeypatch.setattr(packed, "_cudnn_forward", plain)
     monkeypatch.setattr(packed, "_cudnn_backward", plain_backward)
-    packed._cudnn_serves.cache_clear()
+    checks = packed._cudnn_serves, packed._require_windows
+    for check in checks:
+        check.cache_clear()
     yield kernel
-    packed._cudnn_serves.cache_clear()
+    for check in checks:
+        check.cache_clear()
 
 
 def row(lengths: list[int]) -> list[Tensor]:
@@ -148,6 +107,74 @@ def test_every_kind_of_span_is_near_a_masked_softmax_forward_and_backward(flash,
     got = [out, lse_HT, *torch.autograd.grad(out, qkv, grad_THD)]
     for one, wanted in zip(got, masked_softmax(qkv, grad_THD, lengths, SCALE), strict=True):
         assert (one - wanted).abs().max() < 1e-4  # in float32 as it is written out
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("row_of", ["several", "130 of one token", "long and short in turn", "every edge"])
+def test_a_window_is_near_a_masked_softmax_and_never_reaches_into_the_sample_before(flash, row_of, window, monkeypatch):
+    monkeypatch.setattr(packed, "LONG", LONG)
+    lengths = SPAN_ROWS[row_of]
+    qkv = [one.detach().requires_grad_() for one in row(lengths)]
+    grad_THD = torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    for cu_seqlens_host in (cu_seqlens, torch.zeros(2, dtype=torch.int32)):  # a graph's are unknown
+        out, lse_HT = packed_attention(*qkv, cu_seqlens, cu_seqlens_host, max(lengths), SCALE, window)
+        got = [out, lse_HT, *torch.autograd.grad(out, qkv, grad_THD)]
+        for one, wanted in zip(got, masked_softmax(qkv, grad_THD, lengths, SCALE, window), strict=True):
+            assert (one - wanted).abs().max() < 1e-4  # in float32 as it is written out
+
+
+@pytest.mark.parametrize("row_of", ["several", "130 of one token", "long and short in turn", "every edge"])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_sinks_are_one_more_score_without_a_value_forward_and_backward(flash, row_of, window, monkeypatch):
+    """Both kernels: autograd of the softmax as it is defined, in float64, is the reference."""
+    monkeypatch.setattr(packed, "LONG", LONG)
+    lengths = SPAN_ROWS[row_of]
+    qkv, sinks_H = row(lengths), torch.tensor([-50.0, 0.3, 2.0, 6.0], dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    out, lse_HT = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE, window, sinks_H)
+    parts = []
+    for sample in zip(*(one.split(lengths) for one in qkv), strict=True):
+        mask = torch.ones(len(sample[0]), len(sample[0]), dtype=torch.bool).tril()
+        mask = mask if window is None else mask.triu(1 - window)
+        parts.append(plain_attention(*(one.transpose(0, 1)[None] for one in sample), mask, SCALE, None, sinks_H)[0])
+    expected = torch.cat(parts)
+    weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    got, wanted = (torch.autograd.grad((one * weights).sum(), qkv) for one in (out, expected))
+    for one, other in zip((out, *got), (expected, *wanted), strict=True):
+        assert (one - other).norm() < 2e-6 * other.norm() + 1e-6  # the log-sum-exp is float32
+    without = packed_attention(*qkv, cu_seqlens, cu_seqlens, max(lengths), SCALE, window)
+    assert (without[0][:, 0] - out[:, 0]).abs().max() < 1e-6  # a sink far below the scores
+    assert (without[0][:, 3] - out[:, 3]).norm() > 0.5 * without[0][:, 3].norm()
+    assert (lse_HT >= without[1]).all() and (lse_HT[1:] > without[1][1:]).all()
+
+
+def test_a_window_that_no_sample_fills_leaves_long_samples_to_their_own_kernel(flash):
+    qkv = row([40, 5])
+    cu_seqlens = torch.tensor([0, 40, 45], dtype=torch.int32)
+    for window, windows in ((39, [39]), (40, [None])):
+        attend(qkv, [40, 5])  # kernels are compared at their first use
+        packed_attention(*qkv, cu_seqlens, cu_seqlens, 40, SCALE, window)
+        assert flash.windows[-len(windows) :] == windows
+        assert flash.spans[-1] == ([40, 5] if windows == [39] else [5])
+
+
+@pytest.mark.parametrize("window", [1, 100])
+@pytest.mark.parametrize("fault", ["one token more", "other tokens in backward"])
+def test_a_kernel_whose_windows_are_wrong_stops_the_trainer(fault, window, flash, monkeypatch):
+    forward, backward = flash.forward, flash.backward
+
+    def wrong(span: Span, by: int) -> Span:
+        return replace(span, window=max(1, present(span.window) + by)) if span.window == window else span
+
+    if fault == "one token more":
+        monkeypatch.setattr(flash, "forward", lambda qkv, span, scale: forward(qkv, wrong(span, 1), scale))
+    else:
+        monkeypatch.setattr(
+            flash, "backward", lambda grad, saved, span, scale: backward(grad, saved, wrong(span, 9), scale)
+        )
+    with pytest.raises(BackendFailed, match=f"FlashAttention with a window of {window} tokens is .* away from its def"):
+        packed_attention(*row([40]), *(torch.tensor([0, 40], dtype=torch.int32),) * 2, 40, SCALE, 7)
 
 
 @pytest.mark.parametrize("row_of", SPAN_ROWS)
@@ -227,6 +254,7 @@ def test_samples_are_padded_by_an_eighth_at_most_and_to_few_lengths():
 
 
 def test_the_operator_can_be_compiled(flash):
-    qkv = row([20, 3])
+    qkv = [one.detach().float().requires_grad_() for one in row([20, 3])]
     cu_seqlens = torch.tensor([0, 20, 23], dtype=torch.int32)
-    torch.library.opcheck(packed_attention, (*qkv, cu_seqlens, cu_seqlens, 20, SCALE))
+    for window, sinks_H in ((None, None), (5, None), (5, torch.randn(HEADS))):
+        torch.library.opcheck(packed_attention, (*qkv, cu_seqlens, cu_seqlens, 20, SCALE, window, sinks_H))

@@ -6,9 +6,11 @@ import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft.tuners.lora import LoraModel
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from api_schemas.training import Trainable
+from backends.families.logits import LogitTransform
 from backends.families.lora_names import decoder_modules
 from backends.trainer.lora.adapters import Adapters
 from backends.trainer.lora.linear import ALPHA
@@ -93,9 +95,20 @@ def test_an_adapter_that_overflows_does_not_change_its_batch_mates(model):
     torch.testing.assert_close(logits_of_first(good, bad), with_equal, rtol=0, atol=0)
 
 
+def transformed(logits_TV: Tensor, transform: LogitTransform) -> Tensor:
+    """As transformers writes it (Gemma 2, Cohere)."""
+    capped = logits_TV if transform.cap is None else transform.cap * torch.tanh(logits_TV / transform.cap)
+    return transform.scale * capped
+
+
+@pytest.mark.parametrize(
+    "transform", [LogitTransform(), LogitTransform(cap=0.8), LogitTransform(0.3), LogitTransform(2.0, 1.5)]
+)
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize(("limit", "length"), [(7 * 384, 20), (2**26, 20), (11 * 384, 50)])
-def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, limit, length, is_known, monkeypatch):
+def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(
+    model, limit, length, is_known, transform, monkeypatch
+):
     monkeypatch.setattr(token_logprobs, "MAX_LOGITS", limit)
     monkeypatch.setattr(token_logprobs, "MANY_TOKENS", 50)
     adapters = Adapters(model, decoder_modules(model), max_rank=8)
@@ -111,7 +124,8 @@ def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, 
     def gradient(logprobs_TK, begin):
         return weights_TK[begin : begin + len(logprobs_TK)]
 
-    ours_TK = token_logprobs.target_logprobs(hidden_TH, head, scales_TR, targets_TK, gradient if is_known else None)
+    known = gradient if is_known else None
+    ours_TK = token_logprobs.target_logprobs(hidden_TH, head, scales_TR, targets_TK, known, transform)
     (ours_TK * weights_TK).sum().backward()
     adapters.collect([made])
     gradient_TH, hidden_TH.grad = hidden_TH.grad, None
@@ -119,7 +133,7 @@ def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, 
     stack = next(stack for stack in made.stacks if stack.group.flag == "train_unembed")
     a_rI, b_rO = (half.data[0].clone().requires_grad_() for half in (stack.a_LrI, stack.b_LrO))
     logits_TV = hidden_TH @ head.weight.T + ALPHA / 8 * (hidden_TH @ a_rI.T) @ b_rO
-    theirs_TK = logits_TV.log_softmax(-1).gather(-1, targets_TK)
+    theirs_TK = transformed(logits_TV, transform).log_softmax(-1).gather(-1, targets_TK)
     (theirs_TK * weights_TK).sum().backward()
     for ours, theirs in (
         (ours_TK, theirs_TK),
@@ -128,6 +142,24 @@ def test_the_heads_log_probabilities_and_gradients_are_those_of_autograd(model, 
         (stack.b_LrO.grad[0], b_rO.grad),
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_head_in_training_with_capped_and_scaled_logits_has_the_gradients_of_autograd(monkeypatch):
+    monkeypatch.setattr(token_logprobs, "MAX_LOGITS", 7 * 30)
+    generator, transform = torch.Generator().manual_seed(0), LogitTransform(2.0, 1.5)
+    hidden_TH, weight_VH, bias_V = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((20, 8), (30, 8), (30,))
+    )
+    targets_TK = torch.randint(0, 30, (20, 2), generator=generator)
+    weights_TK = torch.randn(20, 2, generator=generator, dtype=torch.float64)
+    ours_TK = token_logprobs.trained_target_logprobs(hidden_TH, weight_VH, bias_V, targets_TK, transform)
+    logits_TV = transformed(hidden_TH @ weight_VH.T + bias_V, transform)
+    theirs_TK = logits_TV.log_softmax(-1).gather(-1, targets_TK)
+    torch.testing.assert_close(ours_TK, theirs_TK)
+    leaves = (hidden_TH, weight_VH, bias_V)
+    got, wanted = (torch.autograd.grad((one * weights_TK).sum(), leaves) for one in (ours_TK, theirs_TK))
+    torch.testing.assert_close(got, wanted)
 
 
 def test_another_gradient_than_was_promised_gives_nan(model):

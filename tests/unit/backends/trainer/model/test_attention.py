@@ -1,15 +1,20 @@
-"""Our attention refuses architectures by name: for features that it would ignore, and for arguments that it lacks."""
+"""Our attention's windows, and the architectures that it refuses by name: for features that it would ignore, and for
+arguments that it lacks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn import Linear
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from backends.kernels import varlen_attention
 from backends.protocol import BackendFailed
 from backends.trainer.model import attention
-from backends.trainer.model.attention import PACKED, PER_SAMPLE
-from tests.models import make_tiny_of
+from backends.trainer.model.attention import PACKED, PER_SAMPLE, _packed_attention, _window
+from tests.attention import PlainKernel
+from tests.models import EXPERTS, make_tiny_of
 from tests.trainers import trainer
 
 
@@ -36,19 +41,82 @@ def test_a_model_whose_attention_does_not_get_packed_lengths_is_refused(
         trainer(source)
 
 
-@pytest.mark.parametrize("is_windowed", [True, False])
-def test_a_window_that_is_in_the_mask_alone_is_refused_without_a_mask(is_windowed: bool) -> None:
-    """Qwen2-MoE's attention does not get it."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    small = {"vocab_size": 64, "num_experts": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-    config = AutoConfig.for_model("qwen2_moe", **sizes, **small, use_sliding_window=is_windowed)
-    config.architectures = ["Qwen2MoeForCausalLM"]
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=registered(PACKED))
-    # Without a window the next refusal comes: there are no cu_seqlens.
-    refusal = (
-        "windows in Qwen2MoeForCausalLM are not supported in bfloat16 on CUDA"
-        if is_windowed
-        else ".* does not get the lengths"
-    )
-    with pytest.raises(BackendFailed, match=refusal):
-        model(input_ids=torch.zeros(1, 9, dtype=torch.int64), position_ids=torch.arange(9)[None], use_cache=False)
+WINDOW = 8
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+    # Its attention does not get the window: that is in the mask alone.
+    "qwen2_moe": {
+        **EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3},  # with sinks
+}
+
+
+def test_a_layer_that_caps_its_scores_or_trains_its_sinks_is_refused_on_cuda() -> None:
+    query, sinks_H = torch.zeros(1, 1, 3, 4), torch.zeros(1, requires_grad=True)
+    with pytest.raises(BackendFailed, match="softcap in Linear is not supported in bfloat16 on CUDA; float32 is"):
+        _packed_attention(Linear(1, 1), query, query, query, None, packed_cu_seqlens_host=1, softcap=50.0)
+    with pytest.raises(BackendFailed, match="the sinks of Linear are not trained in bfloat16 on CUDA"):
+        _packed_attention(Linear(1, 1), query, query, query, None, packed_cu_seqlens_host=1, s_aux=sinks_H)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_windows_of_packed_samples_are_transformers_own(
+    kind: str, compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator of CUDA, on a plain kernel. In the order of the samples a window would reach into the one before."""
+    monkeypatch.setattr(varlen_attention, "_flash", PlainKernel())
+    source = make_tiny_of(kind, tmp_path / "model", sliding_window=WINDOW, **WINDOWED[kind])
+    everywhere = make_tiny_of(kind, tmp_path / "everywhere", **{**WINDOWED[kind], "sliding_window": 4096})
+    packed = AutoModelForCausalLM.from_pretrained(source, attn_implementation=registered(PACKED))
+    packed.eval().requires_grad_(False)  # sinks must be
+    if compiles:
+        for layer in packed.model.layers:
+            layer.self_attn.compile(dynamic=True, backend="aot_eager")
+    alone, without = (AutoModelForCausalLM.from_pretrained(one).eval() for one in (source, everywhere))
+    generator = torch.Generator().manual_seed(1)
+    for lengths in ([23, 1, 30], [WINDOW - 1, WINDOW, WINDOW + 1], [2, 3]):
+        ids = torch.randint(0, 300, (1, sum(lengths)), generator=generator)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        extra = attention.varlen_arguments(bounds, bounds, max(lengths))
+        with torch.no_grad():
+            got = packed(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits
+            wanted, other = (
+                torch.cat([one(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+                for one in (alone, without)
+            )
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+        if max(lengths) > 2 * WINDOW:
+            assert (got - other).abs().max() > 0.01
+
+
+def windowed(architecture: str, **changes: object) -> PretrainedConfig:
+    return AutoConfig.for_model("mistral", sliding_window=WINDOW, architectures=[architecture], **changes)
+
+
+def test_masks_that_are_no_windows_are_refused() -> None:
+    assert _window(config=windowed("M"), local_size=WINDOW) == WINDOW
+    assert _window(config=windowed("M"), local_size=0) is _window(config=windowed("M")) is None
+    refusal = "M is not supported in bfloat16 on CUDA: tokens attend to others than those before them"
+    for changes, arguments in (
+        ({}, {"local_size": WINDOW + 1}),  # chunks
+        ({}, {"use_vmap": True}),
+        ({"is_causal": False}, {"local_size": WINDOW}),
+        ({"use_bidirectional_attention": True}, {}),
+    ):
+        with pytest.raises(BackendFailed, match=refusal):
+            _window(config=windowed("M", **changes), **arguments)
+
+
+def test_a_layer_whose_own_window_is_not_its_masks_is_refused() -> None:
+    query = torch.zeros(1, 1, 3, 4)
+    for mask in (None, WINDOW + 1):
+        with pytest.raises(BackendFailed, match=rf"it has a window of {WINDOW} tokens, and its mask one of {mask}"):
+            _packed_attention(Linear(1, 1), query, query, query, mask, packed_cu_seqlens_host=1, sliding_window=WINDOW)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.families.logits import LogitTransform
 from backends.protocol import BackendFailed
 from backends.trainer import base_model
 from backends.trainer.distributed import World
@@ -34,11 +35,18 @@ def start(source: Path, dtype: Literal["float32", "bfloat16"]) -> None:
         ("gemma2", {"final_logit_softcapping": 30.0, "attn_logit_softcapping": None}),
     ],
 )
-def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_does(
-    kind: str, sizes: dict[str, Any], dtype: Literal["float32", "bfloat16"], tmp_path: Path
+def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_does_where_that_is_not_known(
+    kind: str,
+    sizes: dict[str, Any],
+    dtype: Literal["float32", "bfloat16"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They differ by 0.01 to 0.07 nats on average, which in bfloat16 is not far from rounding."""
     source = make_tiny_of(kind, tmp_path / "model", **sizes)
+    if kind != "cohere":  # whose head takes no adapters in the engine
+        start(source, dtype)
+        monkeypatch.setattr(self_test, "logit_transform", lambda _: LogitTransform())
     with pytest.raises(BackendFailed, match="ForCausalLM is not supported: it does more with its decoder's output"):
         start(source, dtype)
 

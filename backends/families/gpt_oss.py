@@ -1,0 +1,110 @@
+"""gpt-oss: its experts' own layout and activation, and its files in MXFP4.
+
+In its files gate and up are interleaved, inputs come before outputs, and every expert has biases. Trainer and engine
+lay them out as other mixtures': gate above up, outputs before inputs.
+
+E experts, H hidden width, I inner width, B blocks of 32 numbers
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from backends.patches import Patch
+from backends.protocol import BackendFailed
+
+ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
+ROUTER = "model.layers.*.mlp.router"
+EXPERTS = Patch(
+    "biased-experts",
+    "transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts",
+    (  # of transformers 5.16 to 5.18, and of 5.19, which has the activation's constants from the config
+        "40b753b9563b61e3053414816feaeafc1a4d18a5a8b56afb6566177ee44fd1b6",
+        "d49f2b42614e2300e3f3d6a84d0f864592930540c44a96686f22e2679ea0553c",
+    ),
+    "The experts' layout and activation are our own, so that LoRA reaches each of their three matrices.",
+    how="relied on",
+)
+_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of four bits, of which the highest is the sign (OCP Microscaling Formats 1.0, section 5.3.3)."""
+_BIAS = 127
+"""Subtracted from a block's exponent (section 5.4.1)."""
+ALPHA, LIMIT = 1.702, 7.0
+"""Constants of the experts' activation."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the two tensors of a matrix in MXFP4."""
+
+
+def is_quantised(config: PretrainedConfig) -> bool:
+    """Return whether the files of a model are."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def require_known(config: PretrainedConfig, source: str) -> None:
+    """Raise BackendFailed, naming the config's field, for what the engine computes otherwise or without a word."""
+    quantisation = getattr(config, "quantization_config", None) or {}
+    in_turn = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.num_hidden_layers)]
+    fields = {
+        "quantization_config.quant_method": (quantisation.get("quant_method", "mxfp4"), "mxfp4"),
+        "layer_types": (config.layer_types, in_turn),
+        "rope_type": (config.rope_parameters["rope_type"], "yarn"),
+        "attention_bias": (config.attention_bias, True),
+        "tie_word_embeddings": (config.tie_word_embeddings, False),
+        "rms_norm_eps": (config.rms_norm_eps, 1e-5),
+        "swiglu_alpha": (getattr(config, "swiglu_alpha", ALPHA), ALPHA),
+        "swiglu_limit": (getattr(config, "swiglu_limit", LIMIT), LIMIT),
+    }
+    for field, (value, known) in fields.items():
+        if value != known:
+            raise BackendFailed(
+                f"{source}: {ARCHITECTURE} with {field} {value} is not supported: the engine has it with {known} alone"
+            )
+
+
+def has_own_experts(module: nn.Module) -> bool:
+    """Return whether these are a layer's experts as transformers has them."""
+    return type(module).__name__ == "GptOssExperts"
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """The experts' activation."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+
+
+def uninterleaved(gate_up: Tensor) -> Tensor:
+    """Put gates before ups in the last dimension, where they alternate."""
+    return torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], -1)
+
+
+def dequantised(blocks_EOBX: Tensor, scales_EOB: Tensor, dtype: torch.dtype) -> Tensor:
+    """[E, I, O], inputs before outputs as in files that are not quantised. Each of the X bytes has two numbers, the
+    first in its lower half. In bfloat16 nothing is rounded."""
+    table = torch.tensor([*_MXFP4, *(-one for one in _MXFP4)], dtype=torch.float32, device=blocks_EOBX.device)
+    halves = torch.stack([blocks_EOBX & 0x0F, blocks_EOBX >> 4], -1).flatten(-2)
+    numbers = torch.ldexp(table[halves.int()], scales_EOB.int()[..., None] - _BIAS)
+    return numbers.flatten(-2).mT.to(dtype).contiguous()
+
+
+def in_common_layout(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the files' tensors by name, those of experts dequantised, and gates before ups. Raises ValueError if there
+    are none of experts, or if half of one is missing."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    num_laid_out = 0
+    for name, tensor in weights:
+        matrix, ending, whole = name, name[-len(BLOCKS) :], tensor
+        if ending in (BLOCKS, SCALES):
+            matrix = name.removesuffix(ending)
+            found = halves.setdefault(matrix, {})
+            found[ending] = tensor
+            if len(found) < 2:
+                continue
+            del halves[matrix]
+            whole = dequantised(found[BLOCKS], found[SCALES], dtype)
+        if ".experts.gate_up_proj" in matrix:
+            whole, num_laid_out = uninterleaved(whole), num_laid_out + 1
+        yield matrix, whole
+    if halves or not num_laid_out:
+        raise ValueError(f"tensors of experts are missing, or their other half in MXFP4: {', '.join(sorted(halves))}")
