@@ -61,7 +61,7 @@ async def _belong(offer: Offer, connection: Connection) -> bool:
     host = offer.server.rpartition(":")[0]
     arguments = ["--address", f"{host}:{connection.said['ray_port']}", "--labels", f"{NODE_LABEL}={offer.ray_label}"]
     async with ray_running(arguments, ray_environment(Path(offer.token_file))) as ray:
-        listening, ended = asyncio.create_task(_told_to_leave(connection)), asyncio.create_task(_ended(ray))
+        listening, ended = asyncio.create_task(told_to_leave(connection)), asyncio.create_task(_ended(ray))
         try:
             await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
@@ -99,7 +99,8 @@ async def leave(address: str, token_file: Path, name: str) -> None:
     connection.close()
 
 
-async def _told_to_leave(connection: Connection) -> bool:
+async def told_to_leave(connection: Connection) -> bool:
+    """Wait until the connection closes; return whether this machine has been told to leave."""
     while (said := await connection.receive()) is not None:
         if said.get("leave"):
             connection.send(leaves=True)

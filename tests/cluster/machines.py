@@ -5,13 +5,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 
-from backends.cluster.client import Cluster, Node, Uses
+from backends.cluster.client import Address, Cluster, ExistingRay, Node, Uses
 from backends.cluster.offer import Offer
 from backends.processes.launcher import StartWorkers
 from backends.protocol import ignore_loading
@@ -35,6 +35,12 @@ def free_port() -> int:
 class NoUse:
     """Every machine may join, and none is used."""
 
+    def __init__(self, models: Mapping[str, str] | None = None) -> None:
+        self._models = models or {}
+
+    def directories(self) -> Mapping[str, str]:
+        return self._models
+
     def check(self, offer: Offer) -> None: ...
 
     def begin(self, node: Node, start_workers: StartWorkers) -> None: ...
@@ -43,8 +49,8 @@ class NoUse:
 
 
 @asynccontextmanager
-async def started(directory: Path, uses: Uses) -> AsyncIterator[Cluster]:
-    cluster = Cluster.at("127.0.0.1", free_port(), directory / "token", uses)
+async def started(directory: Path, uses: Uses, existing: ExistingRay | None = None) -> AsyncIterator[Cluster]:
+    cluster = Cluster(Address("127.0.0.1", free_port()), directory / "token", uses, existing)
     try:
         await cluster.start(ignore_loading)
         yield cluster
