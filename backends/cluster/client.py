@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from backends.cluster.commands import EndEngine, StartEngine, StartHead, UseRay
+from backends.cluster.fetching import give
 from backends.cluster.handshake import HANDSHAKE_S, Connection, accept
 from backends.cluster.offer import Invitation, Offer
 from backends.cluster.ray_commands import ray_environment
@@ -129,8 +130,8 @@ class Cluster:
             log.info("every other machine of the Ray cluster at %s joins by itself", self.existing.address)
             return
         log.info(
-            "other machines join with: tinker-server join %s:%d --token-file FILE --model NAME=DIRECTORY; FILE is a"
-            " copy of %s",
+            "other machines join with: tinker-server join %s:%d --token-file FILE --model NAME; FILE is a copy of"
+            " %s, and NAME=DIRECTORY_OR_HUB_ID takes a model's files from there",
             *(host, port, self.token_file),
         )
 
@@ -214,6 +215,8 @@ class Cluster:
                 await self._join(connection)
             case "leave":
                 self._leave(connection)
+            case "model":
+                await self._give(connection)
             case "engine" if (expected := self._expected.get(str(connection.said.get("key")))) is not None:
                 connection.send(welcome=True)
                 expected.set_result(connection)
@@ -253,6 +256,15 @@ class Cluster:
                 del self.nodes[offer.name]
             log.warning("%s has %s", offer.name, "left" if node.is_leaving else "been lost: it may join again")
             await self.uses.end(node)
+
+    async def _give(self, connection: Connection) -> None:
+        """Send the files of a served model to a machine."""
+        name, served = str(connection.said.get("name")), self.uses.directories()
+        if name not in served:
+            connection.send(refused=f"it serves no model {name}; it serves {', '.join(served)}")
+            return
+        with contextlib.suppress(ConnectionError):  # the machine asks again
+            await give(connection, Path(served[name]))
 
     def _leave(self, connection: Connection) -> None:
         """Have a machine leave that somebody names."""

@@ -2,7 +2,9 @@
 Imports no Ray."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from backends.cluster.handshake import connect
 from backends.cluster.offer import Invitation
@@ -23,13 +25,23 @@ class Member:
 
         asked = self._invitation
         data_dir = asked.data_dir / self._name
-        token_file = data_dir / "cluster-token"
-        await asyncio.to_thread(make_directory, data_dir, 0o700)
-        await asyncio.to_thread(write_private, token_file, asked.token.encode())
-        offer = await asyncio.to_thread(offer_of, self._name, asked.server, token_file, data_dir, asked.models)
+        token_file = await asyncio.to_thread(_write_token, data_dir, asked.token)
+        offer = await offer_of(self._name, asked.server, token_file, data_dir, _sources(asked.models))
         offer = replace(offer, ray_label=self._node, environment=parents_environment())
         connection = await connect(asked.server, asked.token, ask="node", versions=versions(), offer=offer.as_json())
         try:
             return await told_to_leave(connection)
         finally:
             connection.close()
+
+
+def _write_token(data_dir: Path, token: str) -> Path:
+    make_directory(data_dir, 0o700)
+    path = data_dir / "cluster-token"
+    write_private(path, token.encode())
+    return path
+
+
+def _sources(models: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the directories that this node has too, as where nodes share a file system; None for the others."""
+    return {name: path if Path(path).is_dir() else None for name, path in models.items()}

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -14,6 +15,8 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from backends.protocol import BackendFailed
 
+_NOT_NEEDED = ["*.bin", "*.pth", "*.gguf", "original/*"]
+"""Weights in other formats than safetensors."""
 _SAMPLE_BYTES = 256
 """Bytes from the middle of each tensor, for its fingerprint: training of any kind changes nearly every number."""
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
@@ -27,10 +30,20 @@ def local_directory(source: str) -> Path:
     if path.is_absolute() or source.startswith((".", "~")):
         raise BackendFailed(f"model directory {source} does not exist")
     try:
-        return Path(snapshot_download(source, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+        return Path(snapshot_download(source, ignore_patterns=_NOT_NEEDED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BackendFailed(f"{source} is no directory here, and the model hub does not give it: {reason}") from None
+
+
+def needed_files(directory: Path) -> dict[str, Path]:
+    """Return the files that a model is served from, by their names within its directory."""
+    found = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        name: path
+        for name, path in found.items()
+        if not name.startswith(".") and not any(fnmatch(name, one) for one in _NOT_NEEDED)
+    }
 
 
 def check_tokenizer(directory: Path) -> None:

@@ -17,6 +17,9 @@ from backends.processes.launcher import StartWorkers
 from backends.protocol import ignore_loading
 from tests.servers import MODEL
 
+GPUS = "4,5"
+"""Those that a machine shows its processes."""
+
 
 def free_port() -> int:
     """A port with two free ones behind it, as a cluster needs it."""
@@ -61,13 +64,18 @@ async def started(directory: Path, uses: Uses, existing: ExistingRay | None = No
 class Machine:
     """`tinker-server join`, in a process of its own."""
 
-    def __init__(self, address: str, token_file: Path, name: str, model: Path) -> None:
+    def __init__(self, address: str, token_file: Path, name: str, model: Path | None) -> None:
+        """Without a directory of the model it is fetched."""
         self._command = ["join", address, "--token-file", str(token_file), "--name", name]
-        self._command += ["--model", f"{MODEL}={model}", "--data-dir", str(token_file.parent / f"machine-{name}")]
+        self._command += ["--data-dir", str(token_file.parent / f"machine-{name}")]
+        self._command += ["--model", MODEL if model is None else f"{MODEL}={model}"]
 
     async def start(self) -> "Machine":
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinker_server", *self._command), stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "tinker_server", *self._command),
+            stderr=asyncio.subprocess.PIPE,
+            env=environment | {"CUDA_VISIBLE_DEVICES": GPUS},
         )
         return self
 
@@ -83,7 +91,7 @@ class Machine:
 
 
 @asynccontextmanager
-async def joined(cluster: Cluster, name: str, model: Path) -> AsyncIterator[Machine]:
+async def joined(cluster: Cluster, name: str, model: Path | None) -> AsyncIterator[Machine]:
     """A machine that has joined a cluster."""
     machine = await Machine(address_of(cluster), cluster.token_file, name, model).start()
     try:
@@ -101,7 +109,7 @@ def is_alive(cluster: Cluster, name: str) -> bool:
     return any(node.name == name and node.is_alive for node in cluster.states())
 
 
-async def until(holds: Callable[[], bool], limit_s: float = 90) -> None:
+async def until(holds: Callable[[], bool], limit_s: float = 280) -> None:
     async with asyncio.timeout(limit_s):
         while not holds():  # noqa: ASYNC110 - whatever it is
             await asyncio.sleep(0.1)
