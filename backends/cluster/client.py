@@ -20,6 +20,7 @@ from typing import Protocol
 from backends.cluster.commands import EndEngine, StartEngine, StartHead, UseRay
 from backends.cluster.fetching import give
 from backends.cluster.handshake import HANDSHAKE_S, Connection, accept
+from backends.cluster.lines import show
 from backends.cluster.offer import Invitation, Offer
 from backends.cluster.ray_commands import ray_environment
 from backends.cluster.token import made_token
@@ -215,6 +216,8 @@ class Cluster:
                 await self._join(connection)
             case "leave":
                 self._leave(connection)
+            case "lines":
+                await show(connection)
             case "model":
                 await self._give(connection)
             case "engine" if (expected := self._expected.get(str(connection.said.get("key")))) is not None:
