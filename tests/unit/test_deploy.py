@@ -227,8 +227,8 @@ def test_the_script_for_slurm_asks_for_a_task_on_each_node_and_keeps_its_token_p
     assert max(match.start() for match in re.finditer("#SBATCH", text)) < body  # later ones are not read
     programs = tmp_path / "tinker-venv/bin"
     programs.mkdir(parents=True)
-    for program, said in (("scontrol", "echo one; echo two"), ("getent", "echo '10.0.0.7 STREAM one'")):
-        (programs / program).write_text(f"#!/bin/sh\n{said}\n")
+    for name, said in (("scontrol", "echo one; echo two"), ("getent", "echo '10.0.0.7 STREAM one'")):
+        (programs / name).write_text(f"#!/bin/sh\n{said}\n")
     (programs / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     for program in programs.iterdir():
         program.chmod(0o755)
