@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from backends.cluster import client
 from backends.cluster.client import Cluster, ExistingRay
 from backends.cluster.join import leave
 from backends.cluster.ray_commands import ray_environment, ray_running
@@ -90,6 +91,23 @@ async def killed_head(cluster: Cluster) -> None:
     [head] = cluster.processes()
     psutil.Process(head.pid).kill()
     await until(lambda: not is_alive(cluster, "b"))
+
+
+async def test_a_node_of_another_version_is_named(
+    nodes: Nodes, tiny_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "versions", lambda: {"tinker-server": "99"})
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "it is asked again in 1 s" in said
+
+    async with started(tmp_path, NoUse({MODEL: str(tiny_vl)}), nodes.existing()) as cluster:
+        await until(is_said)
+        assert cluster.states() == []
+    assert "the machine b: the server at" in said and "the server has 99: install the same" in said
 
 
 async def test_a_cluster_without_the_right_token_is_refused(
