@@ -4,11 +4,11 @@ the server, a member that has the node belong to it."""
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.cluster.agent import Agent
@@ -36,24 +36,30 @@ class Agents:
 
     async def start_engine(self, offer: Offer, key: str, spec: ModelSpec) -> int:
         """Start an engine on a machine. Raises BackendFailed."""
-        with _failing(offer.name):
-            agent = await self._agent(offer)
+        async with self._agent(offer) as agent:
             return int(await agent.start_engine.remote(key, spec))
 
     async def end_engine(self, offer: Offer, key: str, grace_s: float) -> None:
         """End an engine on a machine. Raises BackendFailed."""
-        with _failing(offer.name):
-            agent = await self._agent(offer)
+        async with self._agent(offer) as agent:
             await agent.end_engine.remote(key, grace_s)
 
-    async def _agent(self, offer: Offer) -> Any:
-        async with asyncio.timeout(_NODE_S):
-            while (node := await asyncio.to_thread(_node, offer.ray_label)) is None:  # noqa: ASYNC110 - Ray has no event
-                await asyncio.sleep(_RETRY_S)
-        if (agent := self._agents.get(node)) is None:
-            made = ray.remote(Agent).options(num_cpus=0, scheduling_strategy=_on(node))
-            agent = self._agents[node] = made.remote(offer)
-        return agent
+    @contextlib.asynccontextmanager
+    async def _agent(self, offer: Offer) -> AsyncIterator[Any]:
+        """Yield the machine's actor. The next caller gets another one if it has died."""
+        with _failing(offer.name):
+            async with asyncio.timeout(_NODE_S):
+                while (node := await asyncio.to_thread(_node, offer.ray_label)) is None:  # noqa: ASYNC110 - Ray has no event
+                    await asyncio.sleep(_RETRY_S)
+            if (agent := self._agents.get(node)) is None:
+                made = ray.remote(Agent).options(num_cpus=0, scheduling_strategy=_on(node))
+                agent = self._agents[node] = made.remote(offer)
+            try:
+                yield agent
+            except RayActorError:
+                if self._agents.get(node) is agent:
+                    del self._agents[node]
+                raise
 
 
 class Members:

@@ -109,7 +109,7 @@ def is_alive(cluster: Cluster, name: str) -> bool:
     return any(node.name == name and node.is_alive for node in cluster.states())
 
 
-async def until(holds: Callable[[], bool], limit_s: float = 280) -> None:
+async def until(holds: Callable[[], bool], limit_s: float = 200) -> None:
     async with asyncio.timeout(limit_s):
         while not holds():  # noqa: ASYNC110 - whatever it is
             await asyncio.sleep(0.1)

@@ -155,6 +155,17 @@ async def test_an_engine_that_dies_on_another_machine_is_started_again_there(the
     assert again.process.pid != child.process.pid and again.name == f"sampler {MODEL} engine {there.remote.number} on a"
 
 
+async def test_an_agent_that_dies_is_made_again(there: Running) -> None:
+    [child] = there.remote.supervisor.children
+    agent = present(psutil.Process(child.process.pid).parent())
+    assert "Agent" in agent.name() + " ".join(agent.cmdline())
+    agent.kill()
+    await until(lambda: not there.remote.supervisor.is_alive)
+    await until(lambda: there.remote.supervisor.is_alive)
+    [again] = there.remote.supervisor.children
+    assert present(psutil.Process(again.process.pid).parent()).pid != agent.pid
+
+
 async def test_another_model_under_the_same_name_is_refused(running: Running, tmp_path: Path) -> None:
     other = make_tiny_vl(tmp_path / "other", seed=1)
     address = f"{running.cluster.address.host}:{running.cluster.address.port}"
