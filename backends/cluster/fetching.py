@@ -69,9 +69,8 @@ async def _fetch(connection: Connection, name: str, cache: Path) -> Path:
     missing = _missing(files, aside)
     _require_room(name, sum(missing.values()), aside)
     log.info("fetches %.2f GiB of %s into %s", sum(missing.values()) / _GIB, name, directory)
-    for one, num_bytes in missing.items():
-        if num_bytes or not files[one]:
-            await _fetch_file(connection, one, aside / one, files[one])
+    for one in missing:
+        await _fetch_file(connection, one, aside / one, files[one])
     aside.rename(directory)
     return directory
 
@@ -117,12 +116,10 @@ def _hashed(file: IO[bytes], num_bytes: int) -> "hashlib._Hash":
 
 
 def _missing(files: Mapping[str, int], aside: Path) -> dict[str, int]:
-    """Return the bytes of each file that have not arrived."""
+    """Return the bytes that have not arrived of each file that is not whole."""
     there = {one.relative_to(aside).as_posix(): one.stat().st_size for one in aside.rglob("*") if one.is_file()}
-    return {
-        name: 0 if name in there else max(0, size - there.get(_partial(Path(name)).as_posix(), 0))
-        for name, size in files.items()
-    }
+    begun = {name: there.get(_partial(Path(name)).as_posix(), 0) for name in files.keys() - there.keys()}
+    return {name: max(0, files[name] - num_bytes) for name, num_bytes in sorted(begun.items())}
 
 
 def _require_room(name: str, num_bytes: int, directory: Path) -> None:

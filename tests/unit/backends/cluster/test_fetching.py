@@ -104,6 +104,15 @@ async def test_what_has_arrived_is_not_sent_again(model: Path, tmp_path: Path) -
     assert len(streams) == 3 and sum(one.sent for one in streams) < (5 << 20) + (1 << 16) + 2 * fetching._PIECE_BYTES
 
 
+async def test_a_file_whose_last_byte_has_arrived_is_only_checked(model: Path, tmp_path: Path) -> None:
+    arrived = tmp_path / f"{fingerprint(model)}.part/model.safetensors.part"
+    arrived.parent.mkdir()
+    shutil.copy(model / "model.safetensors", arrived)
+    async with giving(model) as (address, streams):
+        directory = await fetched(address, TOKEN, "a", tmp_path)
+    assert content(directory) == content(model) and streams[0].sent < 1 << 16
+
+
 async def test_a_connection_that_brings_nothing_is_not_tried_forever(model: Path, tmp_path: Path) -> None:
     async with giving(model, *[1000] * 10) as (address, streams):
         with pytest.raises(BackendFailed, match="the server has closed the connection at byte"):
