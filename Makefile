@@ -7,6 +7,7 @@ export OMP_WAIT_POLICY := PASSIVE
 EXTRA := cpu
 ROUNDS := 200
 ENGINES := 1
+NODES := 1
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
@@ -55,7 +56,7 @@ test-slow: $(STAMP)
 test-all: test test-slow
 
 chaos: $(STAMP)
-	$(BIN)/pytest tests/chaos --timeout 0 -s -m slow -k rounds --rounds $(ROUNDS) --engines $(ENGINES)
+	$(BIN)/pytest tests/chaos --timeout 0 -s -m slow -k rounds --rounds $(ROUNDS) --engines $(ENGINES) --nodes $(NODES)
 
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance

@@ -81,8 +81,12 @@ class BackendConfig(BaseModel):
     """Port at which other machines join; Ray takes the two behind it, and free ones."""
     cluster_token_file: Path = Path("cluster-token")
     """File of the secret with which other machines join, made at the first start."""
+    cluster_ray_address: str | None = None
+    """HOST:PORT, or `auto`, of a Ray cluster that exists, whose machines join by themselves; absent: RAY_ADDRESS, else
+    a Ray of the server's own."""
     scratch_dir: Path = Path("scratch")
-    """Directory of the sampler's own links to adapters in use, emptied at start, and of compiled kernels, kept."""
+    """Directory of the sampler's own links to adapters in use, emptied at start, and of compiled kernels, kept.
+    Machines of a Ray cluster that exists have theirs at the same path, each in nodes/NAME."""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ def _config(name: str) -> PretrainedConfig:
             found = _seeing(Qwen3_5Config, 16, 4, **sizes, **linear)
             found.architectures = ["Qwen3_5ForConditionalGeneration"]
             return found
+        case "235b-a22b":
+            sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94}
+            experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+            return _seeing(Qwen3VLMoeConfig, 64, 4, **sizes, **experts)
         case "8b-text":
             sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
             config: PretrainedConfig = Qwen3Config(**{**_TEXT, **sizes}, num_attention_heads=32, num_key_value_heads=8)
@@ -67,9 +71,9 @@ def _config(name: str) -> PretrainedConfig:
 
 @cache
 def shape(name: str) -> ModelSize:
-    """Of `4b`, `32b`, `30b-a3b` (Qwen3-VL), `9b` (Qwen3.5), `8b-text` (Qwen3) or `70b` (Llama) in bfloat16; the images'
-    processor is the small model's."""
+    """Of `4b`, `32b`, `30b-a3b`, `235b-a22b` (Qwen3-VL), `9b` (Qwen3.5), `8b-text` (Qwen3) or `70b` (Llama) in bfloat16; the
+    images'     processor is the small model's."""
     config = _config(name)
     source = str(Path(DIRECTORIES[TINY_VL]))
     size = model_size(name, config, check_coverage(find_family(config, source), config, source), "bfloat16")
-    return size if name == "30b-a3b" else replace(size, tensor_parallels=(1, 2, 4, 8))
+    return size if name in ("30b-a3b", "235b-a22b") else replace(size, tensor_parallels=(1, 2, 4, 8))

@@ -129,9 +129,9 @@ def _add_joining(commands: Commands) -> None:
     common.add_argument("--name", default=here, help=f"name of the machine in the cluster ({here})")
     join_help = "let a server on another machine use this one, until it is interrupted or told to leave"
     joining = commands.add_parser("join", parents=[common], help=join_help)
-    model_help = "a model of the server that this machine has too, a directory or a hub id; may be repeated"
-    joining.add_argument("--model", action="append", default=[], metavar="NAME=SOURCE", help=model_help)
-    data_help = "directory for weights in use, compiled kernels and the engines' log (tinker-node)"
+    model_help = "a model of the server, with its directory or hub id here, else fetched from there; may be repeated"
+    joining.add_argument("--model", action="append", default=[], metavar="NAME[=SOURCE]", help=model_help)
+    data_help = "directory for fetched models, weights in use, compiled kernels and the engines' log (tinker-node)"
     joining.add_argument("--data-dir", type=Path, default=Path("tinker-node"), help=data_help)
     commands.add_parser("leave", parents=[common], help="have a machine leave the cluster")
 

@@ -55,8 +55,10 @@ def from_environment() -> dict[str, Any]:
     for name in given:
         if name not in known:
             raise StartFailed(f"the environment variable {name} is no setting; {_advice(name, known)}")
+    ray = os.environ.get("RAY_ADDRESS")  # Ray's own name for it, which KubeRay sets
+    by_ray = {"backend": {"cluster_ray_address": ray}} if ray else {}
     try:
-        return Settings().model_dump(exclude_unset=True)
+        return merged(by_ray, Settings().model_dump(exclude_unset=True))
     except ValidationError as error:
         raise StartFailed(described(error)) from None
     except SettingsError as error:  # a list or a table that is not JSON

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from backends.cluster.handshake import connect
+from backends.cluster.lines import Lines
 from backends.cluster.offer import Offer
 from backends.cluster.token import read_token
 from backends.model_spec import ModelSpec
@@ -19,7 +20,6 @@ from backends.processes.launcher import Guarded, launch_sampler_at, restore_envi
 
 _LAST_WORDS_S = 0.1
 """Time for the server to read the answers that a process sent just before it ended."""
-LOG = "engines.log"
 
 
 class Agent:
@@ -29,13 +29,17 @@ class Agent:
         restore_environment(offer.environment)
         directory = Path(offer.data_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        sys.stderr = (directory / LOG).open("a", buffering=1)  # Ray's own file for it ends with Ray
+        self._lines = Lines(directory, offer.name, offer.server, read_token(Path(offer.token_file)))
+        sys.stderr = self._lines.file  # Ray's own file for it ends with Ray
+        self._forwarding: asyncio.Task[None] | None = None
         self._offer = offer
         self._engines: dict[str, Guarded] = {}
         self._watching: set[asyncio.Task[None]] = set()
 
     async def start_engine(self, key: str, spec: ModelSpec) -> int:
         """Start the process of an engine; return its number. Raises BackendFailed, OSError."""
+        if self._forwarding is None:
+            self._forwarding = asyncio.create_task(self._lines.forward())
         token = read_token(Path(self._offer.token_file))
         connection = await connect(self._offer.server, token, ask="engine", key=key)
         ours: socket.socket = connection.writer.get_extra_info("socket")

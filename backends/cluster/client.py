@@ -3,25 +3,30 @@ the process with Ray's head beneath it (`head.py`). Imports no Ray.
 
 A machine belongs to the cluster while its connection to our port lives. When Ray's head has died, all connections are
 closed: the machines join again, once it is back.
+
+In a Ray cluster that was there before the server, its nodes join by themselves, and no others may.
 """
 
 import asyncio
 import contextlib
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from backends.cluster.commands import EndEngine, StartEngine, StartHead
+from backends.cluster.commands import EndEngine, StartEngine, StartHead, UseRay
+from backends.cluster.fetching import give
 from backends.cluster.handshake import HANDSHAKE_S, Connection, accept
-from backends.cluster.offer import Offer
+from backends.cluster.lines import show
+from backends.cluster.offer import Invitation, Offer
 from backends.cluster.ray_commands import ray_environment
 from backends.cluster.token import made_token
 from backends.cluster.versions import differences, require_ray, versions
 from backends.model_spec import ModelSpec
-from backends.processes.launcher import StartWorkers, launch, local_address, sampler_name
+from backends.processes.launcher import StartWorkers, launch, sampler_name
 from backends.processes.messages import STREAM_LIMIT
 from backends.processes.rpc import Child, Process
 from backends.processes.supervisor import Supervisor
@@ -45,6 +50,9 @@ class Node:
 
 class Uses(Protocol):
     """The server's use of other machines."""
+
+    def directories(self) -> Mapping[str, str]:
+        """Return the directories of the served models on this machine, by name."""
 
     def check(self, offer: Offer) -> None:
         """Raise BackendFailed, saying why, if a machine cannot be used."""
@@ -70,6 +78,23 @@ class Address:
         return self.port + 1
 
 
+@dataclass(frozen=True)
+class ExistingRay:
+    """A Ray cluster that was there before the server."""
+
+    address: str
+    """HOST:PORT of its head, or `auto` for this machine's."""
+    node_dir: Path
+    """Directory of other machines' files there."""
+
+    def __post_init__(self) -> None:
+        if "://" in self.address or not (self.address == "auto" or self.address.rpartition(":")[0]):
+            raise BackendFailed(
+                f"RAY_ADDRESS={self.address}: a Ray cluster is used by HOST:PORT of its head, or auto, from one of its"
+                " own machines, and not through Ray's client"
+            )
+
+
 @dataclass
 class Cluster:
     """The serving machine's end of the cluster."""
@@ -77,6 +102,8 @@ class Cluster:
     address: Address
     token_file: Path
     uses: Uses
+    existing: ExistingRay | None = None
+    """The Ray cluster to use in place of one of our own."""
     nodes: dict[str, Node] = field(default_factory=dict)
     """Those that have joined, by name, the lost ones too."""
 
@@ -90,11 +117,6 @@ class Cluster:
             "the cluster's head", self._launch, self._load, restart=lambda: self._supervisor.running()
         )
 
-    @classmethod
-    def at(cls, host: str | None, port: int, token_file: Path, uses: Uses) -> "Cluster":
-        """Make the cluster of a server that others reach at `host`, or at this machine's own address."""
-        return cls(Address(host or local_address(), port), token_file, uses)
-
     async def start(self, on_loading: OnLoading) -> None:
         """Start Ray's head and listen. Raises BackendFailed."""
         require_ray()
@@ -105,9 +127,12 @@ class Cluster:
         except OSError as error:
             raise BackendFailed(f"the cluster cannot listen on {host} port {port}: {error.strerror}") from None
         await self._supervisor.start(on_loading)
+        if self.existing is not None:
+            log.info("every other machine of the Ray cluster at %s joins by itself", self.existing.address)
+            return
         log.info(
-            "other machines join with: tinker-server join %s:%d --token-file FILE --model NAME=DIRECTORY; FILE is a"
-            " copy of %s",
+            "other machines join with: tinker-server join %s:%d --token-file FILE --model NAME; FILE is a copy of"
+            " %s, and NAME=DIRECTORY_OR_HUB_ID takes a model's files from there",
             *(host, port, self.token_file),
         )
 
@@ -157,13 +182,19 @@ class Cluster:
         return [Child(name, Process(pid, end), connection.reader, connection.writer)]
 
     async def _launch(self) -> list[Child]:
-        return [await launch("cluster head", "backends.cluster.head", ray_environment(self.token_file))]
+        env = ray_environment(self.token_file) if self.existing is None else {}
+        return [await launch("cluster head", "backends.cluster.head", env)]
 
     async def _load(self, children: list[Child]) -> None:
         for node in self.nodes.values():  # their Ray belonged to the head before
             node.connection.close()
         [child] = children
-        await child.call(StartHead(self.address.host, self.address.ray_port))
+        host, port = self.address.host, self.address.port
+        if self.existing is None:
+            await child.call(StartHead(host, self.address.ray_port))
+            return
+        invitation = Invitation(f"{host}:{port}", self._token, self.uses.directories(), self.existing.node_dir)
+        await child.call(UseRay(self.existing.address, invitation))
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to our port."""
@@ -176,10 +207,19 @@ class Cluster:
             log.warning("a connection to the cluster's port, from %s, had no right token", _peer(writer))
             return
         match connection.said.get("ask"):
-            case "join":
+            case "join" if self.existing is not None:
+                connection.send(
+                    refused=f"it uses the Ray cluster at {self.existing.address}, whose machines join by themselves:"
+                    " add this one to that with `ray start`"
+                )
+            case "join" | "node":
                 await self._join(connection)
             case "leave":
                 self._leave(connection)
+            case "lines":
+                await show(connection)
+            case "model":
+                await self._give(connection)
             case "engine" if (expected := self._expected.get(str(connection.said.get("key")))) is not None:
                 connection.send(welcome=True)
                 expected.set_result(connection)
@@ -219,6 +259,15 @@ class Cluster:
                 del self.nodes[offer.name]
             log.warning("%s has %s", offer.name, "left" if node.is_leaving else "been lost: it may join again")
             await self.uses.end(node)
+
+    async def _give(self, connection: Connection) -> None:
+        """Send the files of a served model to a machine."""
+        name, served = str(connection.said.get("name")), self.uses.directories()
+        if name not in served:
+            connection.send(refused=f"it serves no model {name}; it serves {', '.join(served)}")
+            return
+        with contextlib.suppress(ConnectionError):  # the machine asks again
+            await give(connection, Path(served[name]))
 
     def _leave(self, connection: Connection) -> None:
         """Have a machine leave that somebody names."""

@@ -2,18 +2,26 @@
 
 from dataclasses import dataclass
 
-from backends.cluster.offer import Offer
+from backends.cluster.offer import Invitation, Offer
 from backends.model_spec import ModelSpec
 from backends.processes.rpc import Command
 
 
 @dataclass(frozen=True)
 class StartHead(Command[None]):
-    """Start Ray's head. Always the first command."""
+    """Start Ray's head. Always the first command, unless UseRay is."""
 
     address: str
     port: int
     """The port that other machines' Ray connects to."""
+
+
+@dataclass(frozen=True)
+class UseRay(Command[None]):
+    """Connect to a Ray cluster that exists, and have its nodes join the server."""
+
+    address: str
+    invitation: Invitation
 
 
 @dataclass(frozen=True)

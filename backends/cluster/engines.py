@@ -42,6 +42,10 @@ class RemoteEngines:
         self._pools = pools
         self._engines: dict[Node, list[tuple[SamplerPool, EngineClient]]] = {}
 
+    def directories(self) -> dict[str, str]:
+        """Implement the protocol."""
+        return {name: spec.directory for name, (spec, _) in self._pools.items()}
+
     def check(self, offer: Offer) -> None:
         """Implement the protocol: the models must be the server's, and GPUs not smaller than its own."""
         for name, theirs in offer.fingerprints.items():

@@ -1,31 +1,27 @@
-"""Run the process that has Ray's head beneath it: `python -m backends.cluster.head FD`. Only here is Ray imported."""
+"""Run the process that has Ray's head beneath it, or uses a Ray that was there before: `python -m backends.cluster.head
+FD`. Only it imports Ray."""
 
 import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from backends.cluster.agent import Agent
-from backends.cluster.commands import EndEngine, StartEngine, StartHead
-from backends.cluster.offer import Offer
-from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running
-from backends.model_spec import ModelSpec
+from backends.cluster.commands import EndEngine, StartEngine, StartHead, UseRay
+from backends.cluster.nodes import Agents, Members
+from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running, require_guarded
 from backends.processes.launcher import Guarded
 from backends.processes.rpc import OnPart, serve_async
 from backends.protocol import BackendFailed
 
+log = logging.getLogger(__name__)
 HEAD = "head"
 """Name of the serving machine's own node."""
 _START_S = 60.0
 _RETRY_S = 0.3
-_NODE_S = 60.0
-"""Longest time from a machine's joining until Ray knows it."""
+connect = partial(ray.init, log_to_driver=False, logging_level="ERROR", namespace="tinker")
 
 
 async def start_head(command: StartHead, stack: contextlib.AsyncExitStack) -> None:
@@ -38,12 +34,32 @@ async def start_head(command: StartHead, stack: contextlib.AsyncExitStack) -> No
             async with contextlib.AsyncExitStack() as unless_started:
                 running = await unless_started.enter_async_context(ray_running(arguments, {}))
                 ended = await _until_open(running, command)
-                connect = partial(ray.init, log_to_driver=False, logging_level="ERROR", namespace="tinker")
                 await asyncio.to_thread(connect, f"{command.address}:{command.port}")
                 stack.push_async_exit(unless_started.pop_all())
     except (TimeoutError, ConnectionError, RuntimeError) as error:
         raise BackendFailed(f"Ray's head does not start: {error or 'it takes too long'}") from None
     ended.add_done_callback(lambda _: os._exit(1))  # the server notices, and starts both again
+
+
+async def use_ray(command: UseRay, stack: contextlib.AsyncExitStack) -> None:
+    """Connect to a Ray cluster that exists, and have its nodes join the server. Raises BackendFailed."""
+    await require_guarded(command.address)
+    try:
+        await asyncio.to_thread(connect, command.address)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise BackendFailed(
+            f"this machine cannot use the Ray cluster at {command.address}, of which it must be a node itself: {reason}"
+        ) from None
+    inviting = asyncio.create_task(Members(command.invitation).invite(), name="members")
+
+    def end(done: "asyncio.Task[None]") -> None:
+        if not done.cancelled():  # Ray is gone: the server notices, and starts this process again
+            log.error("the Ray cluster at %s is gone: %s", command.address, done.exception())
+            os._exit(1)
+
+    inviting.add_done_callback(end)
+    stack.callback(inviting.cancel)
 
 
 async def _until_open(running: Guarded, command: StartHead) -> asyncio.Task[int]:
@@ -58,64 +74,17 @@ async def _until_open(running: Guarded, command: StartHead) -> asyncio.Task[int]
     raise RayEnded(f"Ray's head does not start on port {command.port}")
 
 
-class Agents:
-    """The actors on the machines, one each, made when it is first needed."""
-
-    def __init__(self) -> None:
-        self._agents: dict[str, Any] = {}
-        """By Ray's number of the machine's present Ray."""
-
-    async def start_engine(self, offer: Offer, key: str, spec: ModelSpec) -> int:
-        """Start an engine on a machine. Raises BackendFailed."""
-        with _failing(offer):
-            agent = await self._agent(offer)
-            return int(await agent.start_engine.remote(key, spec))
-
-    async def end_engine(self, offer: Offer, key: str, grace_s: float) -> None:
-        """End an engine on a machine. Raises BackendFailed."""
-        with _failing(offer):
-            agent = await self._agent(offer)
-            await agent.end_engine.remote(key, grace_s)
-
-    async def _agent(self, offer: Offer) -> Any:
-        async with asyncio.timeout(_NODE_S):
-            while (node := await asyncio.to_thread(_node, offer.ray_label)) is None:  # noqa: ASYNC110 - Ray has no event
-                await asyncio.sleep(_RETRY_S)
-        if (agent := self._agents.get(node)) is None:
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
-            made = ray.remote(Agent).options(num_cpus=0, scheduling_strategy=where)
-            agent = self._agents[node] = made.remote(offer)
-        return agent
-
-
-@contextlib.contextmanager
-def _failing(offer: Offer) -> Iterator[None]:
-    """Raise BackendFailed for whatever Ray raises."""
-    try:
-        yield
-    except TimeoutError:
-        raise BackendFailed(f"Ray does not know the machine {offer.name}") from None
-    except (RayError, OSError) as error:
-        cause = getattr(error, "cause", None) or error
-        reason = (str(cause).strip() or type(cause).__name__).splitlines()[-1]
-        raise BackendFailed(f"the machine {offer.name}: {reason}") from error
-
-
-def _node(label: str) -> str | None:
-    """Return Ray's number of the machine with that label, if it is there."""
-    found = (node for node in ray.nodes() if node["Alive"] and node["Labels"].get(NODE_LABEL) == label)
-    return next((str(node["NodeID"]) for node in found), None)
-
-
 async def main() -> None:
     """Serve the server's commands until it closes its end."""
     agents = Agents()
     async with contextlib.AsyncExitStack() as stack:
 
-        async def handle(command: StartHead | StartEngine | EndEngine, _: OnPart) -> int | None:
+        async def handle(command: StartHead | UseRay | StartEngine | EndEngine, _: OnPart) -> int | None:
             match command:
                 case StartHead():
                     await start_head(command, stack)
+                case UseRay():
+                    await use_ray(command, stack)
                 case StartEngine(offer, key, spec):
                     return await agents.start_engine(offer, key, spec)
                 case EndEngine(offer, key, grace_s):

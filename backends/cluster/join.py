@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from backends.cluster.fetching import fetched
 from backends.cluster.handshake import Connection, Unreachable, connect
 from backends.cluster.offer import Offer
 from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_environment, ray_running
@@ -61,7 +62,7 @@ async def _belong(offer: Offer, connection: Connection) -> bool:
     host = offer.server.rpartition(":")[0]
     arguments = ["--address", f"{host}:{connection.said['ray_port']}", "--labels", f"{NODE_LABEL}={offer.ray_label}"]
     async with ray_running(arguments, ray_environment(Path(offer.token_file))) as ray:
-        listening, ended = asyncio.create_task(_told_to_leave(connection)), asyncio.create_task(_ended(ray))
+        listening, ended = asyncio.create_task(told_to_leave(connection)), asyncio.create_task(_ended(ray))
         try:
             await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not listening.done():
@@ -77,16 +78,25 @@ async def _belong(offer: Offer, connection: Connection) -> bool:
             ended.cancel()
 
 
-def offer_of(name: str, server: str, token_file: Path, data_dir: Path, models: Mapping[str, str]) -> Offer:
-    """Return what this machine has to offer, with its models' directories or hub ids. Takes some seconds. Raises
-    BackendFailed."""
-    directories = {model: local_directory(source) for model, source in models.items()}
+async def offer_of(name: str, server: str, token_file: Path, data_dir: Path, models: Mapping[str, str | None]) -> Offer:
+    """Return what this machine has to offer, with its models' directories or hub ids; those without one are fetched
+    from the server. Takes some seconds. Raises BackendFailed."""
+    directories, token = dict[str, Path](), read_token(token_file)
+    for model, source in models.items():
+        if source is None:
+            directories[model] = await fetched(server, token, model, data_dir / "models")
+        else:
+            directories[model] = await asyncio.to_thread(local_directory, source)
+    return await asyncio.to_thread(_offer, name, server, token_file, data_dir, directories)
+
+
+def _offer(name: str, server: str, token_file: Path, data_dir: Path, directories: Mapping[str, Path]) -> Offer:
     return Offer(
         name=name,
         server=server,
         token_file=str(token_file.absolute()),
         data_dir=str(data_dir.absolute()),
-        models={model: str(directory) for model, directory in directories.items()},
+        models={model: str(directory.absolute()) for model, directory in directories.items()},
         fingerprints={model: fingerprint(directory) for model, directory in directories.items()},
         gpu_bytes=tuple(gpu.total_bytes for gpu in all_gpus()),
         environment=kept_environment(),
@@ -99,7 +109,8 @@ async def leave(address: str, token_file: Path, name: str) -> None:
     connection.close()
 
 
-async def _told_to_leave(connection: Connection) -> bool:
+async def told_to_leave(connection: Connection) -> bool:
+    """Wait until the connection closes; return whether this machine has been told to leave."""
     while (said := await connection.receive()) is not None:
         if said.get("leave"):
             connection.send(leaves=True)

@@ -1,7 +1,8 @@
-"""A machine's offer to a cluster, as it says it when it joins."""
+"""A machine's offer to a cluster, as it says it when it joins, and a server's invitation to the nodes of a cluster that
+was there before."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class Offer:
     environment: Mapping[str, str | None]
     """Variables that Ray changes, as they were before."""
     ray_label: str = ""
-    """By which Ray knows it, this time: for a while it takes a machine that is lost for one that lives."""
+    """By which Ray knows it, this time: for a while it takes a machine that is lost for one that lives. In a cluster
+    that exists, Ray's own number of the node."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -39,3 +41,16 @@ class Offer:
     def scratch_dir(self, engine: int) -> Path:
         """Return the directory of one engine's weights on this machine."""
         return Path(self.data_dir) / f"engine-{engine}"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """The server's request to the nodes of the cluster. It travels inside Ray, whose own token opens every node."""
+
+    server: str
+    """HOST:PORT of the cluster's port, as other machines reach it."""
+    token: str = field(repr=False)
+    models: Mapping[str, str]
+    """Directories of the served models, by name."""
+    data_dir: Path
+    """Directory of a machine's files, of which each has a part of its own: they may share a file system."""

@@ -19,6 +19,9 @@ _OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes: nothing large is put into it."""
 _LAST_LINES = 5
 _ENDING_S = 0.5
+_ANSWER_S = 60.0
+_SAID_CHARS = 300
+_WITHOUT_TOKEN = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "", "RAY_AUTH_TOKEN_PATH": ""}
 
 
 class RayEnded(BackendFailed):
@@ -35,13 +38,49 @@ def ray_environment(token_file: Path) -> dict[str, str]:
     }
 
 
+async def require_guarded(address: str) -> None:
+    """Raise BackendFailed unless there is a Ray cluster at an address, of this version, that admits us by a token, and
+    nobody without one."""
+    code, said = await _asked(["health-check", "--address", address], {})
+    if code != 0:
+        hint = ""
+        if "AuthenticationError" in said:
+            hint = ": RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN must name its token"
+        raise BackendFailed(f"the Ray cluster at {address} does not take this machine{hint}: {said[-_SAID_CHARS:]}")
+    code, _ = await _asked(["health-check", "--address", address, "--skip-version-check"], _WITHOUT_TOKEN)
+    if code == 0:
+        raise BackendFailed(
+            f"the Ray cluster at {address} takes everybody: start it with RAY_AUTH_MODE=token on every machine, and a"
+            " token (ray get-auth-token --generate)"
+        )
+
+
+async def _asked(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
+    """Run a command of Ray; return its exit code and the last line that it has said."""
+    with tempfile.NamedTemporaryFile("r", prefix="tinker-ray-", errors="replace") as output:
+        ray = await Guarded.start("Ray", _ray_command(output.name, arguments), {**os.environ, **env})
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                code = await ray.wait()
+        except TimeoutError:
+            return 1, f"no answer in {_ANSWER_S:.0f} s"
+        finally:
+            await asyncio.shield(ray.end(0))
+        return code, next(filter(None, (line.strip() for line in reversed(output.readlines()))), "")
+
+
+def _ray_command(log: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command line of a command of Ray that writes into a file."""
+    return ["/bin/sh", "-c", 'exec "$@" >"$0" 2>&1', log, sys.executable, "-m", _MODULE, *arguments]
+
+
 @contextlib.asynccontextmanager
 async def ray_running(arguments: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Guarded]:
     """Run `ray start` with arguments while the block runs. All that it starts stays in its process group."""
     folder = tempfile.mkdtemp(prefix="tinker-ray-")  # Ray's sockets are beneath it, so that its path must be short
     log = Path(folder) / "output.log"
     command = [
-        *("/bin/sh", "-c", 'exec "$@" >"$0" 2>&1', str(log), sys.executable, "-m", _MODULE, "start", *arguments),
+        *_ray_command(str(log), ["start", *arguments]),
         *("--block", "--temp-dir", folder, "--disable-usage-stats", "--include-log-monitor", "false"),
         # Nothing is placed by Ray's counts, and for its cores it would start idle workers.
         *("--num-cpus", "0", "--num-gpus", "0", "--object-store-memory", str(_OBJECT_STORE_BYTES)),

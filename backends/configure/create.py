@@ -10,7 +10,7 @@ from pathlib import Path
 from api_schemas.sampling import SampleRequest
 from backends import tasks
 from backends.base_weights.client import BaseWeights
-from backends.cluster.client import Cluster
+from backends.cluster.client import Address, Cluster, ExistingRay
 from backends.cluster.engines import RemoteEngines, require_possible
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, describe_models
@@ -19,7 +19,7 @@ from backends.configure.gpus import read_gpus
 from backends.inputs.detokenize import TokenTexts
 from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
-from backends.processes.launcher import launch_sampler, launch_trainer
+from backends.processes.launcher import launch_sampler, launch_trainer, local_address
 from backends.protocol import (
     Backend,
     EngineUse,
@@ -136,7 +136,10 @@ class LocalBackend:
     def _make_cluster(self) -> Cluster:
         config, models = self._config, self._models
         pools = {name: (model.info, model.sampler) for name, model in models.items()}
-        return Cluster.at(config.cluster_address, config.cluster_port, config.cluster_token_file, RemoteEngines(pools))
+        address = Address(config.cluster_address or local_address(), config.cluster_port)
+        ray = config.cluster_ray_address
+        existing = None if ray is None else ExistingRay(ray, config.scratch_dir.absolute() / "nodes")
+        return Cluster(address, config.cluster_token_file, RemoteEngines(pools), existing)
 
     def _loaded(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""

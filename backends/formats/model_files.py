@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from shutil import disk_usage
 
@@ -17,8 +18,8 @@ from transformers import AutoTokenizer, PretrainedConfig
 from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
-_NOT_READ = ["*.bin", "*.pth", "*.gguf", "original/*"]
-"""Files of the hub that are not downloaded."""
+_NOT_NEEDED = ["*.bin", "*.pth", "*.gguf", "original/*"]
+"""Weights in other formats than safetensors."""
 _MB = 1e6
 _SAMPLE_BYTES = 256
 """Bytes from the middle of each tensor, for its fingerprint: training of any kind changes nearly every number."""
@@ -34,7 +35,7 @@ def local_directory(source: str) -> Path:
         raise BackendFailed(f"model directory {source} does not exist")
     _announce_download(source)
     try:
-        return Path(snapshot_download(source, ignore_patterns=_NOT_READ))
+        return Path(snapshot_download(source, ignore_patterns=_NOT_NEEDED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BackendFailed(f"{source} is no directory here, and the model hub does not give it: {reason}") from None
@@ -43,7 +44,7 @@ def local_directory(source: str) -> Path:
 def _announce_download(source: str) -> None:
     """Log how much the hub will send, before it does. Raises BackendFailed if the disk has no room for it."""
     try:
-        files = snapshot_download(source, ignore_patterns=_NOT_READ, dry_run=True)
+        files = snapshot_download(source, ignore_patterns=_NOT_NEEDED, dry_run=True)
     except (HfHubHTTPError, HFValidationError, OSError):
         return  # the hub does not answer; the files may be here all the same
     missing = [one.file_size or 0 for one in files if one.will_download]
@@ -57,6 +58,16 @@ def _announce_download(source: str) -> None:
             f" {has_bytes / _MB:.0f} MB left: free some, or name another folder by HF_HOME"
         )
     log.info("downloading %s from the hub: %d files, %.0f MB, into %s", source, len(missing), sum(missing) / _MB, cache)
+
+
+def needed_files(directory: Path) -> dict[str, Path]:
+    """Return the files that a model is served from, by their names within its directory."""
+    found = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        name: path
+        for name, path in found.items()
+        if not name.startswith(".") and not any(fnmatch(name, one) for one in _NOT_NEEDED)
+    }
 
 
 def check_tokenizer(directory: Path) -> None:

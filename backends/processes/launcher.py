@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Self
 
 from backends.model_spec import ModelSpec
@@ -147,6 +148,13 @@ async def _start_module(name: str, module: str, env: Mapping[str, str], fds: Seq
 def kept_environment() -> dict[str, str | None]:
     """Return the variables that Ray changes in the processes that it starts, as they are here."""
     return {name: os.environ.get(name) for name in _CHANGED_BY_RAY}
+
+
+def parents_environment() -> dict[str, str | None]:
+    """Return the same variables as Ray itself was started with, in a process that it has started."""
+    content = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="surrogateescape")
+    there = dict(one.partition("=")[::2] for one in content.split("\0"))
+    return {name: there.get(name) for name in _CHANGED_BY_RAY}
 
 
 def restore_environment(kept: Mapping[str, str | None]) -> None:

@@ -7,24 +7,57 @@ pytest tests/chaos -m "slow or not slow"
 
 import random
 import re
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import numpy as np
 import psutil
 import pytest
 
 from tests.chaos.client import PATIENCE_S, Client, Model, Request, State
 from tests.chaos.worker import Seen, Worker
-from tests.servers import MODEL, Server
+from tests.cluster.machines import free_port
+from tests.servers import KEY, MODEL, Server
 
 SEED = 20
 VICTIMS = ["trainer", "sampler", "engine", "server"]
+OF_CLUSTERS = ["machine", "agent", "remote sampler", "head"]
+"""Further ones: all of a machine that has joined, the actor there that starts its engines, the host of its engine, and
+the process with Ray's head."""
+ON_MACHINES = OF_CLUSTERS[:3]
+SAMPLING = ["sampler", "engine", *OF_CLUSTERS]
+"""Those that samples run on."""
 ORPHAN_S = 10
 """Time for which a child may outlive its server."""
 TOLERANCE = 2e-3
 """Nats; trainer and sampler are 1e-4 apart. The trainer's results are bitwise equal."""
+
+
+class Machine:
+    """`tinker-server join`, started again as systemd would. It fetches the model."""
+
+    def __init__(self, directory: Path, cluster_port: int, number: int) -> None:
+        self._log = directory / f"machine-{number}.log"
+        self._command = [sys.executable, "-m", "tinker_server", "join", f"127.0.0.1:{cluster_port}"]
+        self._command += ["--token-file", str(directory / "data/cluster-token"), "--model", MODEL]
+        self._command += ["--data-dir", str(directory / f"machine-{number}"), "--name", f"m{number}"]
+        self.process = self._start()
+
+    def _start(self) -> psutil.Popen:
+        with self._log.open("a") as log:
+            return psutil.Popen(self._command, stderr=log)
+
+    def start_again(self) -> None:
+        self.process.wait()
+        self.process = self._start()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
 
 
 class Place:
@@ -32,7 +65,9 @@ class Place:
 
     def __init__(self, server: Server, num_operations: int, seed: int) -> None:
         self.server = server
-        self._num_operations = num_operations
+        self.machines: list[Machine] = []
+        """Those that have joined it."""
+        self._num_operations, self._num_while_waiting, self._is_waiting = num_operations, 0, False
         self._random = random.Random(seed)
         self.starts_s: list[float] = []
         self.kills: list[tuple[str, float]] = []
@@ -53,10 +88,25 @@ class Place:
         self.starts_s.append(time.monotonic() - began)
 
     def num_answered(self) -> int:
-        return sum(len(worker.client.answered) for worker in self.workers)
+        return sum(len(worker.client.answered) for worker in self.workers) - self._num_while_waiting
 
     def _may_go_on(self) -> bool:
-        return self.num_answered() < self._num_operations and not any(worker.error for worker in self.workers)
+        has_work = self._is_waiting or self.num_answered() < self._num_operations
+        return has_work and not any(worker.error for worker in self.workers)
+
+    def await_machines(self) -> None:
+        """Wait until each machine's engine samples; operations that are answered meanwhile do not count."""
+        before, deadline, self._is_waiting = self.num_answered(), time.monotonic() + PATIENCE_S, True
+        while self._num_engines() <= len(self.machines):
+            self._raise_errors()
+            assert time.monotonic() < deadline, "a machine that has joined has no engine"
+            time.sleep(0.5)
+        self._num_while_waiting += self.num_answered() - before
+        self._is_waiting = False
+
+    def _num_engines(self) -> int:
+        text = httpx.get(f"{self.server.base_url}/metrics", headers={"x-api-key": KEY}, timeout=60).text
+        return len(set(re.findall(r'^tinker_pool_sequences{.*engine="(\d+)"', text, re.MULTILINE)))
 
     def work_through(self, kills: list[str]) -> None:
         """All operations, with the kills spread over them at drawn moments."""
@@ -78,12 +128,17 @@ class Place:
                 raise worker.error
 
     def _kill(self, victim: str) -> None:
-        self._spare_what_was_hit("sampler" if victim == "engine" else victim)
+        if victim in OF_CLUSTERS:
+            self.await_machines()
+        self._spare_what_was_hit("sampler" if victim in SAMPLING else victim)
         api = psutil.Process(self.server.process.pid)
         if victim != "server":
-            found = self._random.choice(self._await(api, victim))
+            machine = self._random.choice(self.machines) if victim in ON_MACHINES else None
+            found = self._random.choice(self._await(api if machine is None else machine.process, victim))
             self.kills.append((victim, time.monotonic()))
             found.kill()
+            if machine is not None and victim == "machine":
+                machine.start_again()
             return
         children = api.children(recursive=True)
         self.kills.append((victim, time.monotonic()))
@@ -101,13 +156,14 @@ class Place:
             time.sleep(0.02)
         self._hit[victim] = [one for worker in self.workers for one in list(worker.client.under_way)]
 
-    def _await(self, api: psutil.Process, victim: str) -> list[psutil.Process]:
-        """The processes of a kind; one that was just killed is there again soon."""
+    def _await(self, top: psutil.Process, victim: str) -> list[psutil.Process]:
+        """The processes of a kind beneath one of them; one that was just killed is there again soon."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             self._raise_errors()
-            if found := [child for child in api.children(recursive=True) if _is(child, victim)]:
-                return found
+            beneath = top.children(recursive=True)
+            if found := [child for child in beneath if _is(child, "agent" if victim == "machine" else victim)]:
+                return [top] if victim == "machine" else found  # it is in use
             time.sleep(0.05)
         raise AssertionError(f"no {victim} was started again")
 
@@ -118,8 +174,12 @@ def _is(process: psutil.Process, victim: str) -> bool:
         if victim == "engine":
             host = process.parent()
             return host is not None and _is(host, "sampler") and process.name().startswith("VLLM")
-        return process.cmdline()[1:3] == ["-m", f"backends.{victim}.process"]
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it has just ended
+        if victim == "agent":
+            return process.cmdline()[0].startswith("ray::Agent")
+        if victim == "head":
+            return process.cmdline()[1:3] == ["-m", "backends.cluster.head"]
+        return process.cmdline()[1:3] == ["-m", f"backends.{victim.removeprefix('remote ')}.process"]
+    except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):  # it has just ended
         return False
 
 
@@ -178,17 +238,39 @@ def say_pauses(place: Place) -> None:
     answered = [one for worker in place.workers for one in worker.client.answered]
     for victim, at_s in place.kills:
         after = [one for one in answered if one.at_s - one.seconds > at_s]
-        waits = [one.at_s - at_s for one in after if (one.path == "/asample") == (victim in ("sampler", "engine"))]
+        waits = [one.at_s - at_s for one in after if (one.path == "/asample") == (victim in SAMPLING)]
         print(f"{victim}: {min(waits, default=0):.1f} s to the next result")
 
 
 @pytest.fixture
-def server(tiny_vl: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    engines = str(request.config.getoption("--engines", 1))
-    server = Server(tmp_path / "data", {MODEL: tiny_vl}, "--engines", engines)
+def cluster_port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def server(tiny_vl: Path, tmp_path: Path, request: pytest.FixtureRequest, cluster_port: int) -> Iterator[Server]:
+    arguments = ["--engines", str(request.config.getoption("--engines", 1))]
+    if request.config.getoption("--nodes", 1) > 1:
+        arguments += in_cluster(cluster_port)
+    server = Server(tmp_path / "data", {MODEL: tiny_vl}, *arguments)
     yield server
     if server.process.poll() is None:
         server.stop()
+
+
+def in_cluster(port: int) -> list[str]:
+    return ["--cluster", "--cluster-address", "127.0.0.1", "--cluster-port", str(port)]
+
+
+@contextmanager
+def joined(place: Place, directory: Path, port: int, num: int) -> Iterator[None]:
+    """So many machines of a server that runs."""
+    place.machines = [Machine(directory, port, number) for number in range(num)]
+    try:
+        yield
+    finally:
+        for machine in place.machines:
+            machine.stop()
 
 
 @pytest.mark.parametrize(
@@ -222,13 +304,28 @@ def test_work_survives_kills_of_one_engine_of_two(tiny_vl: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_rounds(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_work_survives_kills_of_what_another_machine_runs(tiny_vl: Path, tmp_path: Path, cluster_port: int) -> None:
+    server = Server(tmp_path / "data", {MODEL: tiny_vl}, *in_cluster(cluster_port))
+    place = Place(server, 40, SEED)
+    try:
+        with joined(place, tmp_path, cluster_port, 1):
+            place.work_through(OF_CLUSTERS)
+            assert_all_is_well(place, tmp_path / "data")
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
+@pytest.mark.slow
+def test_rounds(server: Server, tmp_path: Path, request: pytest.FixtureRequest, cluster_port: int) -> None:
     """`make chaos ROUNDS=200`"""
     rounds, seed = request.config.getoption("--rounds", 4), request.config.getoption("--seed", SEED)
-    kills = random.Random(seed).choices(VICTIMS, k=rounds)
+    num_others = request.config.getoption("--nodes", 1) - 1
+    kills = random.Random(seed).choices(VICTIMS + (OF_CLUSTERS if num_others else []), k=rounds)
     place = Place(server, 15 * rounds, seed)
-    place.work_through(kills)
-    assert_all_is_well(place, tmp_path / "data")
+    with joined(place, tmp_path, cluster_port, num_others):
+        place.work_through(kills)
+        assert_all_is_well(place, tmp_path / "data")
 
 
 @pytest.mark.slow

@@ -5,17 +5,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 
-from backends.cluster.client import Cluster, Node, Uses
+from backends.cluster.client import Address, Cluster, ExistingRay, Node, Uses
 from backends.cluster.offer import Offer
 from backends.processes.launcher import StartWorkers
 from backends.protocol import ignore_loading
 from tests.servers import MODEL
+
+GPUS = "4,5"
+"""Those that a machine shows its processes."""
 
 
 def free_port() -> int:
@@ -35,6 +38,12 @@ def free_port() -> int:
 class NoUse:
     """Every machine may join, and none is used."""
 
+    def __init__(self, models: Mapping[str, str] | None = None) -> None:
+        self._models = models or {}
+
+    def directories(self) -> Mapping[str, str]:
+        return self._models
+
     def check(self, offer: Offer) -> None: ...
 
     def begin(self, node: Node, start_workers: StartWorkers) -> None: ...
@@ -43,8 +52,8 @@ class NoUse:
 
 
 @asynccontextmanager
-async def started(directory: Path, uses: Uses) -> AsyncIterator[Cluster]:
-    cluster = Cluster.at("127.0.0.1", free_port(), directory / "token", uses)
+async def started(directory: Path, uses: Uses, existing: ExistingRay | None = None) -> AsyncIterator[Cluster]:
+    cluster = Cluster(Address("127.0.0.1", free_port()), directory / "token", uses, existing)
     try:
         await cluster.start(ignore_loading)
         yield cluster
@@ -55,13 +64,18 @@ async def started(directory: Path, uses: Uses) -> AsyncIterator[Cluster]:
 class Machine:
     """`tinker-server join`, in a process of its own."""
 
-    def __init__(self, address: str, token_file: Path, name: str, model: Path) -> None:
+    def __init__(self, address: str, token_file: Path, name: str, model: Path | None) -> None:
+        """Without a directory of the model it is fetched."""
         self._command = ["join", address, "--token-file", str(token_file), "--name", name]
-        self._command += ["--model", f"{MODEL}={model}", "--data-dir", str(token_file.parent / f"machine-{name}")]
+        self._command += ["--data-dir", str(token_file.parent / f"machine-{name}")]
+        self._command += ["--model", MODEL if model is None else f"{MODEL}={model}"]
 
     async def start(self) -> "Machine":
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinker_server", *self._command), stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "tinker_server", *self._command),
+            stderr=asyncio.subprocess.PIPE,
+            env=environment | {"CUDA_VISIBLE_DEVICES": GPUS},
         )
         return self
 
@@ -77,7 +91,7 @@ class Machine:
 
 
 @asynccontextmanager
-async def joined(cluster: Cluster, name: str, model: Path) -> AsyncIterator[Machine]:
+async def joined(cluster: Cluster, name: str, model: Path | None) -> AsyncIterator[Machine]:
     """A machine that has joined a cluster."""
     machine = await Machine(address_of(cluster), cluster.token_file, name, model).start()
     try:
@@ -95,7 +109,7 @@ def is_alive(cluster: Cluster, name: str) -> bool:
     return any(node.name == name and node.is_alive for node in cluster.states())
 
 
-async def until(holds: Callable[[], bool], limit_s: float = 90) -> None:
+async def until(holds: Callable[[], bool], limit_s: float = 200) -> None:
     async with asyncio.timeout(limit_s):
         while not holds():  # noqa: ASYNC110 - whatever it is
             await asyncio.sleep(0.1)

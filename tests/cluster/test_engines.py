@@ -1,6 +1,7 @@
 """Engines on another machine: they sample as those here, from weights that were sent to them, and lose nothing."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -13,13 +14,14 @@ import pytest_asyncio
 
 from backends.cluster.client import Cluster
 from backends.cluster.engines import RemoteEngines
+from backends.cluster.lines import LOG
 from backends.formats.model_files import fingerprint
 from backends.inputs.rendering import Renderer
-from backends.protocol import SamplingTask
+from backends.protocol import ChatTask, SamplingTask
 from backends.sampler.client import EngineClient
-from backends.sampler.commands import Sample
+from backends.sampler.commands import Chat, Sample
 from backends.sampler.pool import SamplerPool
-from tests.cluster.machines import Machine, is_alive, joined, kill, started, until
+from tests.cluster.machines import GPUS, Machine, is_alive, joined, kill, started, until
 from tests.factories import present, prompt, words
 from tests.models import make_tiny_vl
 from tests.sampling import ADJACENT, ATOL, RANKS, Reference, request, sample, sampler_config, scoring
@@ -58,9 +60,9 @@ async def running(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> As
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def there(running: Running, tiny_vl: Path) -> AsyncIterator[Running]:
-    """With an engine of another machine that is ready."""
-    async with joined(running.cluster, "a", tiny_vl) as running.machine:
+async def there(running: Running) -> AsyncIterator[Running]:
+    """With an engine of another machine that is ready, and has fetched the model."""
+    async with joined(running.cluster, "a", None) as running.machine:
         await until(lambda: running.remote.supervisor.is_alive)
         yield running
 
@@ -106,6 +108,42 @@ async def test_weights_exist_once_the_other_machine_has_them_too(
     }
 
 
+async def test_a_chat_is_answered_on_another_machine_as_here(there: Running) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+    answers = []
+    for engine in there.pool.engines:
+        parts: list[str] = []
+        usage = await engine.call(
+            await engine.running(), Chat(ChatTask("chat_completions", body, None, "somebody")), parts.append
+        )
+        answers.append((usage.sampled, json.loads("".join(parts))["choices"]))
+    assert answers[0] == answers[1] and answers[0][0] == 8
+
+
+async def test_a_process_on_another_machine_sees_nothing_of_ray(there: Running) -> None:
+    [child] = there.remote.supervisor.children
+    environment = psutil.Process(child.process.pid).environ()
+    assert environment["CUDA_VISIBLE_DEVICES"] == GPUS
+    assert "OMP_NUM_THREADS" not in environment and not [name for name in environment if name.startswith("RAY_")]
+
+
+async def test_what_a_process_on_another_machine_writes_is_in_the_servers_log(
+    there: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    [child] = there.remote.supervisor.children
+    errors = Path(f"/proc/{child.process.pid}/fd/2")
+    await asyncio.to_thread(errors.write_text, "out of memory, somewhere\n")
+    await until(lambda: "a: out of memory, somewhere" in caplog.messages)
+    assert "out of memory, somewhere\n" in (there.directory / "machine-a" / LOG).read_text()
+
+
+async def test_a_machine_without_the_model_fetches_it_once(there: Running) -> None:
+    fetched = there.directory / "machine-a/models"
+    [directory] = fetched.iterdir()
+    assert fingerprint(directory) == directory.name
+    assert there.cluster.nodes["a"].offer.models == {MODEL: str(directory)}
+
+
 async def test_an_engine_that_dies_on_another_machine_is_started_again_there(there: Running) -> None:
     [child] = there.remote.supervisor.children
     asked = asyncio.create_task(ask_many(there.pool, None))
@@ -115,6 +153,17 @@ async def test_an_engine_that_dies_on_another_machine_is_started_again_there(the
     await until(lambda: there.remote.supervisor.is_alive)
     [again] = there.remote.supervisor.children
     assert again.process.pid != child.process.pid and again.name == f"sampler {MODEL} engine {there.remote.number} on a"
+
+
+async def test_an_agent_that_dies_is_made_again(there: Running) -> None:
+    [child] = there.remote.supervisor.children
+    agent = present(psutil.Process(child.process.pid).parent())
+    assert "Agent" in agent.name() + " ".join(agent.cmdline())
+    agent.kill()
+    await until(lambda: not there.remote.supervisor.is_alive)
+    await until(lambda: there.remote.supervisor.is_alive)
+    [again] = there.remote.supervisor.children
+    assert present(psutil.Process(again.process.pid).parent()).pid != agent.pid
 
 
 async def test_another_model_under_the_same_name_is_refused(running: Running, tmp_path: Path) -> None:

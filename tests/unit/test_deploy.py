@@ -1,12 +1,15 @@
 """Files of `deploy/` are valid: settings exist, commands are understood, ports and paths agree."""
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,11 @@ from tinker_server.settings import Settings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = "1.31"
-IMAGE = "tinker-server:" + tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+SHELL = {"MODEL": "a/b=org/name", "RAY_ADDRESS": "10.0.0.1:6379", "head": "10.0.0.1", "SLURM_JOB_NUM_NODES": "2"}
+"""Values for variables of the scripts' commands."""
+PROJECT: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+IMAGE = f"tinker-server:{PROJECT['version']}"
+RAY = PROJECT["optional-dependencies"]["cluster"][0].removeprefix("ray==").removesuffix(".*")
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
 
 
@@ -100,10 +107,14 @@ def pods() -> Iterator[tuple[str, Any]]:
         spec = one["spec"].get("jobTemplate", one).get("spec", {})
         if "template" in spec:
             yield one["metadata"]["name"], spec["template"]["spec"]
+    for one in loaded("kuberay.yaml"):
+        for group in [one["spec"].get("headGroupSpec"), *one["spec"].get("workerGroupSpecs", [])]:
+            if group is not None:
+                yield group.get("groupName", "head"), group["template"]["spec"]
 
 
 def test_pods_are_confined_bounded_and_pull_no_image_that_no_registry_has() -> None:
-    assert [name for name, _ in pods()] == ["tinker-postgres", "tinker-server", "tinker-backup"]
+    assert [name for name, _ in pods()] == ["tinker-postgres", "tinker-server", "tinker-backup", "head", "engines"]
     for name, pod in pods():
         assert pod["enableServiceLinks"] is False, name
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
@@ -170,6 +181,102 @@ def test_alerts_are_prometheus_and_about_metrics_that_the_server_has(tmp_path: P
         promql_parser.parse(rule["expr"])
         assert set(re.findall(r"\b(tinker_\w+|up)\b", rule["expr"])) <= families, rule["alert"]
         assert rule["annotations"]["summary"] and rule["labels"]["severity"] in ("warning", "critical")
+
+
+def commands_of(program: str, text: str) -> list[list[str]]:
+    """The arguments of each call of a program in a script, its variables replaced."""
+    whole = "\n".join(line for line in text.replace("\\\n", " ").splitlines() if not line.strip().startswith("#"))
+    found = re.findall(rf"\b{program} ((?:serve|start|symmetric-run) [^;|&>#\n]*)", whole)
+    return [shlex.split(re.sub(r"\$\{?(\w+)(%:\*)?\}?", lambda match: SHELL[match[1]], one)) for one in found]
+
+
+def check_rays(command: list[str]) -> None:
+    """That Ray's own command line takes it."""
+    name, *arguments = command
+    scripts = import_module("ray.scripts.scripts")
+    if name == "symmetric-run":
+        own, _, serving = " ".join(arguments).partition(" -- ")
+        (address_flag, _, nodes_flag, _, *arguments) = own.split()
+        assert (address_flag, nodes_flag) == ("--address", "--min-nodes") and serving.startswith("tinker-server serve ")
+        name, arguments = "start", ["--address", "10.0.0.1:6379", *arguments]  # as it passes them on
+    scripts.cli.commands[name].make_context(name, arguments)
+
+
+CLUSTERS = {"kuberay.yaml": 0, "slurm.sh": 1, "skypilot.yaml": 2}
+"""Files that start a Ray cluster, with the number of Ray's commands in them."""
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_command_in_the_files_for_clusters_is_one_that_there_is(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    [settings] = [read_settings(parse(one)) for one in commands_of("tinker-server", text)]
+    assert settings.backend.cluster and settings.backend.models
+    rays = commands_of("ray", text)
+    assert len(rays) == CLUSTERS[name]
+    for one in rays:
+        check_rays(one)
+
+
+def test_the_script_for_slurm_asks_for_a_task_on_each_node_and_keeps_its_token_private(tmp_path: Path) -> None:
+    script = DEPLOY / "slurm.sh"
+    text = script.read_text()
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
+    assert len(options) == text.count("#SBATCH") and options["ntasks-per-node"] == "1" and int(options["nodes"]) > 1
+    body = text.index("set -euo pipefail")
+    assert max(match.start() for match in re.finditer("#SBATCH", text)) < body  # later ones are not read
+    programs = tmp_path / "tinker-venv/bin"
+    programs.mkdir(parents=True)
+    for name, said in (("scontrol", "echo one; echo two"), ("getent", "echo '10.0.0.7 STREAM one'")):
+        (programs / name).write_text(f"#!/bin/sh\n{said}\n")
+    (programs / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    given = {"HOME": str(tmp_path), "MODEL": SHELL["MODEL"], "SLURM_JOB_NODELIST": "x", "SLURM_JOB_NUM_NODES": "2"}
+    environment = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | given
+    ran = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, check=True)
+    words = ran.stdout.splitlines()
+    ours = words[words.index("--") + 1 :]
+    assert ours[0] == "tinker-server" and read_settings(parse(ours[1:])).backend.cluster_address == "10.0.0.7"
+    assert words[words.index("--address") + 1] == "10.0.0.7:6379"
+    token = tmp_path / "tinker-data/ray-token"
+    assert token.stat().st_mode & 0o077 == 0 and len(token.read_text()) == 64 and token.read_text() not in ran.stdout
+
+
+def test_the_file_for_skypilot_has_fields_that_it_knows_and_no_secret() -> None:
+    (task,) = loaded("skypilot.yaml")
+    assert task.keys() <= {"name", "num_nodes", "resources", "workdir", "envs", "secrets", "setup", "run"}
+    assert task["resources"].keys() <= {"accelerators", "disk_size"} and task["num_nodes"] > 1
+    assert task["secrets"] == {"RAY_AUTH_TOKEN": None} and task["envs"]["RAY_AUTH_MODE"] == "token"
+    for script in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert read_settings(parse(["serve", "--model", task["envs"]["MODEL"]])).backend.models
+
+
+def test_the_ray_cluster_of_kuberay_has_a_token_and_pods_that_kubernetes_takes() -> None:
+    manifests = {one["kind"]: one for one in loaded("kuberay.yaml")}
+    cluster = manifests.pop("RayCluster")
+    for one in manifests.values():
+        kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    assert cluster["apiVersion"] == "ray.io/v1" and cluster["spec"]["authOptions"] == {"mode": "token"}
+    assert cluster["metadata"]["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    assert cluster["spec"]["rayVersion"].rpartition(".")[0] == RAY
+    head, workers = cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"]
+    for group in (head, *workers):
+        pod = group["template"]["spec"]
+        known = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod}
+        kubernetes_validate.validate(known, KUBERNETES, strict=True)
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        flags = [f"--{name}={value}".removesuffix("=true") for name, value in group["rayStartParams"].items()]
+        check_rays(["start", *flags])
+        main = pod["containers"][0]
+        assert "$KUBERAY_GEN_RAY_START_CMD" in main["args"][0] and main["livenessProbe"] and main["readinessProbe"]
+        assert {mount["name"] for mount in main["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert head["rayStartParams"]["num-gpus"] == "0"  # the server uses them without asking Ray
+    labels = {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/node-type": "head"}
+    assert manifests["Service"]["spec"]["selector"] == labels
+    own, everybody = manifests["NetworkPolicy"]["spec"]["ingress"]
+    assert "ports" not in own and everybody == {"ports": [{"port": 8000}]}
 
 
 def test_the_systemd_unit_starts_what_there_is() -> None:

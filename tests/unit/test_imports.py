@@ -108,8 +108,9 @@ def test_vllm_stays_in_its_own_files() -> None:
 
 
 def test_ray_stays_in_the_process_that_runs_its_head() -> None:
-    assert set(importers("ray")) == {"backends/cluster/head.py"}
+    assert set(importers("ray")) == {"backends/cluster/head.py", "backends/cluster/nodes.py"}
     assert not importers("backends.cluster.head")
+    assert set(importers("backends.cluster.nodes")) == {"backends/cluster/head.py"}
 
 
 def test_the_servers_own_process_imports_no_ray() -> None:

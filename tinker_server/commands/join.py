@@ -5,6 +5,7 @@ import asyncio
 import signal
 
 from tinker_server.command_line import checked_models, split_model
+from tinker_server.embedded import DIRECTORIES
 
 
 async def belong(arguments: argparse.Namespace) -> None:
@@ -21,5 +22,7 @@ async def belong(arguments: argparse.Namespace) -> None:
     assert this is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-    models = checked_models(dict(map(split_model, arguments.model)))
-    await join(await asyncio.to_thread(offer_of, name, address, token_file, arguments.data_dir, models))
+    fetched = {one: None for one in arguments.model if "=" not in one and one not in DIRECTORIES}
+    given = dict(split_model(one) for one in arguments.model if one not in fetched)
+    models = fetched | (checked_models(given) if given or not fetched else {})
+    await join(await offer_of(name, address, token_file, arguments.data_dir, models))

@@ -21,7 +21,7 @@ from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import from_file, setting_names, variable_of
 
-MAX_SETTINGS = 55
+MAX_SETTINGS = 56
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,17 @@ def test_a_file_is_overridden_by_the_environment_and_that_by_flags(
     assert (found.host, found.port, found.drain_s, found.image_hosts) == ("::1", 6, 3, ["a.example"])
     assert (found.backend.device, found.backend.ranks, found.backend.engines) == ("cpu", 5, 7)
     assert found.backend.models == {"in/file": "org/name", "by/flag": "org/name"}
+
+
+def test_rays_own_variable_names_its_cluster_unless_the_setting_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    arguments = parse(["serve", "--model", "a=org/name"])
+    assert read_settings(arguments).backend.cluster_ray_address == "10.0.0.1:6379"
+    monkeypatch.setenv("TINKER_SERVER_BACKEND__CLUSTER_RAY_ADDRESS", "auto")
+    assert read_settings(arguments).backend.cluster_ray_address == "auto"
+    monkeypatch.delenv("TINKER_SERVER_BACKEND__CLUSTER_RAY_ADDRESS")
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert read_settings(arguments).backend.cluster_ray_address is None
 
 
 def test_a_file_takes_every_setting(tmp_path: Path) -> None:

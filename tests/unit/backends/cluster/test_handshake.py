@@ -3,7 +3,7 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -13,17 +13,10 @@ from backends.cluster.handshake import Connection, Unreachable, accept, connect
 from backends.cluster.token import made_token, read_token
 from backends.cluster.versions import differences, versions
 from backends.protocol import BackendFailed
+from tests.cluster.connections import serving
 from tests.factories import present
 
 TOKEN, OTHER = secrets.token_hex(32), secrets.token_hex(32)
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-@asynccontextmanager
-async def serving(serve: Serve) -> AsyncIterator[str]:
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @asynccontextmanager

@@ -1,0 +1,47 @@
+"""An actor on each node of a Ray cluster that was there before the server: it does there what `join` does elsewhere.
+Imports no Ray."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from backends.cluster.handshake import connect
+from backends.cluster.offer import Invitation
+from backends.cluster.versions import versions
+from backends.files import make_directory, write_private
+from backends.processes.launcher import parents_environment
+
+
+class Member:
+    """Has one node belong to the server. It reserves the node's GPUs while it lives."""
+
+    def __init__(self, invitation: Invitation, name: str, node: str) -> None:
+        self._invitation, self._name, self._node = invitation, name, node
+
+    async def belong(self) -> bool:
+        """Belong until the connection ends; return whether this machine was told to leave. Raises BackendFailed."""
+        from backends.cluster.join import offer_of, told_to_leave  # slow to import: brings transformers
+
+        asked = self._invitation
+        data_dir = asked.data_dir / self._name
+        token_file = await asyncio.to_thread(_write_token, data_dir, asked.token)
+        offer = await offer_of(self._name, asked.server, token_file, data_dir, _sources(asked.models))
+        offer = replace(offer, ray_label=self._node, environment=parents_environment())
+        connection = await connect(asked.server, asked.token, ask="node", versions=versions(), offer=offer.as_json())
+        try:
+            return await told_to_leave(connection)
+        finally:
+            connection.close()
+
+
+def _write_token(data_dir: Path, token: str) -> Path:
+    make_directory(data_dir, 0o700)
+    path = data_dir / "cluster-token"
+    write_private(path, token.encode())
+    return path
+
+
+def _sources(models: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the directories that this node has too, as where nodes share a file system; None for the others."""
+    return {name: path if Path(path).is_dir() else None for name, path in models.items()}

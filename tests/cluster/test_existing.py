@@ -1,0 +1,133 @@
+"""A Ray cluster that was there before the server: its nodes join by themselves, and no others may."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from backends.cluster import client
+from backends.cluster.client import Cluster, ExistingRay
+from backends.cluster.join import leave
+from backends.cluster.ray_commands import ray_environment, ray_running
+from backends.cluster.token import made_token
+from backends.processes.launcher import Guarded
+from backends.protocol import BackendFailed
+from tests.cluster.machines import Machine, NoUse, address_of, free_port, is_alive, started, until
+from tests.servers import MODEL
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Nodes:
+    """A Ray cluster of two nodes, as an operator starts it."""
+
+    address: str
+    worker: Guarded
+    directory: Path
+
+    def existing(self) -> ExistingRay:
+        return ExistingRay(self.address, self.directory / "nodes")
+
+
+@asynccontextmanager
+async def of_two(directory: Path, env: dict[str, str]) -> AsyncIterator[Nodes]:
+    address = f"127.0.0.1:{free_port()}"
+    head = ["--head", "--node-ip-address", "127.0.0.1", "--port", address.rpartition(":")[2]]
+    head += ["--include-dashboard", "false", "--ray-client-server-port", str(free_port())]
+    async with (
+        ray_running(head, env),
+        ray_running(["--address", address, "--node-name", "b"], env | {"CUDA_VISIBLE_DEVICES": "4,5"}) as worker,
+    ):
+        yield Nodes(address, worker, directory)
+
+
+@pytest.fixture
+async def nodes(temporary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Nodes]:
+    made_token(tmp_path / "ray-token")
+    env = ray_environment(tmp_path / "ray-token")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    async with of_two(tmp_path, env) as nodes:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        yield nodes
+
+
+async def test_nodes_of_a_cluster_that_exists_join_by_themselves(nodes: Nodes, tiny_vl: Path, tmp_path: Path) -> None:
+    async with started(tmp_path, NoUse({MODEL: str(tiny_vl)}), nodes.existing()) as cluster:
+        await until(lambda: is_alive(cluster, "b"))
+        assert [node.name for node in cluster.states()] == ["b"]  # and not the serving machine
+        offer = cluster.nodes["b"].offer
+        assert Path(offer.data_dir) == tmp_path / "nodes/b"
+        assert offer.environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+        assert offer.environment["OMP_NUM_THREADS"] is None  # Ray sets it to 1
+        code, said = await (await Machine(address_of(cluster), cluster.token_file, "c", tiny_vl).start()).ended()
+        assert code == 2 and f"it uses the Ray cluster at {nodes.address}, whose machines join by themselves" in said
+        member = member_of(nodes)
+        member.kill()
+        await until(lambda: not is_alive(cluster, "b"))
+        await until(lambda: is_alive(cluster, "b"))  # invited again
+        await killed_head(cluster)
+        await until(lambda: is_alive(cluster, "b"))
+        await leave(address_of(cluster), cluster.token_file, "b")
+        await until(lambda: cluster.states() == [])
+
+
+def member_of(nodes: Nodes) -> psutil.Process:
+    [member] = [one for one in beneath(nodes) if "Member.belong" in " ".join(one.cmdline())]
+    return member
+
+
+def beneath(nodes: Nodes) -> list[psutil.Process]:
+    """The processes of the worker's Ray, which lead no session of their own."""
+    return [one for one in psutil.process_iter() if os.getsid(one.pid) == nodes.worker.pid]
+
+
+async def killed_head(cluster: Cluster) -> None:
+    [head] = cluster.processes()
+    psutil.Process(head.pid).kill()
+    await until(lambda: not is_alive(cluster, "b"))
+
+
+async def test_a_node_of_another_version_is_named(
+    nodes: Nodes, tiny_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client, "versions", lambda: {"tinker-server": "99"})
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "it is asked again in 1 s" in said
+
+    async with started(tmp_path, NoUse({MODEL: str(tiny_vl)}), nodes.existing()) as cluster:
+        await until(is_said)
+        assert cluster.states() == []
+    assert "the machine b: the server at" in said and "the server has 99: install the same" in said
+
+
+async def test_a_cluster_without_the_right_token_is_refused(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "other"))
+    made_token(tmp_path / "other")
+    with pytest.raises(BackendFailed, match=r"does not take this machine: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"):
+        async with started(tmp_path, NoUse(), nodes.existing()):
+            pass
+
+
+async def test_a_cluster_that_takes_everybody_is_refused(temporary: str, tmp_path: Path) -> None:
+    async with of_two(tmp_path, {"RAY_AUTH_MODE": "disabled", "RAY_usage_stats_enabled": "0"}) as nodes:
+        with pytest.raises(BackendFailed, match="takes everybody: start it with RAY_AUTH_MODE=token"):
+            async with started(tmp_path, NoUse(), nodes.existing()):
+                pass
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "local", "10.0.0.1"])
+def test_an_address_that_names_no_head_is_refused(address: str, tmp_path: Path) -> None:
+    with pytest.raises(BackendFailed, match=f"RAY_ADDRESS={address}: a Ray cluster is used by HOST:PORT of its head"):
+        ExistingRay(address, tmp_path)
