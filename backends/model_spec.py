@@ -12,7 +12,8 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes along which a trainer's ranks divide the work."""
+    """The axes along which a trainer's ranks on one machine divide the work. Other machines that have as many are one
+    more axis: each has the base once more, and computes different samples."""
 
     replicate: int = 1
     """Ranks with the whole base each, which compute different samples."""
@@ -21,7 +22,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks on a machine."""
         return self.replicate * self.shard
 
 
@@ -53,6 +54,8 @@ class ModelSpec(BaseModelInfo):
     weight_bytes: int = 0
     """Bytes of one copy."""
     mesh: Mesh = Mesh()
+    across_dtype: Dtype = "float32"
+    """Precision in which adapters' gradients travel between the machines of a trainer."""
     placement: Placement = Placement()
     max_tokens_per_microbatch: int
     shares_microbatches: bool = False
