@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec
 
 from backends.base_weights.commands import Hold
 from backends.model_spec import ModelSpec
@@ -18,6 +19,8 @@ from backends.processes.launcher import StartWorkers, launch_holders
 from backends.processes.rpc import Child
 from backends.processes.supervisor import GRACE_S, Supervisor
 from backends.protocol import OnLoading, ProcessState
+
+P = ParamSpec("P")
 
 
 class BaseWeights:
@@ -53,14 +56,14 @@ class BaseWeights:
         """Return the states of the holders that were started last."""
         return self._supervisor.processes()
 
-    def mapped_by(self, start_workers: StartWorkers) -> StartWorkers:
+    def mapped_by(self, start_workers: Callable[P, Awaitable[list[Child]]]) -> Callable[P, Awaitable[list[Child]]]:
         """Return `start_workers` for processes that map the weights: they wait for the holders, and end with them."""
         if not self._is_held:
             return start_workers
 
-        async def start(spec: ModelSpec) -> list[Child]:
+        async def start(*args: P.args, **kwargs: P.kwargs) -> list[Child]:
             await self._supervisor.running()
-            children = await start_workers(spec)
+            children = await start_workers(*args, **kwargs)
             self._users = [*(one for one in self._users if not one.died.is_set()), *children]
             return children
 

@@ -12,10 +12,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.cluster.agent import Agent
-from backends.cluster.commands import EndEngine, StartEngine, StartHead
+from backends.cluster.commands import EndProcess, StartHead, StartProcess
 from backends.cluster.offer import Offer
 from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running
-from backends.model_spec import ModelSpec
 from backends.processes.launcher import Guarded
 from backends.processes.rpc import OnPart, serve_async
 from backends.protocol import BackendFailed
@@ -65,17 +64,17 @@ class Agents:
         self._agents: dict[str, Any] = {}
         """By Ray's number of the machine's present Ray."""
 
-    async def start_engine(self, offer: Offer, key: str, spec: ModelSpec) -> int:
-        """Start an engine on a machine. Raises BackendFailed."""
-        with _failing(offer):
-            agent = await self._agent(offer)
-            return int(await agent.start_engine.remote(key, spec))
+    async def start(self, command: StartProcess) -> int:
+        """Start a process on a machine. Raises BackendFailed."""
+        with _failing(command.offer):
+            agent = await self._agent(command.offer)
+            return int(await agent.start.remote(command.key, command.spec, command.seat))
 
-    async def end_engine(self, offer: Offer, key: str, grace_s: float) -> None:
-        """End an engine on a machine. Raises BackendFailed."""
-        with _failing(offer):
-            agent = await self._agent(offer)
-            await agent.end_engine.remote(key, grace_s)
+    async def end(self, command: EndProcess) -> None:
+        """End a process on a machine. Raises BackendFailed."""
+        with _failing(command.offer):
+            agent = await self._agent(command.offer)
+            await agent.end.remote(command.key, command.grace_s)
 
     async def _agent(self, offer: Offer) -> Any:
         async with asyncio.timeout(_NODE_S):
@@ -112,14 +111,14 @@ async def main() -> None:
     agents = Agents()
     async with contextlib.AsyncExitStack() as stack:
 
-        async def handle(command: StartHead | StartEngine | EndEngine, _: OnPart) -> int | None:
+        async def handle(command: StartHead | StartProcess | EndProcess, _: OnPart) -> int | None:
             match command:
                 case StartHead():
                     await start_head(command, stack)
-                case StartEngine(offer, key, spec):
-                    return await agents.start_engine(offer, key, spec)
-                case EndEngine(offer, key, grace_s):
-                    await agents.end_engine(offer, key, grace_s)
+                case StartProcess():
+                    return await agents.start(command)
+                case EndProcess():
+                    await agents.end(command)
             return None
 
         await serve_async(handle)

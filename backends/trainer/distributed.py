@@ -75,9 +75,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 """A process without peers."""
 
 
-def join_world(
-    device_kind: str, gpu_memory_fraction: float = 1.0, across_dtype: torch.dtype = torch.float32
-) -> World:
+def join_world(device_kind: str, gpu_memory_fraction: float = 1.0, across_dtype: torch.dtype = torch.float32) -> World:
     """Read the launcher's variables (as torchrun sets them) and join the process group if there are peers.
 
     MASTER_LISTEN_FD, if set, is rank 0's socket for the group's rendezvous, bound and listening.
@@ -103,11 +101,11 @@ def join_world(
             master_listen_fd=None if listening is None else int(listening),
         )
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
-    groups = None if num_machines == 1 else _groups(rank, size, num_machines)
+    groups = None if num_machines == 1 else _groups(size, num_machines)
     return World(rank, size, device, across_dtype, num_machines, groups=groups)
 
 
-def _groups(rank: int, size: int, num_machines: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _groups(size: int, num_machines: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Make the groups of `World.groups`: every rank takes part in making all."""
     num_own = size // num_machines
     machines = [list(range(first, first + num_own)) for first in range(0, size, num_own)]
@@ -134,7 +132,9 @@ def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
     """Shard the base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower, head) in the root's
     unit, which every rank all-gathers at each forward whether or not it has an image. `world` has one machine's
     ranks."""
-    mesh = DeviceMesh.from_group(world.group or dist.group.WORLD, world.device.type)
+    group = world.group or dist.group.WORLD
+    assert group is not None, "only several ranks share a base"
+    mesh = DeviceMesh.from_group(group, world.device.type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients, if the base itself trains
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

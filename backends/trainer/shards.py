@@ -1,10 +1,11 @@
 """Shards of tensors on a trainer's ranks: a tensor is flattened, padded with zeros and cut into equal contiguous parts.
 
-The ranks of one machine have a tensor between them, and each of several machines has all of it: so no shard crosses the
-network to be gathered, and what one machine has memory for, several have. Transfers pass through buffers of bounded size: few collectives, and no second copy of everything. A buffer's memory is
-the only thing that a transfer allocates, and ranks agree on it before the first collective. Knows no model.
+The ranks of one machine have a tensor between them, and each of several machines has all of it: so nothing crosses the
+network to be gathered, and what one machine has memory for, several have. Transfers pass through buffers of bounded size:
+few collectives, and no second copy of everything. A buffer's memory is the only thing that a transfer allocates, and ranks
+agree on it before the first collective. Knows no model.
 
-N ranks, S numbers of a rank's shard of one tensor, W columns of a buffer
+N ranks of a machine, S numbers of a rank's shard of one tensor, W columns of a buffer
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,8 +94,8 @@ def require_same_across(tensors: Sequence[Tensor], world: World) -> None:
 
 
 def all_gather(shards: Sequence[Tensor], tensors: Sequence[Tensor], world: World) -> None:
-    """Set every whole tensor on every rank from the machine's shards [S], rounded to the precision of `tensors`, which is
-    the same for all.
+    """Set every whole tensor on every rank from the shards [S] of its machine, rounded to the precision of `tensors`,
+    which is the same for all.
 
     All ranks fail before any tensor has changed, or none.
     """

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from backends.cluster.client import Cluster, Node, Uses
+from backends.cluster.client import Address, Cluster, Node, StartThere, Use
 from backends.cluster.offer import Offer
-from backends.processes.launcher import StartWorkers
 from backends.protocol import ignore_loading
 from tests.servers import MODEL
 
@@ -37,14 +36,14 @@ class NoUse:
 
     def check(self, offer: Offer) -> None: ...
 
-    def begin(self, node: Node, start_workers: StartWorkers) -> None: ...
+    def begin(self, node: Node, start: StartThere) -> None: ...
 
     async def end(self, node: Node) -> None: ...
 
 
 @asynccontextmanager
-async def started(directory: Path, uses: Uses) -> AsyncIterator[Cluster]:
-    cluster = Cluster.at("127.0.0.1", free_port(), directory / "token", uses)
+async def started(directory: Path, *uses: Use) -> AsyncIterator[Cluster]:
+    cluster = Cluster(Address("127.0.0.1", free_port()), directory / "token", uses)
     try:
         await cluster.start(ignore_loading)
         yield cluster

@@ -23,7 +23,7 @@ from tests.ranks import on_machines
 from tests.trainers import LORA, SMOOTH, assert_same, config, forward_backward, lora_model, perturb, relative_distance
 
 BF16_DISTANCE = 0.004
-"""Twice what was seen, as docs/cluster.md says; bfloat16 has 8 bits."""
+"""2**-8, a bit of bfloat16; 0.0024 was seen, as docs/cluster.md says."""
 
 
 class Trained(NamedTuple):

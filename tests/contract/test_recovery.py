@@ -242,12 +242,12 @@ async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_
 async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_vl, monkeypatch):
     failures = 0
 
-    async def fail_at_times(spec):
+    async def fail_at_times(spec, others):
         nonlocal failures
         if failures:
             failures -= 1
             raise BackendFailed("there is no memory left")
-        return await launch_trainer(spec)
+        return await launch_trainer(spec, others)
 
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
     trainer = TrainerClient(config(tiny_vl), fail_at_times)

@@ -1,8 +1,9 @@
 """A client's LoRA model: layer-stacked adapters, their optimizer, and the state of their gradient.
 
 Several ranks of a machine share float32 masters and moments: each has a shard of every layer-stacked tensor
-(`shards.py`), and steps it; several machines step the same, with the same sum of their gradients. Every rank also has a working copy of the whole adapter in the base's precision, which microbatches load, and until
-the next optim_step a whole gradient of its own. On a machine's only rank the masters are the working copy.
+(`shards.py`), and steps it; several machines step the same, with the same sum of their gradients. Every rank also has a
+working copy of the whole adapter in the base's precision, which microbatches load, and until the next optim_step a whole
+gradient of its own. On a machine's only rank the masters are the working copy.
 
 L matrices, r rank of the model, I inputs and O outputs of a matrix
 """
@@ -89,7 +90,8 @@ class LoraModel:
         self._is_shared = world.machine.size > 1
         self._weights = [half for stack in self.stacks for half in (stack.a_LrI, stack.b_LrO)]
         self.parameters = [self._zero_shard(one) for one in self._weights] if self._is_shared else self._weights
-        """The masters: this rank's shard [S] of every A and B, on an only rank A [L, r, I] and B [L, r, O] themselves."""
+        """The masters: this rank's shard [S] of every A and B; on an only rank A [L, r, I] and B [L, r, O] themselves.
+        """
         self.optimizer = torch.optim.AdamW(self.parameters, fused=fused)
         self.gradient: GradientState = "none"
 
