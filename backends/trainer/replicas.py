@@ -1,7 +1,7 @@
 """Other machines that hold the ranks of a trainer once more: which are used, and which are not any longer.
 
-Each has the whole base once more, and computes other samples. A machine is used from a start of the ranks on, until it is
-lost or a start with it fails. Knows no cluster.
+Each has the whole base once more, and computes other samples. A machine is used from a start of the ranks on, until it
+is lost or a start with it fails. Knows no cluster.
 """
 
 import asyncio
@@ -76,9 +76,7 @@ class Replicas:
         self.used, self._ranks, self._has_started = tuple(self._there), [], False
         if self.used:
             names = ", ".join(one.machine for one in self.used)
-            log.info(
-                "%s: the trainer has %d ranks here and on each of %s", self._spec.name, self._spec.mesh.size, names
-            )
+            log.info("%s: the trainer has ranks here and on %s", self._spec.name, names)
             others = Others(self.used[0].host, tuple(one.start for one in self.used))
             self._ranks = await self._start_ranks(self._spec, others)
         else:
@@ -115,7 +113,7 @@ class Replicas:
         return next((one.machine for one in self.used if one.is_lost.is_set()), None)
 
     def _set_aside(self) -> None:
-        """Use no machine again with which the ranks did not start, unless one of them was lost, until it joins again."""
+        """Use no machine again with which the ranks did not start, until it joins again, unless one was lost."""
         if self._has_started or any(one.is_lost.is_set() for one in self.used):
             return
         for one in self.used:

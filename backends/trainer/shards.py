@@ -1,9 +1,9 @@
 """Shards of tensors on a trainer's ranks: a tensor is flattened, padded with zeros and cut into equal contiguous parts.
 
 The ranks of one machine have a tensor between them, and each of several machines has all of it: so nothing crosses the
-network to be gathered, and what one machine has memory for, several have. Transfers pass through buffers of bounded size:
-few collectives, and no second copy of everything. A buffer's memory is the only thing that a transfer allocates, and ranks
-agree on it before the first collective. Knows no model.
+network to be gathered, and what one machine has memory for, several have. Transfers pass through buffers of bounded
+size: few collectives, and no second copy of everything. A buffer's memory is the only thing that a transfer allocates,
+and ranks agree on it before the first collective. Knows no model.
 
 N ranks of a machine, S numbers of a rank's shard of one tensor, W columns of a buffer
 """

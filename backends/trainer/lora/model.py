@@ -1,9 +1,9 @@
 """A client's LoRA model: layer-stacked adapters, their optimizer, and the state of their gradient.
 
 Several ranks of a machine share float32 masters and moments: each has a shard of every layer-stacked tensor
-(`shards.py`), and steps it; several machines step the same, with the same sum of their gradients. Every rank also has a
-working copy of the whole adapter in the base's precision, which microbatches load, and until the next optim_step a whole
-gradient of its own. On a machine's only rank the masters are the working copy.
+(`shards.py`), and steps it; several machines step the same, with the same sum of their gradients. Every rank also has
+a working copy of the whole adapter in the base's precision, which microbatches load, and until the next optim_step a
+whole gradient of its own. On a machine's only rank the masters are the working copy.
 
 L matrices, r rank of the model, I inputs and O outputs of a matrix
 """
