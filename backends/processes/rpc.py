@@ -183,6 +183,7 @@ def serve(make: Callable[[KeepWaiting], Callable[[C, OnPart], object]]) -> None:
     """Run a child's whole life, one command at a time. The function that `make` returns takes a command, and a callback
     for parts of the answer. It returns the answer, or a Future of it: the next command then runs meanwhile."""
     connection, lock = _connection(), threading.Lock()
+    connection.setblocking(True)  # one from another machine was an event loop's before
 
     def send(*message: object) -> None:
         data = b"".join(parts(message, MAX_ANSWER_BYTES))

@@ -97,7 +97,7 @@ class TrainerClient:
         self._spec = spec
         self._patience_s = patience_s
         self._replicas = Replicas(spec, start_ranks)
-        self._joining: asyncio.Task[None] | None = None
+        self._growing: asyncio.Task[None] | None = None
         name = f"{spec.name}: the trainer"
         self._supervisor = Supervisor(name, self._replicas.launch, self._load, restart=self._restart)
         self._models: dict[str, _Model] = {}
@@ -119,17 +119,15 @@ class TrainerClient:
 
     async def stop(self) -> None:
         """End every rank."""
-        if self._joining is not None:
-            self._joining.cancel()
+        if self._growing is not None:
+            self._growing.cancel()
         await self._supervisor.stop()
         await self._end()
 
     def attach(self, replica: Replica) -> None:
         """Have another machine hold ranks too, from the next start on, which an idle trainer makes soon."""
         self._replicas.add(replica)
-        if self._joining is None or self._joining.done():
-            name = f"{self._spec.name}: a larger trainer"
-            self._joining = asyncio.create_task(self._grow(), name=name, context=Context())
+        self._grow_later()
 
     async def detach(self, replica: Replica) -> None:
         """Use a machine no longer, which has left or is lost: the ranks there have ended, and all others end."""
@@ -282,14 +280,19 @@ class TrainerClient:
         await self._on_all(starts, ranks, _START_PATIENCE_S, self._supervisor.on_loading)
         self._replicas.has_started()
 
+    def _grow_later(self) -> None:
+        if self._growing is None or self._growing.done():
+            name = f"{self._spec.name}: a larger trainer"
+            self._growing = asyncio.create_task(self._grow(), name=name, context=Context())
+
     async def _grow(self) -> None:
-        """Start the ranks again with machines that have joined, once nothing has been asked for a while."""
-        while (left_s := IDLE_S - self._queue.idle_s) > 0:  # noqa: ASYNC110 - nothing tells of silence
-            await asyncio.sleep(left_s)
-        async with self._queue.grant("", ""):
-            if not self._replicas.are_used:
+        """Start the ranks again, with machines that are there and not used, once nothing has been asked for a while."""
+        while self._replicas.unused:
+            await asyncio.sleep(IDLE_S / 2)
+            if self._queue.idle_s < IDLE_S or not self._replicas.can_grow():
+                continue
+            async with self._queue.grant("", ""):
                 await asyncio.gather(*self._writing, return_exceptions=True)
-                self._replicas.grow()
                 await self._end()
                 await self._supervisor.running()
 
@@ -297,6 +300,7 @@ class TrainerClient:
         """Start the ranks again, even if no request needs them. Requests that do wait for the grant."""
         async with self._queue.grant("", ""):
             await self._revive()
+        self._grow_later()
 
     async def _revive(self) -> None:
         if not await self._alive():
@@ -358,9 +362,9 @@ class TrainerClient:
             if len(ranks) == 1 and not isinstance(error, ChildDied):
                 raise
             log.error("%s: the trainer is ended: %s", self._spec.name, error)
-            if machine := await self._replicas.lost():  # by no fault of the operation
+            if machine := await self._replicas.ended():  # by no fault of the operation, or not for sure
                 await self._end()
-                raise ModelLost(f"the trainer has ended with the machine {machine}, which is lost") from error
+                raise ModelLost(f"the trainer has ended with its ranks on {machine}") from error
             self._exclusive_until_s = asyncio.get_running_loop().time() + _EXCLUSIVE_S
             await self._end()
             raise error if isinstance(error, ChildDied) else ChildDied(str(error)) from error

@@ -6,6 +6,7 @@ is lost or a start with it fails. Knows no cluster.
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,10 @@ from backends.processes.rpc import Child
 log = logging.getLogger(__name__)
 _LOSS_S = 2.0
 """Time between the end of a rank and the notice that its machine is lost."""
+MAX_DEATHS = 2
+"""Ends of a machine's ranks, while the machine lives, after which it is not used for a while."""
+ASIDE_S = 600.0
+"""Time for which a machine is not used: more of what is wrong with it would cost a restart each time."""
 
 
 @dataclass(eq=False)
@@ -30,6 +35,10 @@ class Replica:
     host: str
     """Address of the serving machine at which it reaches rank 0."""
     is_lost: asyncio.Event = field(default_factory=asyncio.Event)
+    aside_until_s: float = 0.0
+    """Time, by the monotonic clock, until which it is not used."""
+    num_deaths: int = 0
+    """Times that its ranks have ended while it lived."""
 
 
 class Replicas:
@@ -54,26 +63,28 @@ class Replicas:
     async def remove(self, replica: Replica) -> None:
         """Use a machine no longer. Its ranks count as dead at once."""
         replica.is_lost.set()
-        if replica in self._there:
-            self._there.remove(replica)
+        self._there.remove(replica)
         if replica in self.used:
             self._reason = f" without {replica.machine}, which has left or is lost"
-            first = self._spec.mesh.size * (1 + self.used.index(replica))
-            await asyncio.gather(*(one.stop(0) for one in self._ranks[first : first + self._spec.mesh.size]))
-
-    def grow(self) -> None:
-        """Note that the ranks are started again to use machines that have joined."""
-        self._reason = f", with {', '.join(one.machine for one in self._there)}"
+            await asyncio.gather(*(one.stop(0) for one in self._ranks_of(replica)))
 
     @property
-    def are_used(self) -> bool:
-        """Return whether the ranks were last started on all machines that are there."""
-        return set(self._there) <= set(self.used)
+    def unused(self) -> list[Replica]:
+        """Machines that are there, and on which the ranks were not started last."""
+        return [one for one in self._there if one not in self.used]
+
+    def can_grow(self) -> bool:
+        """Return whether a start now would use more machines."""
+        if found := [one for one in self.unused if one.aside_until_s <= time.monotonic()]:
+            self._reason = f", with {', '.join(one.machine for one in found)}"
+        return bool(found)
 
     async def launch(self) -> list[Child]:
         """Start the processes of all ranks, none of which is ready. Raises BackendFailed, OSError."""
-        self._set_aside()
-        self.used, self._ranks, self._has_started = tuple(self._there), [], False
+        self._after_failed_start()
+        now_s = time.monotonic()
+        self.used = tuple(one for one in self._there if one.aside_until_s <= now_s)
+        self._ranks, self._has_started = [], False
         if self.used:
             names = ", ".join(one.machine for one in self.used)
             log.info("%s: the trainer has ranks here and on %s", self._spec.name, names)
@@ -103,22 +114,39 @@ class Replicas:
         """Say why nothing is computed while the ranks are started."""
         return f"the trainer of {self._spec.name} starts again{self._reason}"
 
-    async def lost(self) -> str | None:
-        """Return the name of a machine that was used and is lost; None if all are there."""
-        if self.used:
-            waits = [asyncio.create_task(one.is_lost.wait()) for one in self.used]
-            await asyncio.wait(waits, timeout=_LOSS_S, return_when=asyncio.FIRST_COMPLETED)
-            for wait in waits:
-                wait.cancel()
-        return next((one.machine for one in self.used if one.is_lost.is_set()), None)
+    async def ended(self) -> str | None:
+        """Return the name of a machine whose ranks have ended, with it or without; None if no other's have. If it was not
+        for the first time, the machine is not used for a while."""
+        if not self.used:
+            return None
+        waits = [asyncio.create_task(one.is_lost.wait()) for one in self.used]
+        await asyncio.wait(waits, timeout=_LOSS_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if lost := next((one for one in self.used if one.is_lost.is_set()), None):
+            return lost.machine
+        if any(one.died.is_set() for one in self._ranks[: self._spec.mesh.size]):
+            return None
+        if (
+            died := next((one for one in self.used if any(r.died.is_set() for r in self._ranks_of(one))), None)
+        ) is None:
+            return None
+        died.num_deaths += 1
+        if died.num_deaths % MAX_DEATHS == 0:
+            self._set_aside(died, "the ranks there have ended again and again")
+        return died.machine
 
-    def _set_aside(self) -> None:
-        """Use no machine again with which the ranks did not start, until it joins again, unless one was lost."""
-        if self._has_started or any(one.is_lost.is_set() for one in self.used):
-            return
-        for one in self.used:
-            log.error(
-                "%s: the trainer has not started with %s, which is not used for training until it joins again",
-                *(self._spec.name, one.machine),
-            )
-            self._there.remove(one)
+    def _ranks_of(self, replica: Replica) -> Sequence[Child]:
+        num = self._spec.mesh.size
+        first = num * (1 + self.used.index(replica))
+        return self._ranks[first : first + num]
+
+    def _after_failed_start(self) -> None:
+        """Use no machine for a while with which the ranks did not start, unless that was since one was lost."""
+        if not self._has_started and not any(one.is_lost.is_set() for one in self.used):
+            for one in self.used:
+                self._set_aside(one, "the trainer has not started with it")
+
+    def _set_aside(self, replica: Replica, why: str) -> None:
+        replica.aside_until_s = time.monotonic() + ASIDE_S
+        log.error("%s: %s is not used for training for %.0f s: %s", self._spec.name, replica.machine, ASIDE_S, why)

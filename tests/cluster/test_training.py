@@ -98,11 +98,15 @@ async def undisturbed(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -
         return results, await saved(client, 1 + 3 * STEPS, directory)
 
 
+def saved_in(directory: Path) -> Path:
+    [found] = directory.glob("checkpoints/**/weights/saved*")
+    return found
+
+
 async def saved(client: Client, seq_id: int, directory: Path) -> Path:
     result = await finished(client, await client.save(seq_id, "saved"))
     assert not result.failed, result.body
-    [found] = directory.glob("checkpoints/**/weights/saved*")
-    return found
+    return saved_in(directory)
 
 
 def assert_near(results: list[bytes], wanted: list[bytes]) -> None:
@@ -141,5 +145,4 @@ async def test_machines_that_join_train_and_nothing_is_lost_with_them(
 
             request_id, _ = await running.while_stopped(machine, lambda: client.save(1 + 3 * STEPS, "saved"))
             assert not (await finished(client, request_id)).failed
-            [files] = (tmp_path / "data").glob("checkpoints/**/weights/saved*")
-            assert_same(tensors(files), tensors(wanted_files), rtol=1e-4)
+            assert_same(tensors(saved_in(tmp_path / "data")), tensors(wanted_files), rtol=1e-4)
