@@ -97,6 +97,8 @@ class Child:
         self._ids = itertools.count()
         self.died = asyncio.Event()
         """Set once the process no longer answers."""
+        self.died_s = float("inf")
+        """Time of that, by the monotonic clock."""
         self._patient_until_s = 0.0
         """By the event loop's clock: the time that the child asked for."""
         self._reading = asyncio.create_task(self._read(reader), name=f"replies of {name}")
@@ -145,6 +147,7 @@ class Child:
         except Exception:
             log.exception("an answer of the %s process cannot be read; the process counts as dead", self.name)
         finally:
+            self.died_s = time.monotonic()
             self.died.set()
             self._outbox.close()
             for call in self._calls.values():

@@ -115,26 +115,24 @@ class Replicas:
         return f"the trainer of {self._spec.name} starts again{self._reason}"
 
     async def ended(self) -> str | None:
-        """Return the name of a machine whose ranks have ended, with it or without; None if no other's have. If it was not
-        for the first time, the machine is not used for a while."""
+        """Return the name of a machine whose ranks were the first to end, with it or without; None if those here were.
+        Where it was without, and not for the first time, the machine is not used for a while."""
         if not self.used:
             return None
         waits = [asyncio.create_task(one.is_lost.wait()) for one in self.used]
         await asyncio.wait(waits, timeout=_LOSS_S, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        if lost := next((one for one in self.used if one.is_lost.is_set()), None):
-            return lost.machine
-        if any(one.died.is_set() for one in self._ranks[: self._spec.mesh.size]):
+        if lost := [one.machine for one in self.used if one.is_lost.is_set()]:
+            return lost[0]
+        first = min(range(len(self._ranks)), key=lambda rank: self._ranks[rank].died_s)
+        if first < self._spec.mesh.size or not self._ranks[first].died.is_set():
             return None
-        if (
-            died := next((one for one in self.used if any(r.died.is_set() for r in self._ranks_of(one))), None)
-        ) is None:
-            return None
-        died.num_deaths += 1
-        if died.num_deaths % MAX_DEATHS == 0:
-            self._set_aside(died, "the ranks there have ended again and again")
-        return died.machine
+        replica = self.used[first // self._spec.mesh.size - 1]
+        replica.num_deaths += 1
+        if replica.num_deaths % MAX_DEATHS == 0:
+            self._set_aside(replica, "the ranks there have ended again")
+        return replica.machine
 
     def _ranks_of(self, replica: Replica) -> Sequence[Child]:
         num = self._spec.mesh.size
