@@ -82,6 +82,10 @@ class RemoteEngines:
                 describe = partial(described, spec, node.offer, directory, gpus)
                 engines.append((pool, pool.attach(describe, start)))
 
+    def are_ready(self, node: Node) -> bool:
+        """Return whether all engines of a machine live, and have their memory."""
+        return all(engine.supervisor.is_alive for _, engine in self._engines.get(node, ()))
+
     async def end(self, node: Node) -> None:
         """Implement the protocol."""
         await asyncio.gather(*(pool.detach(engine) for pool, engine in self._engines.pop(node)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.cluster.client import Node, StartThere
-from backends.cluster.engines import SAME_GPU, gpus_of_engines
+from backends.cluster.engines import SAME_GPU, RemoteEngines, gpus_of_engines
 from backends.cluster.offer import Offer
 from backends.configure.gpus import read_gpus
 from backends.model_spec import ModelSpec
@@ -17,22 +17,28 @@ from backends.trainer.client import TrainerClient
 from backends.trainer.replicas import Replica
 
 log = logging.getLogger(__name__)
+_LOOK_S = 0.5
 
 
 class RemoteReplicas:
     """`client.Use`: the trainers of the models, by public name, and the ranks that other machines have of them."""
 
-    def __init__(self, host: str, trainers: Mapping[str, tuple[ModelSpec, TrainerClient]]) -> None:
-        """`host` is this machine's address, at which ranks meet."""
+    def __init__(
+        self, host: str, trainers: Mapping[str, tuple[ModelSpec, TrainerClient]], engines: RemoteEngines
+    ) -> None:
+        """`host` is this machine's address, at which ranks meet; `engines` are those of the same machines."""
         self._host = host
         self._trainers = trainers
-        self._replicas: dict[Node, list[tuple[TrainerClient, Replica]]] = {}
+        self._engines = engines
+        self._attaching: dict[Node, asyncio.Task[None]] = {}
+        self._attached: dict[Node, list[tuple[TrainerClient, Replica]]] = {}
 
     def check(self, offer: Offer) -> None:
         """Implement the protocol: a machine that holds no ranks may still have engines."""
 
     def begin(self, node: Node, start: StartThere) -> None:
-        """Implement the protocol."""
+        """Implement the protocol. The ranks start after the machine's engines, which take memory for their own that is
+        filled while they measure it."""
         found: dict[TrainerClient, Replica] = {}
         for name, directory in node.offer.models.items():
             spec, trainer = self._trainers[name]
@@ -42,12 +48,20 @@ class RemoteReplicas:
                 log.warning("%s has no ranks of the trainer of %s: %s", node.offer.name, name, obstacle)
                 continue
             found[trainer] = self._replica(spec, directory, node.offer, start)
-            trainer.attach(found[trainer])
-        self._replicas[node] = list(found.items())
+        self._attached[node] = []
+        self._attaching[node] = asyncio.create_task(self._attach(node, found), name=f"ranks on {node.offer.name}")
 
     async def end(self, node: Node) -> None:
         """Implement the protocol."""
-        await asyncio.gather(*(trainer.detach(replica) for trainer, replica in self._replicas.pop(node)))
+        self._attaching.pop(node).cancel()
+        await asyncio.gather(*(trainer.detach(replica) for trainer, replica in self._attached.pop(node)))
+
+    async def _attach(self, node: Node, replicas: Mapping[TrainerClient, Replica]) -> None:
+        while not self._engines.are_ready(node):  # noqa: ASYNC110 - supervisors tell nobody
+            await asyncio.sleep(_LOOK_S)
+        for trainer, replica in replicas.items():
+            self._attached[node].append((trainer, replica))
+            trainer.attach(replica)
 
     def _replica(self, spec: ModelSpec, directory: str, offer: Offer, start: StartThere) -> Replica:
         compiled_dir = None if spec.compiled_dir is None else Path(offer.data_dir) / "compiled"

@@ -149,7 +149,7 @@ class LocalBackend:
         config, models = self._config, self._models
         host = config.cluster_address or local_address()
         engines = RemoteEngines({name: (model.spec, model.sampler) for name, model in models.items()})
-        replicas = RemoteReplicas(host, {name: (model.spec, model.trainer) for name, model in models.items()})
+        replicas = RemoteReplicas(host, {name: (model.spec, model.trainer) for name, model in models.items()}, engines)
         return Cluster(Address(host, config.cluster_port), config.cluster_token_file, [engines, replicas])
 
     def _loaded(self) -> list[LocalModel]:

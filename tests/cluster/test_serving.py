@@ -79,7 +79,7 @@ async def test_a_machine_samples_and_trains_for_a_server_and_comes_back_to_it_af
 
     await draw_until_both_have()
     assert gauges(server, "tinker_process_up", "process")[ENGINE] == 1
-    await until(lambda: gauges(server, "tinker_process_up", "process").get(RANK) == 1)
+    await until(lambda: gauges(server, "tinker_process_up", "process").get(RANK) == 1, 200)
     await asyncio.to_thread(step, training, batch(renderer, 1))
     saved = await asyncio.to_thread(lambda: training.save_weights_for_sampler("second").result())
     assert saved.path.endswith("second")

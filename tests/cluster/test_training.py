@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from backends.cluster.client import Cluster
+from backends.cluster.engines import RemoteEngines
 from backends.cluster.replicas import RemoteReplicas
 from backends.processes.rpc import Child
 from tests.cluster.machines import Machine, joined, kill, started, until
@@ -54,6 +55,11 @@ class Running:
             return []
         return [child.name.partition(" on ")[2] or "here" for child in self.ranks]
 
+    @property
+    def started(self) -> list[str]:
+        """The ranks that were started last, which may not be ready."""
+        return [process.name for process in self.backend.trainer.processes()]
+
     async def until_on(self, *machines: str) -> None:
         await until(lambda: self.machines == [*machines], 120)
 
@@ -82,7 +88,7 @@ class Running:
 async def training(model: Path, directory: Path) -> AsyncIterator[Running]:
     backend = RealTrainer(model)
     spec = replace(backend.trainer._spec, name=MODEL)
-    replicas = RemoteReplicas("127.0.0.1", {MODEL: (spec, backend.trainer)})
+    replicas = RemoteReplicas("127.0.0.1", {MODEL: (spec, backend.trainer)}, RemoteEngines({}))
     async with server(directory / "data", backend) as client, started(directory, replicas) as cluster:
         await create(client)
         yield Running(client, backend, cluster, model)
@@ -146,3 +152,17 @@ async def test_machines_that_join_train_and_nothing_is_lost_with_them(
             request_id, _ = await running.while_stopped(machine, lambda: client.save(1 + 3 * STEPS, "saved"))
             assert not (await finished(client, request_id)).failed
             assert_same(tensors(saved_in(tmp_path / "data")), tensors(wanted_files), rtol=1e-4)
+
+        async with joined(running.cluster, "a", tiny_vl) as machine:
+            await until(lambda: f"trainer {MODEL} rank 1 on a" in running.started)
+            kill(machine.process.pid)  # while the ranks start
+            await running.until_on("here")
+        async with joined(running.cluster, "a", tiny_vl) as machine:
+            await running.until_on("here", "a")
+            [head] = running.cluster.processes()
+            kill(head.pid)
+            await until(lambda: running.machines == [])
+            await running.until_on("here", "a")  # by itself
+            await machine.stop()
+            await running.until_on("here")
+            assert running.cluster.states() == []

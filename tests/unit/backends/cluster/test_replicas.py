@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from backends.cluster.engines import RemoteEngines
 from backends.cluster.offer import Offer
 from backends.cluster.replicas import RemoteReplicas
 from backends.model_spec import Mesh, ModelSpec, Placement
@@ -27,7 +28,7 @@ def obstacle(placement: Placement, given: Offer, monkeypatch: pytest.MonkeyPatch
     spec: ModelSpec = replace(tiny_spec(Path("/here")), device=device, placement=placement, mesh=Mesh(shard=2))  # type: ignore[arg-type]
     monkeypatch.setattr(RemoteReplicas, "smallest_gpu", lambda self, spec: 80 * GIB)
     trainers = {name: (spec, TrainerClient(spec)) for name in ("a/b", "c")}
-    return RemoteReplicas("10.0.0.1", trainers).obstacle(spec, given)
+    return RemoteReplicas("10.0.0.1", trainers, RemoteEngines({})).obstacle(spec, given)
 
 
 def test_a_machine_holds_the_ranks_if_it_has_their_gpus_and_room_beside_its_engines(
