@@ -74,7 +74,9 @@ class BackendConfig(BaseModel):
     max_images_per_prompt: int = Field(default=64, ge=1)
     """Images in one sampling prompt."""
     cluster: bool = False
-    """Let other machines join, whose engines sample too; needs the extra `cluster`."""
+    """Let other machines join, which sample and train too; needs the extra `cluster`."""
+    cluster_gradients: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which adapters' gradients travel between the machines of a trainer."""
     cluster_address: str | None = None
     """Address of this machine by which the others reach it; absent: the one by which it reaches its network."""
     cluster_port: int = Field(default=8100, ge=1024, le=65533)

@@ -15,7 +15,8 @@ model of 4 billion."""
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes along which a trainer's ranks divide the work."""
+    """The axes along which a trainer's ranks on one machine divide the work. Other machines that have as many are one
+    more axis: each has the base once more, and computes different samples."""
 
     replicate: int = 1
     """Ranks with the whole base each, which compute different samples."""
@@ -24,7 +25,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks on a machine."""
         return self.replicate * self.shard
 
 
@@ -56,6 +57,8 @@ class ModelSpec(BaseModelInfo):
     weight_bytes: int = 0
     """Bytes of one copy."""
     mesh: Mesh = Mesh()
+    across_dtype: Dtype = "float32"
+    """Precision in which adapters' gradients travel between the machines of a trainer."""
     placement: Placement = Placement()
     max_tokens_per_microbatch: int
     shares_microbatches: bool = False

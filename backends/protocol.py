@@ -230,6 +230,9 @@ class Trainer(Protocol):
     def state(self, model_id: str) -> ModelState | None:
         """Return a model's state; None if it was not made here, or has ended with the process that held it."""
 
+    def waits_for(self) -> str | None:
+        """Say what keeps all operations from being computed; None if nothing does."""
+
     async def restarted(self, seen: int) -> int:
         """Wait until the trainer has been restarted more than `seen` times, and return how many times. All models that
         it held before are lost."""

@@ -104,7 +104,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> None:
     spec = replace(sampler_config(model, directory / "scratch"), name=MODEL, fingerprint=fingerprint(model))
     pool = SamplerPool(spec, may_grow=True)
     engines = RemoteEngines({MODEL: (spec, pool)})
-    cluster = Cluster(Address(address(0), PORT), directory / "token", engines)
+    cluster = Cluster(Address(address(0), PORT), directory / "token", [engines], {MODEL: str(model)})
     async with contextlib.AsyncExitStack() as running:
         began_s = time.perf_counter()
         running.push_async_callback(pool.stop)

@@ -71,6 +71,7 @@ class FakeTrainer:
         self.gates: dict[str, asyncio.Event] = defaultdict(_open)
         """Per loss: a forward_backward waits here."""
         self.num_restarts = 0
+        self.waited_for: str | None = None
         self.restart = asyncio.Condition()
 
     async def create_model(self, model_id: str, lora: Trainable, owner: str, snapshot: Path | None = None) -> None:
@@ -163,6 +164,9 @@ class FakeTrainer:
         async with self.restart:
             await self.restart.wait_for(lambda: self.num_restarts > seen)
             return self.num_restarts
+
+    def waits_for(self) -> str | None:
+        return self.waited_for
 
     async def die(self) -> None:
         """And be there again."""

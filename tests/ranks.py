@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from backends.model_spec import Dtype
 from backends.processes.messages import STREAM_LIMIT
 from backends.processes.rpc import Child, Process, serve
 from backends.protocol import EncodedBatch
@@ -61,12 +62,25 @@ def on_ranks(
     num_ranks: int, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> list[T]:
     """Run a module's function on all ranks of a world, side by side; return their values."""
+    return on_machines(1, num_ranks, "float32", function, *args, **kwargs)
+
+
+def on_machines(
+    num_machines: int,
+    num_ranks: int,
+    across: Dtype,
+    function: Callable[Concatenate[World, P], T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> list[T]:
+    """As `on_ranks`, with all ranks divided over several machines, between which gradients travel in `across`."""
     with (
         socket.create_server(("127.0.0.1", 0)) as meeting,
         ProcessPoolExecutor(num_ranks, mp_context=PROCESSES) as processes,
     ):
         calls = [
-            processes.submit(_as_rank, (rank, num_ranks), meeting, function, args, kwargs) for rank in range(num_ranks)
+            processes.submit(_as_rank, (rank, num_ranks, num_machines, across), meeting, function, args, kwargs)
+            for rank in range(num_ranks)
         ]
         return [call.result(timeout=240) for call in calls]
 
@@ -101,18 +115,19 @@ def check_two_are_as_one(steps: Callable[Concatenate[World, P], Stepped], *args:
 
 
 def _as_rank(
-    place: tuple[int, int],
+    place: tuple[int, int, int, Dtype],
     meeting: socket.socket,
     function: Callable[..., T],
     args: tuple,  # type: ignore[type-arg]
     kwargs: dict,  # type: ignore[type-arg]
 ) -> T:
-    """`place` is the rank and the number of ranks."""
-    rank, num_ranks = place
+    """`place` is the rank, the number of ranks, that of machines, and the precision between them."""
+    rank, num_ranks, num_machines, across = place
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks // num_machines)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.detach())}
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # as the launcher has it
-    world = join_world("cpu")
+    world = join_world("cpu", across_dtype=getattr(torch, across))
     try:
         return function(world, *args, **kwargs)
     finally:

@@ -71,8 +71,8 @@ def _config(name: str) -> PretrainedConfig:
 
 @cache
 def shape(name: str) -> ModelSize:
-    """Of `4b`, `32b`, `30b-a3b`, `235b-a22b` (Qwen3-VL), `9b` (Qwen3.5), `8b-text` (Qwen3) or `70b` (Llama) in bfloat16; the
-    images'     processor is the small model's."""
+    """Of `4b`, `32b`, `30b-a3b`, `235b-a22b` (Qwen3-VL), `9b` (Qwen3.5), `8b-text` (Qwen3) or `70b` (Llama) in
+    bfloat16; the images' processor is the small model's."""
     config = _config(name)
     source = str(Path(DIRECTORIES[TINY_VL]))
     size = model_size(name, config, check_coverage(find_family(config, source), config, source), "bfloat16")

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", parents=[common, database, models], help="serve base models")
     serving.add_argument("--host", help="address to listen on (127.0.0.1); addresses beyond loopback need API keys")
     serving.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
-    cluster_help = "let other machines join, whose engines sample too (they may not)"
+    cluster_help = "let other machines join, which sample and train too (they may not)"
     serving.add_argument("--cluster", action="store_true", default=None, help=cluster_help)
     serving.add_argument("--cluster-address", help="address by which other machines reach this one (its own)")
     port_help = "port at which other machines join; Ray takes the two behind it (8100)"

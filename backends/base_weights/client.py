@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec
 
 from backends import tasks
 from backends.base_weights.commands import Hold
@@ -19,6 +20,8 @@ from backends.processes.launcher import StartWorkers, launch_holders
 from backends.processes.rpc import Child
 from backends.processes.supervisor import GRACE_S, Supervisor
 from backends.protocol import OnLoading, ProcessState
+
+P = ParamSpec("P")
 
 
 class BaseWeights:
@@ -56,15 +59,15 @@ class BaseWeights:
         """Return the states of the holders that were started last."""
         return self._supervisor.processes()
 
-    def mapped_by(self, start_workers: StartWorkers) -> StartWorkers:
+    def mapped_by(self, start_workers: Callable[P, Awaitable[list[Child]]]) -> Callable[P, Awaitable[list[Child]]]:
         """Return `start_workers` for processes that map the weights: they import beside the holders, which must be
         there before they do more, and end with them."""
         if not self._is_held:
             return start_workers
 
-        async def start(spec: ModelSpec) -> list[Child]:
+        async def start(*args: P.args, **kwargs: P.kwargs) -> list[Child]:
             async with tasks.running([self._running()]) as [holders]:
-                children = await start_workers(spec)
+                children = await start_workers(*args, **kwargs)
                 try:
                     await holders
                 except BaseException:

@@ -1,6 +1,6 @@
-"""An actor on each machine, which starts engines there with the launcher. Imports no Ray.
+"""An actor on each machine, which starts engines and ranks of trainers there with the launcher. Imports no Ray.
 
-An engine's process gets one end of a connection to the server as its own: what it says and is told is as on the
+A process gets one end of a connection to the server as its own: what it says and is told is as on the
 server's machine, and nothing lies between.
 """
 
@@ -16,14 +16,14 @@ from backends.cluster.lines import Lines
 from backends.cluster.offer import Offer
 from backends.cluster.token import read_token
 from backends.model_spec import ModelSpec
-from backends.processes.launcher import Guarded, launch_sampler_at, restore_environment
+from backends.processes.launcher import Guarded, Seat, launch_at, restore_environment
 
 _LAST_WORDS_S = 0.1
 """Time for the server to read the answers that a process sent just before it ended."""
 
 
 class Agent:
-    """Starts and ends the engines of one machine. All of them end with it."""
+    """Starts and ends the processes of one machine. All of them end with it."""
 
     def __init__(self, offer: Offer) -> None:
         restore_environment(offer.environment)
@@ -33,36 +33,36 @@ class Agent:
         sys.stderr = self._lines.file  # Ray's own file for it ends with Ray
         self._forwarding: asyncio.Task[None] | None = None
         self._offer = offer
-        self._engines: dict[str, Guarded] = {}
+        self._processes: dict[str, Guarded] = {}
         self._watching: set[asyncio.Task[None]] = set()
 
-    async def start_engine(self, key: str, spec: ModelSpec) -> int:
-        """Start the process of an engine; return its number. Raises BackendFailed, OSError."""
+    async def start(self, key: str, spec: ModelSpec, seat: Seat | None) -> int:
+        """Start an engine's process, or with a seat a rank's; return its number. Raises BackendFailed, OSError."""
         if self._forwarding is None:
             self._forwarding = asyncio.create_task(self._lines.forward())
         token = read_token(Path(self._offer.token_file))
-        connection = await connect(self._offer.server, token, ask="engine", key=key)
+        connection = await connect(self._offer.server, token, ask="process", key=key)
         ours: socket.socket = connection.writer.get_extra_info("socket")
         with socket.socket(fileno=os.dup(ours.fileno())) as its:
             connection.writer.transport.abort()  # closes ours alone; the server waits until the process is there
-            engine = await launch_sampler_at(its, spec)
+            process = await launch_at(its, spec, seat)
             ending = socket.socket(fileno=os.dup(its.fileno()))
-        self._engines[key] = engine
-        watching = asyncio.create_task(self._watch(key, engine, ending))
+        self._processes[key] = process
+        watching = asyncio.create_task(self._watch(key, process, ending))
         self._watching.add(watching)
         watching.add_done_callback(self._watching.discard)
-        return engine.pid
+        return process.pid
 
-    async def end_engine(self, key: str, grace_s: float) -> None:
+    async def end(self, key: str, grace_s: float) -> None:
         """End a process, if it does not end by itself in so many seconds."""
-        if (engine := self._engines.get(key)) is not None:
-            await engine.end(grace_s)
+        if (process := self._processes.get(key)) is not None:
+            await process.end(grace_s)
 
-    async def _watch(self, key: str, engine: Guarded, connection: socket.socket) -> None:
+    async def _watch(self, key: str, process: Guarded, connection: socket.socket) -> None:
         """Shut the connection down when the process has ended: what it has started still holds its end."""
-        await engine.wait()
+        await process.wait()
         await asyncio.sleep(_LAST_WORDS_S)
         with connection, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
-        await engine.end(0)
-        del self._engines[key]
+        await process.end(0)
+        del self._processes[key]

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from backends.cluster.commands import EndEngine, StartEngine, StartHead, UseRay
+from backends.cluster.commands import EndProcess, StartHead, StartProcess, UseRay
 from backends.cluster.fetching import give
 from backends.cluster.handshake import HANDSHAKE_S, Connection, accept
 from backends.cluster.lines import show
@@ -26,7 +26,7 @@ from backends.cluster.ray_commands import ray_environment
 from backends.cluster.token import made_token
 from backends.cluster.versions import differences, require_ray, versions
 from backends.model_spec import ModelSpec
-from backends.processes.launcher import StartWorkers, launch, sampler_name
+from backends.processes.launcher import Seat, launch, rank_name, sampler_name
 from backends.processes.messages import STREAM_LIMIT
 from backends.processes.rpc import Child, Process
 from backends.processes.supervisor import Supervisor
@@ -34,7 +34,7 @@ from backends.protocol import BackendFailed, NodeState, OnLoading, ProcessState
 
 log = logging.getLogger(__name__)
 _END_S = 5.0
-"""Time for a machine to say that it has ended an engine."""
+"""Time for a machine to say that it has ended a process."""
 
 
 @dataclass(eq=False)
@@ -48,17 +48,21 @@ class Node:
     is_leaving: bool = False
 
 
-class Uses(Protocol):
-    """The server's use of other machines."""
+class StartThere(Protocol):
+    """Starts a process on one machine: an engine's, or with a seat that of a trainer's rank."""
 
-    def directories(self) -> Mapping[str, str]:
-        """Return the directories of the served models on this machine, by name."""
+    async def __call__(self, spec: ModelSpec, seat: Seat | None = None) -> list[Child]:
+        """Return the connection to the process. Raises BackendFailed."""
+
+
+class Use(Protocol):
+    """A use that the server makes of other machines."""
 
     def check(self, offer: Offer) -> None:
         """Raise BackendFailed, saying why, if a machine cannot be used."""
 
-    def begin(self, node: Node, start_workers: StartWorkers) -> None:
-        """Use a machine that has joined; `start_workers` starts an engine's process there."""
+    def begin(self, node: Node, start: StartThere) -> None:
+        """Use a machine that has joined."""
 
     async def end(self, node: Node) -> None:
         """Use it no longer: it has left, or is lost."""
@@ -101,7 +105,9 @@ class Cluster:
 
     address: Address
     token_file: Path
-    uses: Uses
+    uses: Sequence[Use]
+    models: Mapping[str, str]
+    """Directories of the served models on this machine, by name."""
     existing: ExistingRay | None = None
     """The Ray cluster to use in place of one of our own."""
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -153,22 +159,23 @@ class Cluster:
         """Return the machines that have joined and not left."""
         return [NodeState(name, node.address, node.is_alive) for name, node in self.nodes.items()]
 
-    async def _start_engine(self, node: Node, spec: ModelSpec) -> list[Child]:
-        """Start an engine's process on a machine. Raises BackendFailed."""
+    async def _start_there(self, node: Node, spec: ModelSpec, seat: Seat | None = None) -> list[Child]:
+        """Start a process on a machine. Raises BackendFailed."""
         if not node.is_alive:
             raise BackendFailed(f"the machine {node.offer.name} is lost")
-        key, name = secrets.token_hex(16), f"{sampler_name(spec)} on {node.offer.name}"
+        process = sampler_name(spec) if seat is None else rank_name(spec, seat)
+        key, name = secrets.token_hex(16), f"{process} on {node.offer.name}"
         expected = self._expected[key] = asyncio.get_running_loop().create_future()
         try:
             [head] = await self._supervisor.running()
-            pid = await head.call(StartEngine(node.offer, key, spec))
+            pid = await head.call(StartProcess(node.offer, key, spec, seat))
             async with asyncio.timeout(HANDSHAKE_S):
                 connection = await expected
         except BaseException as error:
             if expected.done() and not expected.cancelled():
                 expected.result().close()  # which is the process' signal to end
             if isinstance(error, TimeoutError):
-                raise BackendFailed(f"the engine on {node.offer.name} has not connected") from None
+                raise BackendFailed(f"the {name} has not connected") from None
             raise
         finally:
             del self._expected[key]
@@ -177,7 +184,7 @@ class Cluster:
             with contextlib.suppress(BackendFailed, TimeoutError):  # on a machine that is lost it ends by itself
                 if node.is_alive and (heads := self._supervisor.children):
                     async with asyncio.timeout(grace_s + _END_S):
-                        await heads[0].call(EndEngine(node.offer, key, grace_s))
+                        await heads[0].call(EndProcess(node.offer, key, grace_s))
 
         return [Child(name, Process(pid, end), connection.reader, connection.writer)]
 
@@ -193,7 +200,7 @@ class Cluster:
         if self.existing is None:
             await child.call(StartHead(host, self.address.ray_port))
             return
-        invitation = Invitation(f"{host}:{port}", self._token, self.uses.directories(), self.existing.node_dir)
+        invitation = Invitation(f"{host}:{port}", self._token, self.models, self.existing.node_dir)
         await child.call(UseRay(self.existing.address, invitation))
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -220,7 +227,7 @@ class Cluster:
                 await show(connection)
             case "model":
                 await self._give(connection)
-            case "engine" if (expected := self._expected.get(str(connection.said.get("key")))) is not None:
+            case "process" if (expected := self._expected.get(str(connection.said.get("key")))) is not None:
                 connection.send(welcome=True)
                 expected.set_result(connection)
                 return
@@ -239,7 +246,8 @@ class Cluster:
                 raise BackendFailed(
                     f"a machine of the name {offer.name} is there already: give this one another --name"
                 )
-            self.uses.check(offer)
+            for use in self.uses:
+                use.check(offer)
         except BackendFailed as error:
             connection.send(refused=str(error))
             return
@@ -249,7 +257,8 @@ class Cluster:
         node = self.nodes[offer.name] = Node(offer, _peer(connection.writer), connection)
         log.info("%s joins from %s", offer.name, node.address)
         connection.send(ray_port=self.address.ray_port)
-        self.uses.begin(node, partial(self._start_engine, node))
+        for use in self.uses:
+            use.begin(node, partial(self._start_there, node))
         try:
             while (said := await connection.receive()) is not None:
                 node.is_leaving = node.is_leaving or said.get("leaves") is True
@@ -258,11 +267,11 @@ class Cluster:
             if node.is_leaving:
                 del self.nodes[offer.name]
             log.warning("%s has %s", offer.name, "left" if node.is_leaving else "been lost: it may join again")
-            await self.uses.end(node)
+            await asyncio.gather(*(use.end(node) for use in self.uses))
 
     async def _give(self, connection: Connection) -> None:
         """Send the files of a served model to a machine."""
-        name, served = str(connection.said.get("name")), self.uses.directories()
+        name, served = str(connection.said.get("name")), self.models
         if name not in served:
             connection.send(refused=f"it serves no model {name}; it serves {', '.join(served)}")
             return

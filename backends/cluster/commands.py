@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from backends.cluster.offer import Invitation, Offer
 from backends.model_spec import ModelSpec
+from backends.processes.launcher import Seat
 from backends.processes.rpc import Command
 
 
@@ -25,19 +26,21 @@ class UseRay(Command[None]):
 
 
 @dataclass(frozen=True)
-class StartEngine(Command[int]):
-    """Have a machine start the process of an engine, which is then at the other end of a connection that the machine
-    has opened to our port; return the process' number there."""
+class StartProcess(Command[int]):
+    """Have a machine start the process of an engine or of a trainer's rank, which is then at the other end of a
+    connection that the machine has opened to our port; return the process' number there."""
 
     offer: Offer
     key: str
     """What the connection asks with."""
     spec: ModelSpec
+    seat: Seat | None
+    """A rank's; None: an engine."""
 
 
 @dataclass(frozen=True)
-class EndEngine(Command[None]):
-    """Have a machine end the process of an engine, if it does not end by itself in so many seconds."""
+class EndProcess(Command[None]):
+    """Have a machine end a process, if it does not end by itself in so many seconds."""
 
     offer: Offer
     key: str

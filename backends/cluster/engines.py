@@ -6,17 +6,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from backends.cluster.client import Node
+from backends.cluster.client import Node, StartThere
 from backends.cluster.offer import Offer
 from backends.config import BackendConfig
 from backends.configure.gpus import read_gpus
 from backends.model_spec import ModelSpec
-from backends.processes.launcher import StartWorkers
 from backends.protocol import BackendFailed
 from backends.sampler.client import EngineClient
 from backends.sampler.pool import SamplerPool
 
-_SAME = 0.98
+SAME_GPU = 0.98
 """Part of a GPU's memory that another of the same kind may have less."""
 
 
@@ -36,15 +35,11 @@ def require_possible(config: BackendConfig) -> None:
 
 
 class RemoteEngines:
-    """`client.Uses`: the pools of the models, by public name, and what other machines add to them."""
+    """`client.Use`: the pools of the models, by public name, and what other machines add to them."""
 
     def __init__(self, pools: Mapping[str, tuple[ModelSpec, SamplerPool]]) -> None:
         self._pools = pools
         self._engines: dict[Node, list[tuple[SamplerPool, EngineClient]]] = {}
-
-    def directories(self) -> dict[str, str]:
-        """Implement the protocol."""
-        return {name: spec.directory for name, (spec, _) in self._pools.items()}
 
     def check(self, offer: Offer) -> None:
         """Implement the protocol: the models must be the server's, and GPUs not smaller than its own."""
@@ -67,7 +62,7 @@ class RemoteEngines:
                 f"an engine of {spec.name} needs {num} GPUs, and this machine has {len(offer.gpu_bytes)}"
             )
         smallest, ours = min(offer.gpu_bytes), self.smallest_gpu(spec)
-        if smallest < _SAME * ours:
+        if smallest < SAME_GPU * ours:
             raise BackendFailed(
                 f"a GPU of this machine has {smallest / 2**30:.1f} GiB, and the server's have {ours / 2**30:.1f} GiB,"
                 " for which memory is planned: show `join` the larger ones alone"
@@ -78,14 +73,18 @@ class RemoteEngines:
         gpus = read_gpus(gpu for gpus in spec.placement.engines for gpu in gpus)
         return min((gpu.total_bytes for gpu in gpus), default=0)
 
-    def begin(self, node: Node, start_workers: StartWorkers) -> None:
+    def begin(self, node: Node, start: StartThere) -> None:
         """Implement the protocol."""
         engines = self._engines[node] = []
         for name, directory in node.offer.models.items():
             spec, pool = self._pools[name]
             for gpus in gpus_of_engines(spec, node.offer):
                 describe = partial(described, spec, node.offer, directory, gpus)
-                engines.append((pool, pool.attach(describe, start_workers)))
+                engines.append((pool, pool.attach(describe, start)))
+
+    def are_ready(self, node: Node) -> bool:
+        """Return whether all engines of a machine live, and have their memory."""
+        return all(engine.supervisor.is_alive for _, engine in self._engines.get(node, ()))
 
     async def end(self, node: Node) -> None:
         """Implement the protocol."""

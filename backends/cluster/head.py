@@ -9,7 +9,7 @@ from functools import partial
 
 import ray
 
-from backends.cluster.commands import EndEngine, StartEngine, StartHead, UseRay
+from backends.cluster.commands import EndProcess, StartHead, StartProcess, UseRay
 from backends.cluster.nodes import Agents, Members
 from backends.cluster.ray_commands import NODE_LABEL, RayEnded, ray_running, require_guarded
 from backends.processes.launcher import Guarded
@@ -79,16 +79,16 @@ async def main() -> None:
     agents = Agents()
     async with contextlib.AsyncExitStack() as stack:
 
-        async def handle(command: StartHead | UseRay | StartEngine | EndEngine, _: OnPart) -> int | None:
+        async def handle(command: StartHead | UseRay | StartProcess | EndProcess, _: OnPart) -> int | None:
             match command:
                 case StartHead():
                     await start_head(command, stack)
                 case UseRay():
                     await use_ray(command, stack)
-                case StartEngine(offer, key, spec):
-                    return await agents.start_engine(offer, key, spec)
-                case EndEngine(offer, key, grace_s):
-                    await agents.end_engine(offer, key, grace_s)
+                case StartProcess():
+                    return await agents.start(command)
+                case EndProcess():
+                    await agents.end(command)
             return None
 
         await serve_async(handle)

@@ -12,10 +12,10 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.cluster.agent import Agent
+from backends.cluster.commands import EndProcess, StartProcess
 from backends.cluster.member import Member
 from backends.cluster.offer import Invitation, Offer
 from backends.cluster.ray_commands import NODE_LABEL
-from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -34,15 +34,15 @@ class Agents:
         self._agents: dict[str, Any] = {}
         """By Ray's number of the machine's present Ray."""
 
-    async def start_engine(self, offer: Offer, key: str, spec: ModelSpec) -> int:
-        """Start an engine on a machine. Raises BackendFailed."""
-        async with self._agent(offer) as agent:
-            return int(await agent.start_engine.remote(key, spec))
+    async def start(self, command: StartProcess) -> int:
+        """Start a process on a machine. Raises BackendFailed."""
+        async with self._agent(command.offer) as agent:
+            return int(await agent.start.remote(command.key, command.spec, command.seat))
 
-    async def end_engine(self, offer: Offer, key: str, grace_s: float) -> None:
-        """End an engine on a machine. Raises BackendFailed."""
-        async with self._agent(offer) as agent:
-            await agent.end_engine.remote(key, grace_s)
+    async def end(self, command: EndProcess) -> None:
+        """End a process on a machine. Raises BackendFailed."""
+        async with self._agent(command.offer) as agent:
+            await agent.end.remote(command.key, command.grace_s)
 
     @contextlib.asynccontextmanager
     async def _agent(self, offer: Offer) -> AsyncIterator[Any]:

@@ -12,6 +12,7 @@ from backends import tasks
 from backends.base_weights.client import BaseWeights
 from backends.cluster.client import Address, Cluster, ExistingRay
 from backends.cluster.engines import RemoteEngines, require_possible
+from backends.cluster.replicas import RemoteReplicas
 from backends.config import BackendConfig
 from backends.configure.describe import FoundModel, describe_models
 from backends.configure.examine import examine as examine
@@ -41,18 +42,28 @@ log = logging.getLogger(__name__)
 class LocalModel:
     """`protocol.BaseModel`; names that share a directory share trainer and sampler."""
 
-    info: ModelSpec
+    spec: ModelSpec
     base: BaseWeights
     trainer: TrainerClient
     sampler: SamplerPool
     renderer: Renderer
     texts: TokenTexts
 
+    def __post_init__(self) -> None:
+        self._info = self.spec
+
+    @property
+    def info(self) -> ModelSpec:
+        """Implement the protocol; numbers depend on the machines that train."""
+        if self._info.numerics.get("ranks") != (ranks := self.trainer.ranks):
+            self._info = replace(self.spec, numerics={**self.spec.numerics, "ranks": ranks})
+        return self._info
+
     def check_sample(self, request: SampleRequest) -> PromptSize:
         """Implement the protocol."""
-        if self.info.stable_reinforce is not None:  # its loss needs no records: the answer's own logprobs are enough
+        if self.spec.stable_reinforce is not None:  # its loss needs no records: the answer's own logprobs are enough
             request = request.model_copy(update={"record_stability_info": False})
-        return check_sample(self.renderer, request, self.info.max_context_length, self.info.max_images_per_prompt)
+        return check_sample(self.renderer, request, self.spec.max_context_length, self.spec.max_images_per_prompt)
 
     def pixel_bytes(self, images: Sequence[bytes]) -> int:
         """Implement the protocol."""
@@ -85,7 +96,7 @@ def make_models(found: Mapping[str, FoundModel], *, may_grow: bool = False) -> d
             trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
             sampler = SamplerPool(base.spec, base.mapped_by(launch_sampler), may_grow=may_grow)
             made[one.spec.directory] = LocalModel(one.spec, base, trainer, sampler, one.renderer, texts)
-    return {name: replace(made[one.spec.directory], info=one.spec) for name, one in found.items()}
+    return {name: replace(made[one.spec.directory], spec=one.spec) for name, one in found.items()}
 
 
 class LocalBackend:
@@ -127,7 +138,7 @@ class LocalBackend:
 
     def gpus(self) -> list[GpuState]:
         """Implement the protocol."""
-        return read_gpus({gpu for one in self._loaded() for gpu in (*one.info.placement.gpus, *_engine_gpus(one))})
+        return read_gpus({gpu for one in self._loaded() for gpu in (*one.spec.placement.gpus, *_engine_gpus(one))})
 
     def nodes(self) -> list[NodeState]:
         """Implement the protocol."""
@@ -135,11 +146,14 @@ class LocalBackend:
 
     def _make_cluster(self) -> Cluster:
         config, models = self._config, self._models
-        pools = {name: (model.info, model.sampler) for name, model in models.items()}
-        address = Address(config.cluster_address or local_address(), config.cluster_port)
+        host = config.cluster_address or local_address()
+        engines = RemoteEngines({name: (model.spec, model.sampler) for name, model in models.items()})
+        replicas = RemoteReplicas(host, {name: (model.spec, model.trainer) for name, model in models.items()}, engines)
+        directories = {name: model.spec.directory for name, model in models.items()}
         ray = config.cluster_ray_address
         existing = None if ray is None else ExistingRay(ray, config.scratch_dir.absolute() / "nodes")
-        return Cluster(address, config.cluster_token_file, RemoteEngines(pools), existing)
+        address = Address(host, config.cluster_port)
+        return Cluster(address, config.cluster_token_file, [engines, replicas], directories, existing)
 
     def _loaded(self) -> list[LocalModel]:
         """Return each loaded model once, under the first of its names."""
@@ -152,12 +166,12 @@ def create_backend(config: BackendConfig, on_loading: OnLoading = ignore_loading
 
 
 def _engine_gpus(model: LocalModel) -> list[int]:
-    return sorted({gpu for engine in model.info.placement.engines for gpu in engine})
+    return sorted({gpu for engine in model.spec.placement.engines for gpu in engine})
 
 
 def _outline(model: LocalModel) -> str:
     """Describe what a model can do, and where, for the log."""
-    spec = model.info
+    spec = model.spec
     parts = [
         f"{spec.weight_bytes / 2**30:.2f} GiB of weights each",
         f"contexts of {spec.max_context_length} tokens",
@@ -179,8 +193,8 @@ async def start_models(models: list[LocalModel], on_loading: OnLoading) -> None:
 
     async def start(model: LocalModel) -> None:
         began = time.monotonic()
-        log.info("%s: loading trainer and sampler, %s", model.info.name, _outline(model))
+        log.info("%s: loading trainer and sampler, %s", model.spec.name, _outline(model))
         await tasks.gather(part.start(on_loading) for part in (model.base, model.trainer, model.sampler))
-        log.info("%s: ready after %.0f s", model.info.name, time.monotonic() - began)
+        log.info("%s: ready after %.0f s", model.spec.name, time.monotonic() - began)
 
     await tasks.gather(map(start, models))

@@ -141,6 +141,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
+        across_dtype=config.cluster_gradients,
         name=name,
         source=source,
         directory=str(directory),
@@ -299,7 +300,6 @@ def _numerics(spec: ModelSpec) -> dict[str, str]:
     values = {
         "device": spec.device,
         "dtype": spec.dtype,
-        "ranks": spec.mesh.size,
         "max_tokens_per_microbatch": spec.max_tokens_per_microbatch,
         "gpu_memory_bytes": spec.placement.trainer_bytes,
         "replay_routing": spec.routing_dir is not None,

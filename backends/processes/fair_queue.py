@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -35,6 +36,8 @@ class FairQueue:
         self._prioritized: set[tuple[str, str]] = set()
         """Owners and keys that go before all others."""
         self._count = itertools.count(1)
+        self._ended_s = time.monotonic()
+        """Time of the latest end of a grant, or of a priority."""
 
     @asynccontextmanager
     async def grant(self, owner: str, key: str, size: int = 1) -> AsyncIterator[Callable[[int], None]]:
@@ -58,6 +61,7 @@ class FairQueue:
         finally:
             if granted.done() and not granted.cancelled():
                 self._free += size
+                self._ended_s = time.monotonic()
             else:
                 self._leave(queue, granted)
             self._admit()
@@ -71,7 +75,15 @@ class FairQueue:
             yield
         finally:
             self._prioritized.discard((owner, key))
+            self._ended_s = time.monotonic()
             self._admit()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds for which nothing has been granted, waited, or had priority; 0 while something does."""
+        if self._free < self._capacity or self._queues or self._prioritized:
+            return 0.0
+        return time.monotonic() - self._ended_s
 
     def priority(self, owner: str, key: str) -> tuple[bool, int, int]:
         """Return a value that is least for whoever is next."""

@@ -7,14 +7,17 @@ parent-death signal would reach the child, but not the processes that vLLM start
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
@@ -30,7 +33,41 @@ IMAGES_AS_SENT = "images-as-sent"
 StartWorkers = Callable[[ModelSpec], Awaitable[list[Child]]]
 """Starts the processes of one trainer or sampler, all or none, and returns a connection to each, in order. This is all
 that the server knows of them; here they are children on this machine."""
-_SAMPLER = "backends.sampler.process"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one rank among those of its trainer."""
+
+    rank: int
+    num_ranks: int
+    """Ranks on all machines."""
+    host: str
+    port: int
+    """Where rank 0 listens for the others."""
+
+
+StartRank = Callable[[Seat], Awaitable[list[Child]]]
+"""Starts one rank of a trainer on another machine."""
+
+
+@dataclass(frozen=True)
+class Others:
+    """Other machines that have ranks of a trainer."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine at which they reach it."""
+    starts: Sequence[StartRank] = ()
+    """One for each of them, in their order."""
+
+
+NO_OTHERS = Others()
+StartRanks = Callable[[ModelSpec, Others], Awaitable[list[Child]]]
+"""As StartWorkers, for a trainer with ranks on other machines too."""
+_RANK, _SAMPLER = "backends.trainer.process", "backends.sampler.process"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's address."""
 _VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
 _GUARDED = '(read -r _ </proc/self/fd/$0; kill -s KILL 0) & exec "$@"'
 """The guard waits on a pipe whose other end only the server holds; the shell itself becomes the child. The guard is
@@ -174,34 +211,71 @@ def num_visible_gpus(num_gpus: int) -> int:
     return num_gpus if seen is None else len(list(filter(None, seen.split(","))))
 
 
-def local_address() -> str:
-    """Return the address of this machine by which it reaches others; the loopback one where it has no network."""
+def local_address(peer: str = "192.0.2.1") -> str:
+    """Return the address of this machine by which it reaches a peer, by default one that nobody has; the loopback one
+    where it has no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # of an address that nobody has; nothing is sent
+        probe.connect((peer, 9))  # nothing is sent
         return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
-async def launch_trainer(spec: ModelSpec) -> list[Child]:
-    """Start the ranks of a trainer, with the variables that torchrun would set. Rank i takes the i-th GPU of its
-    placement, by the server's numbers; without any, ranks see all that the server sees."""
-    num_ranks, device, gpus = spec.mesh.size, spec.device, spec.placement.gpus
-    env = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", **_for_device(spec, gpus)}
-    # Threads of transformers would convert tensors far ahead of their use, and fill main memory with them.
-    env["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    if device == "cuda":
+async def launch_trainer(spec: ModelSpec, others: Others = NO_OTHERS) -> list[Child]:
+    """Start the ranks of a trainer, this machine's first, then as many on each other machine."""
+    starts = len(others.starts) + 1
+    num_ranks = spec.mesh.size * starts
+    # Rank 0 inherits a socket that listens already: otherwise another process could take the port before rank 0 does.
+    with socket.create_server((others.host, 0), backlog=num_ranks) as meeting:
+        seats = [Seat(rank, num_ranks, others.host, meeting.getsockname()[1]) for rank in range(num_ranks)]
+
+        async def launch_rank(seat: Seat) -> list[Child]:
+            fds, env = [meeting.fileno()] if seat.rank == 0 else [], _for_rank(spec, seat)
+            if fds:
+                env["MASTER_LISTEN_FD"] = str(meeting.fileno())
+            return [await launch(rank_name(spec, seat), _RANK, env, fds)]
+
+        by_machine = [start for start in (launch_rank, *others.starts) for _ in range(spec.mesh.size)]
+        started = (start(seat) for start, seat in zip(by_machine, seats, strict=True))
+        return await _all_or_none(started)
+
+
+def _for_rank(spec: ModelSpec, seat: Seat) -> dict[str, str]:
+    """Return the variables that torchrun would set. The i-th rank of a machine takes the i-th GPU of its placement, by
+    the server's numbers; without any, ranks see all that the server sees."""
+    env = {
+        "WORLD_SIZE": str(seat.num_ranks),
+        "LOCAL_WORLD_SIZE": str(spec.mesh.size),
+        "RANK": str(seat.rank),
+        "LOCAL_RANK": str(seat.rank % spec.mesh.size),
+        "MASTER_ADDR": seat.host,
+        "MASTER_PORT": str(seat.port),
+        # Threads of transformers would convert tensors far ahead of their use, and fill main memory with them.
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",
+        **_for_device(spec, spec.placement.gpus),
+    }
+    if spec.device == "cuda":
         # Sequences of varying lengths would fragment memory into pieces too small for the next long one.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # Rank 0 inherits a socket that listens already: otherwise another process could take the port before rank 0 does.
-    with socket.create_server(("127.0.0.1", 0), backlog=num_ranks) as meeting:
-        env |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.fileno())}
+    if seat.num_ranks > spec.mesh.size and (interface := _interface(local_address(seat.host))):
+        # By default gloo takes that of the host's name, which may be the loopback one.
+        env |= {name: interface for name in _INTERFACES if name not in os.environ}
+    return env
 
-        def launch_rank(rank: int) -> Awaitable[Child]:
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            fds = [meeting.fileno()] if rank == 0 else []
-            return launch(f"trainer {spec.name} rank {rank}", "backends.trainer.process", env | own, fds)
 
-        return await _all_or_none(map(launch_rank, range(num_ranks)))
+def _interface(address: str) -> str | None:
+    """Return the network interface that has an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def rank_name(spec: ModelSpec, seat: Seat) -> str:
+    """Return the name of a rank's process."""
+    return f"trainer {spec.name} rank {seat.rank}"
 
 
 async def launch_sampler(spec: ModelSpec) -> list[Child]:
@@ -210,9 +284,11 @@ async def launch_sampler(spec: ModelSpec) -> list[Child]:
     return [await launch(sampler_name(spec), _SAMPLER, env, folder=env[_VLLM_SOCKETS])]
 
 
-async def launch_sampler_at(connection: socket.socket, spec: ModelSpec) -> Guarded:
-    """Start the process of one engine for a server on another machine, at the other end of a connection. That is shut
-    down when the process has ended."""
+async def launch_at(connection: socket.socket, spec: ModelSpec, seat: Seat | None) -> Guarded:
+    """Start the process of one engine, or with a seat of one rank, for a server on another machine, at the other end of
+    a connection. That is shut down when the process has ended."""
+    if seat is not None:
+        return await _start_module(rank_name(spec, seat), _RANK, _for_rank(spec, seat), [connection.fileno()])
     env = _for_engine(spec)
     guarded = await _start_module(sampler_name(spec), _SAMPLER, env, [connection.fileno()])
     guarded.folder = env[_VLLM_SOCKETS]
@@ -227,22 +303,22 @@ def sampler_name(spec: ModelSpec) -> str:
 async def launch_holders(spec: ModelSpec) -> list[Child]:
     """Start a process for each GPU of a model, in the order of `spec.base_gpus`, to hold its weights there."""
 
-    def launch_holder(gpu: int | None) -> Awaitable[Child]:
+    async def launch_holder(gpu: int | None) -> list[Child]:
         number = "" if gpu is None else f" GPU {gpu}"
         env = _for_vllm(spec, () if gpu is None else (gpu,))
         # CUDA gives no handles of memory in expandable segments, which the server's user may have asked for.
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
-        return launch(f"weights {spec.name}{number}", "backends.sampler.weight_holder", env)
+        return [await launch(f"weights {spec.name}{number}", "backends.sampler.weight_holder", env)]
 
     return await _all_or_none(map(launch_holder, spec.base_gpus))
 
 
-async def _all_or_none(launches: Iterator[Awaitable[Child]]) -> list[Child]:
+async def _all_or_none(launches: Iterable[Awaitable[list[Child]]]) -> list[Child]:
     """Await one launch after the other; if one fails, end those before."""
     children: list[Child] = []
     try:
         for one in launches:
-            children.append(await one)  # noqa: PERF401 - an error leaves those before it
+            children += await one
     except BaseException:
         await asyncio.gather(*(child.stop(grace_s=1) for child in children))
         raise

@@ -97,6 +97,8 @@ class Child:
         self._ids = itertools.count()
         self.died = asyncio.Event()
         """Set once the process no longer answers."""
+        self.died_s = float("inf")
+        """Time of that, by the monotonic clock."""
         self._patient_until_s = 0.0
         """By the event loop's clock: the time that the child asked for."""
         self._reading = asyncio.create_task(self._read(reader), name=f"replies of {name}")
@@ -145,6 +147,7 @@ class Child:
         except Exception:
             log.exception("an answer of the %s process cannot be read; the process counts as dead", self.name)
         finally:
+            self.died_s = time.monotonic()
             self.died.set()
             self._outbox.close()
             for call in self._calls.values():
@@ -183,6 +186,7 @@ def serve(make: Callable[[KeepWaiting], Callable[[C, OnPart], object]]) -> None:
     """Run a child's whole life, one command at a time. The function that `make` returns takes a command, and a callback
     for parts of the answer. It returns the answer, or a Future of it: the next command then runs meanwhile."""
     connection, lock = _connection(), threading.Lock()
+    connection.setblocking(True)  # one from another machine was an event loop's before
 
     def send(*message: object) -> None:
         data = b"".join(parts(message, MAX_ANSWER_BYTES))

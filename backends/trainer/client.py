@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from api_schemas.training import AdamParams, ForwardBackwardOutput, OptimStepRes
 from backends import tasks
 from backends.model_spec import ModelSpec
 from backends.processes.fair_queue import FairQueue
-from backends.processes.launcher import StartWorkers, launch_trainer
+from backends.processes.launcher import StartRanks, launch_trainer
 from backends.processes.rpc import Child, ChildBroke, ChildDied, Command
 from backends.processes.spans import OnSpan, ProcessSpan, current_on_span, spans_to
 from backends.processes.supervisor import Supervisor
@@ -36,6 +37,7 @@ from backends.protocol import (
     ignore_loading,
 )
 from backends.trainer import commands
+from backends.trainer.replicas import Replica, Replicas
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -44,6 +46,9 @@ PATIENCE_S = 60
 """Time for which a rank may be silent beyond the time that it asked for."""
 _START_PATIENCE_S = 600
 """The same at start: a new process imports torch and transformers, for more than a minute on a busy machine."""
+IDLE_S = 3.0
+"""Time without an operation after which an idle trainer starts again, where machines have joined: shorter ones lie
+between the operations of one step."""
 _EXCLUSIVE_S = 300.0
 """Time after ranks have ended at work during which models share no microbatch, so that the culprit is known."""
 
@@ -87,12 +92,14 @@ class TrainerClient:
     """`protocol.Trainer` over child processes, one command at a time."""
 
     def __init__(
-        self, spec: ModelSpec, start_workers: StartWorkers = launch_trainer, *, patience_s: float = PATIENCE_S
+        self, spec: ModelSpec, start_ranks: StartRanks = launch_trainer, *, patience_s: float = PATIENCE_S
     ) -> None:
         self._spec = spec
         self._patience_s = patience_s
-        name, launch = f"{spec.name}: the trainer", partial(start_workers, spec)
-        self._supervisor = Supervisor(name, launch, self._load, restart=self._restart)
+        self._replicas = Replicas(spec, start_ranks)
+        self._growing: asyncio.Task[None] | None = None
+        name = f"{spec.name}: the trainer"
+        self._supervisor = Supervisor(name, self._replicas.launch, self._load, restart=self._restart)
         self._models: dict[str, _Model] = {}
         self._queue = FairQueue()
         """One command runs at a time: all ranks see the same order, time limits count from a command's own beginning,
@@ -102,6 +109,8 @@ class TrainerClient:
         self._numbers = itertools.count(1)
         self._requests: dict[int, _Request] = {}
         """The forward_backwards in flight, by number."""
+        self._writing: set[asyncio.Future[None]] = set()
+        """Snapshots that rank 0 writes."""
 
     async def start(self, on_loading: OnLoading = ignore_loading) -> None:
         """Load the base on every rank. `on_loading` is called during this start and later ones. Raises
@@ -110,8 +119,28 @@ class TrainerClient:
 
     async def stop(self) -> None:
         """End every rank."""
+        if self._growing is not None:
+            self._growing.cancel()
         await self._supervisor.stop()
         await self._end()
+
+    def attach(self, replica: Replica) -> None:
+        """Have another machine hold ranks too, from the next start on, which an idle trainer makes soon."""
+        self._replicas.add(replica)
+        self._grow_later()
+
+    async def detach(self, replica: Replica) -> None:
+        """Use a machine no longer, which has left or is lost: the ranks there have ended, and all others end."""
+        await self._replicas.remove(replica)
+
+    @property
+    def ranks(self) -> str:
+        """Number of ranks, and what else of them the last bits of results depend on."""
+        return self._replicas.ranks
+
+    def waits_for(self) -> str | None:
+        """Implement the protocol."""
+        return None if self._supervisor.is_alive else self._replicas.reason()
 
     async def restarted(self, seen: int) -> int:
         """Implement the protocol."""
@@ -147,7 +176,10 @@ class TrainerClient:
             self._begin(model_id)
             writer = self._supervisor.children[0]
             await self._command(commands.Snapshot(model_id, directory))
-            return asyncio.ensure_future(writer.call(commands.AwaitSnapshot(directory)))
+            written = asyncio.ensure_future(writer.call(commands.AwaitSnapshot(directory)))
+            self._writing.add(written)
+            written.add_done_callback(self._writing.discard)
+            return written
 
     async def delete_model(self, model_id: str) -> None:
         """Implement the protocol."""
@@ -244,12 +276,31 @@ class TrainerClient:
                 )
 
     async def _load(self, ranks: list[Child]) -> None:
-        await self._on_all(commands.Start(self._spec), ranks, _START_PATIENCE_S, self._supervisor.on_loading)
+        starts = [commands.Start(spec) for spec in self._replicas.specs()]
+        await self._on_all(starts, ranks, _START_PATIENCE_S, self._supervisor.on_loading)
+        self._replicas.has_started()
+
+    def _grow_later(self) -> None:
+        if self._growing is None or self._growing.done():
+            name = f"{self._spec.name}: a larger trainer"
+            self._growing = asyncio.create_task(self._grow(), name=name, context=Context())
+
+    async def _grow(self) -> None:
+        """Start the ranks again, with machines that are there and not used, once nothing has been asked for a while."""
+        while self._replicas.unused:
+            await asyncio.sleep(IDLE_S / 2)
+            if self._queue.idle_s < IDLE_S or not self._replicas.can_grow():
+                continue
+            async with self._queue.grant("", ""):
+                await asyncio.gather(*self._writing, return_exceptions=True)
+                await self._end()
+                await self._supervisor.running()
 
     async def _restart(self) -> None:
         """Start the ranks again, even if no request needs them. Requests that do wait for the grant."""
         async with self._queue.grant("", ""):
             await self._revive()
+        self._grow_later()
 
     async def _revive(self) -> None:
         if not await self._alive():
@@ -306,22 +357,32 @@ class TrainerClient:
         if not (ranks := self._supervisor.children):
             raise ChildDied(f"{self._spec.name}: the trainer has ended")
         try:
-            return await self._on_all(command, ranks, self._patience_s)
+            return await self._on_all([command] * len(ranks), ranks, self._patience_s)
         except (ChildDied, ChildBroke) as error:
-            if self._spec.mesh.size > 1 or isinstance(error, ChildDied):
-                log.error("%s: the trainer is ended: %s", self._spec.name, error)
-                self._exclusive_until_s = asyncio.get_running_loop().time() + _EXCLUSIVE_S
+            if len(ranks) == 1 and not isinstance(error, ChildDied):
+                raise
+            log.error("%s: the trainer is ended: %s", self._spec.name, error)
+            if machine := await self._replicas.ended():  # by no fault of the operation, or not for sure
                 await self._end()
-                raise error if isinstance(error, ChildDied) else ChildDied(str(error)) from error
-            raise
+                raise ModelLost(f"the trainer has ended with its ranks on {machine}") from error
+            self._exclusive_until_s = asyncio.get_running_loop().time() + _EXCLUSIVE_S
+            await self._end()
+            raise error if isinstance(error, ChildDied) else ChildDied(str(error)) from error
 
     async def _on_all(
-        self, command: Command[R], ranks: Sequence[Child], patience_s: float, on_loading: OnLoading = ignore_loading
+        self,
+        asked: Sequence[Command[R]],
+        ranks: Sequence[Child],
+        patience_s: float,
+        on_loading: OnLoading = ignore_loading,
     ) -> R:
-        """Return rank 0's answer, once every rank has answered. Raises the error that the ranks agree on, and ChildDied
-        or ChildBroke as soon as one of them will not answer, or has failed by itself."""
-        asked = (rank.call(command, patience_s, partial(on_loading, rank.name)) for rank in ranks)
-        async with tasks.running(asked) as calls:
+        """Ask each rank one thing, and return rank 0's answer, once every rank has answered. Raises the error that the
+        ranks agree on, and ChildDied or ChildBroke as soon as one of them will not answer, or has failed by itself."""
+        answers = (
+            rank.call(command, patience_s, partial(on_loading, rank.name))
+            for command, rank in zip(asked, ranks, strict=True)
+        )
+        async with tasks.running(answers) as calls:
             waiting = set(calls)
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

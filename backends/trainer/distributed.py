@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
@@ -35,27 +35,53 @@ _BODY_BYTES_PER_S = 500_000
 """Decoding and checking JSON runs at 5 MB/s or more."""
 _FILE_BYTES_PER_S = 2_000_000
 """A network disk; with fsync."""
+_NETWORK_BYTES_PER_S = 10_000_000
+"""Between machines: less than a tenth of 1 Gbit/s."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among its peers."""
+    """This process among its peers: all ranks of a trainer, or some of them."""
 
     rank: int
     size: int
     device: torch.device
+    across_dtype: torch.dtype = torch.float32
+    """Precision in which gradients travel between machines."""
+    num_machines: int = 1
+    """Machines that have the ranks, as many each: first those of the first machine, then those of the next."""
+    group: dist.ProcessGroup | None = None
+    """The ranks' group; None: the default one."""
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    """With several machines the group of this one's ranks, and that of the ranks that have the same place on each."""
+
+    @property
+    def machine(self) -> "World":
+        """The ranks of this machine."""
+        if self.groups is None:
+            return self
+        num_own = self.size // self.num_machines
+        return World(self.rank % num_own, num_own, self.device, group=self.groups[0])
+
+    @property
+    def across(self) -> "World":
+        """The ranks that have the same place on each machine, by machine."""
+        if self.groups is None:
+            return World(0, 1, self.device)
+        return World(self.rank // self.machine.size, self.num_machines, self.device, group=self.groups[1])
 
 
 ALONE = World(0, 1, torch.device("cpu"))
 """A process without peers."""
 
 
-def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
+def join_world(device_kind: str, gpu_memory_fraction: float = 1.0, across_dtype: torch.dtype = torch.float32) -> World:
     """Read the launcher's variables (as torchrun sets them) and join the process group if there are peers.
 
     MASTER_LISTEN_FD, if set, is rank 0's socket for the group's rendezvous, bound and listening.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    num_machines = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
     device = torch.device("cpu")
     if device_kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -75,7 +101,18 @@ def join_world(device_kind: str, gpu_memory_fraction: float = 1.0) -> World:
             master_listen_fd=None if listening is None else int(listening),
         )
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
-    return World(rank, size, device)
+    groups = None if num_machines == 1 else _groups(size, num_machines)
+    return World(rank, size, device, across_dtype, num_machines, groups=groups)
+
+
+def _groups(size: int, num_machines: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups of `World.groups`: every rank takes part in making all."""
+    num_own = size // num_machines
+    machines = [list(range(first, first + num_own)) for first in range(0, size, num_own)]
+    places = [list(range(place, size, num_own)) for place in range(num_own)]
+    machine, _ = dist.new_subgroups_by_enumeration(machines, timeout=_COLLECTIVE_TIMEOUT)
+    across, _ = dist.new_subgroups_by_enumeration(places, timeout=_COLLECTIVE_TIMEOUT)
+    return machine, across
 
 
 class Root(nn.Module):
@@ -93,8 +130,11 @@ class Root(nn.Module):
 
 def shard(root: Root, layers: Iterable[nn.Module], world: World) -> None:
     """Shard the base with FSDP2: one unit per decoder layer, the rest (embeddings, vision tower, head) in the root's
-    unit, which every rank all-gathers at each forward whether or not it has an image."""
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    unit, which every rank all-gathers at each forward whether or not it has an image. `world` has one machine's
+    ranks."""
+    group = world.group or dist.group.WORLD
+    assert group is not None, "only several ranks share a base"
+    mesh = DeviceMesh.from_group(group, world.device.type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # of gradients, if the base itself trains
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -108,27 +148,31 @@ def sum_on_rank_zero(parameters: Sequence[nn.Parameter], world: World) -> None:
     """
     if world.size == 1:
         return
-
-    def fill() -> None:
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-
-    agreed(fill, world)
-    for parameter in parameters:
-        assert parameter.grad is not None
-        dist.reduce(parameter.grad, dst=0)
+    for parameter, gradient in zip(parameters, whole_gradients(parameters, world), strict=True):
+        dist.reduce(gradient, group=world.group, group_dst=0)
         if world.rank != 0:
             parameter.grad = None
 
 
+def whole_gradients(parameters: Sequence[nn.Parameter], world: World) -> list[Tensor]:
+    """Set every missing gradient to zeros, and return all. All ranks fail, or none."""
+
+    def fill() -> list[Tensor]:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    return agreed(fill, world)
+
+
 def total_norm(gradients: Sequence[Tensor], world: World) -> Tensor:
-    """Return the L2 norm [] of a gradient of which every rank has a part. All ranks fail, or none."""
+    """Return the L2 norm [] of a gradient of which every rank of a machine has a part. All ranks fail, or none."""
     norm = agreed(lambda: torch.nn.utils.get_total_norm(list(gradients)), world)
-    if world.size == 1:
+    if world.machine.size == 1:
         return norm
     square = norm.double() ** 2
-    dist.all_reduce(square)
+    dist.all_reduce(square, group=world.machine.group)
     return square.sqrt().to(norm.dtype)
 
 
@@ -137,7 +181,7 @@ def gather_objects(value: T, world: World) -> list[T]:
     if world.size == 1:
         return [value]
     values = [value] * world.size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, world.group)
     return values
 
 
@@ -175,7 +219,7 @@ def agreed_each(
             errors[key] = to_broadcast(raised)
     if world.size > 1:
         any_failed = torch.tensor(int(bool(errors)))
-        dist.all_reduce(any_failed, dist.ReduceOp.MAX)
+        dist.all_reduce(any_failed, dist.ReduceOp.MAX, world.group)
         if any_failed.item():
             # Every rank picks the same error: the request's own fault, if a rank found that.
             everyones = [one for of_rank in gather_objects(errors, world) for one in of_rank.items()]
@@ -218,7 +262,7 @@ def from_rank_zero(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor
 
     received = agreed(lambda: {name: buffer(name) for name in layout}, world)
     for tensor in received.values():
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, group=world.group, group_src=0)
     return received
 
 
@@ -230,6 +274,11 @@ def decoding_s(size_bytes: int) -> float:
 def microbatch_s(num_tokens: int, num_images: int, num_parameters: int, device: torch.device) -> float:
     """Seconds for forward, recomputation of the head, and backward: about 8 operations per token and parameter."""
     return 8 * num_tokens * num_parameters / _FLOPS[device.type] + num_images * _IMAGE_S
+
+
+def network_s(size_bytes: int) -> float:
+    """Seconds to sum so many bytes over machines."""
+    return 2 * size_bytes / _NETWORK_BYTES_PER_S
 
 
 def files_s(size_bytes: int) -> float:

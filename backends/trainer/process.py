@@ -4,6 +4,8 @@ import logging
 from pathlib import Path
 from typing import assert_never
 
+import torch
+
 from backends.processes.progress import Progress
 from backends.processes.rpc import KeepWaiting, OnPart, serve
 from backends.trainer import commands
@@ -23,7 +25,7 @@ class Process:
         if isinstance(command, commands.Start):
             spec = command.spec
             self._keep_waiting(files_s(sum(file.stat().st_size for file in Path(spec.directory).iterdir())))
-            world = join_world(spec.device, spec.placement.trainer_fraction)
+            world = join_world(spec.device, spec.placement.trainer_fraction, getattr(torch, spec.across_dtype))
             self._rank = TrainerRank(spec, world, self._keep_waiting, Progress(emit))
             return None
         assert self._rank is not None, "the first command is Start"

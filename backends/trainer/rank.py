@@ -16,7 +16,7 @@ from backends.processes.progress import Progress
 from backends.protocol import BackendFailed, EncodedBatch, InvalidInput, ModelLost
 from backends.trainer.base_model import BaseModel
 from backends.trainer.commands import ComputedMicrobatch, FinishedRequest, NewRequest
-from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects
+from backends.trainer.distributed import World, agreed, agreed_each, decoding_s, files_s, gather_objects, network_s
 from backends.trainer.step.batch_request import BatchRequest, choose_microbatches, plan_batch
 from backends.trainer.step.packed_microbatch import MicrobatchRunner
 from backends.trainer.step.validation import check_forward_backward, decode_batch, published
@@ -169,6 +169,8 @@ class TrainerRank:
         model = self._model(model_id)
         if model.gradient == "none":
             raise InvalidInput("there is no gradient: no forward_backward since the last optim_step")
+        if self._world.num_machines > 1:
+            self._keep_waiting(network_s(model.size_bytes))
         try:
             if model.gradient == "incomplete":
                 raise InvalidInput(

@@ -1,9 +1,11 @@
 """Shards of tensors on a trainer's ranks: a tensor is flattened, padded with zeros and cut into equal contiguous parts.
 
-Transfers pass through buffers of bounded size: few collectives, and no second copy of everything. A buffer's memory is
-the only thing that a transfer allocates, and ranks agree on it before the first collective. Knows no model.
+The ranks of one machine have a tensor between them, and each of several machines has all of it: so nothing crosses the
+network to be gathered, and what one machine has memory for, several have. Transfers pass through buffers of bounded
+size: few collectives, and no second copy of everything. A buffer's memory is the only thing that a transfer allocates,
+and ranks agree on it before the first collective. Knows no model.
 
-N ranks, S numbers of a rank's shard of one tensor, W columns of a buffer
+N ranks of a machine, S numbers of a rank's shard of one tensor, W columns of a buffer
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.protocol import BackendFailed
 from backends.trainer.distributed import World, agreed
 
-_BUFFER_BYTES = 256 << 20
-"""Largest buffer of all ranks' columns: past some 10 MiB a collective runs at the speed of its links."""
+_BUFFER_BYTES, _ACROSS_BYTES = 256 << 20, 64 << 20
+"""Largest buffer of all ranks' columns, and of what is summed over machines: past some 10 MiB a collective runs at the
+speed of its links."""
 # torch 2.13 has new names for both, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -24,24 +28,26 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def shard_size(num_elements: int, world: World) -> int:
     """S for a tensor of so many numbers, padding included; the same on every rank."""
-    return -(-num_elements // world.size)
+    return -(-num_elements // world.machine.size)
 
 
 def copy_own(shard_S: Tensor, begin: int, values: Tensor, world: World) -> None:
     """Copy to this rank's shard its part of `values`, which stand from `begin` on in the flattened tensor."""
-    first = world.rank * len(shard_S)
+    first = world.machine.rank * len(shard_S)
     low, high = max(begin, first), min(begin + values.numel(), first + len(shard_S))
     if low < high:
         shard_S[low - first : high - first].copy_(values.flatten()[low - begin : high - begin])
 
 
 def reduce_scatter(tensors: Sequence[Tensor | None], shards: Sequence[Tensor], world: World) -> None:
-    """Set every shard [S] to this rank's part of a tensor's sum over ranks. A missing tensor counts as zeros.
+    """Set every shard [S] to this rank's part of a tensor's sum over the machine's ranks. A missing tensor counts as
+    zeros.
 
     All are of one precision. All ranks fail, or none.
     """
-    buckets = _buckets([len(one) for one in shards], shards[0].dtype, world)
-    sent_NW, received_W = agreed(lambda: _buffers(buckets, shards[0], world), world)
+    machine = world.machine
+    buckets = _buckets([len(one) for one in shards], shards[0].dtype, machine)
+    sent_NW, received_W = agreed(lambda: _buffers(buckets, shards[0], machine), world)
     for bucket in buckets:
         sent_NW.zero_()
         for columns in bucket:
@@ -49,44 +55,80 @@ def reduce_scatter(tensors: Sequence[Tensor | None], shards: Sequence[Tensor], w
             if tensor is not None:
                 for of_tensor, of_buffer in _views(tensor, columns, sent_NW):
                     of_buffer.copy_(of_tensor)
-        _reduce_scatter(received_W, sent_NW.view(-1))  # gloo takes no stack
+        _reduce_scatter(received_W, sent_NW.view(-1), group=machine.group)  # gloo takes no stack
         for columns in bucket:
             shards[columns.tensor][columns.of_shard].copy_(received_W[columns.of_buffer])
 
 
+def sum_across(tensors: Sequence[Tensor], world: World) -> None:
+    """Set every tensor to its sum over machines, of the ranks at this rank's place on each, which travels in
+    `world.across_dtype`. The sum is bitwise the same on all of them. All ranks fail, or none."""
+    if world.num_machines == 1:
+        return
+    dtype = world.across_dtype
+    width = min(max(one.numel() for one in tensors), max(1, _ACROSS_BYTES // dtype.itemsize))
+    buffer = agreed(lambda: torch.empty(width, dtype=dtype, device=tensors[0].device), world)
+    for part in (part for tensor in tensors for part in tensor.view(-1).split(width)):
+        sent = buffer[: len(part)].copy_(part)
+        dist.all_reduce(sent, group=world.across.group)
+        part.copy_(sent)
+
+
+def require_same_across(tensors: Sequence[Tensor], world: World) -> None:
+    """Raise BackendFailed on all ranks if float32 tensors, which every machine has computed, are not bitwise the same
+    on all of them."""
+    if world.num_machines == 1:
+        return
+    own = agreed(lambda: torch.stack([one.detach().view(torch.int32).sum(dtype=torch.int64) for one in tensors]), world)
+    of_machines = [torch.empty_like(own) for _ in range(world.num_machines)]
+    dist.all_gather(of_machines, own, group=world.across.group)
+
+    def require() -> None:
+        if not all(torch.equal(one, own) for one in of_machines):
+            raise BackendFailed(
+                "the machines of the trainer have computed different weights in one step: let only machines of one kind"
+                " of processor and GPU join"
+            )
+
+    agreed(require, world)
+
+
 def all_gather(shards: Sequence[Tensor], tensors: Sequence[Tensor], world: World) -> None:
-    """Set every whole tensor on every rank from the ranks' shards [S], rounded to the precision of `tensors`, which is
-    the same for all.
+    """Set every whole tensor on every rank from the shards [S] of its machine, rounded to the precision of `tensors`,
+    which is the same for all.
 
     All ranks fail before any tensor has changed, or none.
     """
-    buckets = _buckets([len(one) for one in shards], tensors[0].dtype, world)
-    received_NW, sent_W = agreed(lambda: _buffers(buckets, tensors[0], world), world)
+    machine = world.machine
+    buckets = _buckets([len(one) for one in shards], tensors[0].dtype, machine)
+    received_NW, sent_W = agreed(lambda: _buffers(buckets, tensors[0], machine), world)
     for bucket in buckets:
         for columns in bucket:
             sent_W[columns.of_buffer].copy_(shards[columns.tensor][columns.of_shard])
-        _all_gather(received_NW.view(-1), sent_W)
+        _all_gather(received_NW.view(-1), sent_W, group=machine.group)
         for columns in bucket:
             for of_tensor, of_buffer in _views(tensors[columns.tensor], columns, received_NW):
                 of_tensor.copy_(of_buffer)
 
 
 def gather_to_rank_zero(shard: Tensor, shape: torch.Size, world: World) -> Tensor:
-    """Gather a whole tensor in rank 0's host memory; the other ranks get an empty one. A world of one returns the
-    tensor itself. All ranks fail, or none."""
-    if world.size == 1:
+    """Gather a whole tensor in rank 0's host memory, from its machine alone; the other ranks get an empty one. The only
+    rank of a machine returns the tensor itself. All ranks fail, or none."""
+    machine = world.machine
+    if machine.size == 1:
         return shard
-    is_first = world.rank == 0
-    buckets = _buckets([len(shard)], shard.dtype, world)
+    is_first, takes_part = world.rank == 0, world.across.rank == 0
+    buckets = _buckets([len(shard)], shard.dtype, machine)
 
     def allocate() -> tuple[Tensor, Tensor, Tensor]:
         whole = torch.empty(shape if is_first else 0, dtype=shard.dtype)
-        return whole, *_buffers(buckets, shard, world)
+        return whole, *_buffers(buckets, shard, machine)
 
     whole, received_NW, sent_W = agreed(allocate, world)
     for (columns,) in buckets:
         sent_W[columns.of_buffer].copy_(shard[columns.of_shard])
-        dist.gather(sent_W, list(received_NW) if is_first else None)
+        if takes_part:
+            dist.gather(sent_W, list(received_NW) if is_first else None, group=machine.group, group_dst=0)
 
         def copy_out(columns: _Columns = columns) -> None:
             for of_tensor, of_buffer in _views(whole, columns, received_NW) if is_first else ():
@@ -98,15 +140,28 @@ def gather_to_rank_zero(shard: Tensor, shape: torch.Size, world: World) -> Tenso
 
 def scatter_from_rank_zero(whole: Tensor | None, like: Tensor, world: World) -> Tensor:
     """Return this rank's shard of rank 0's tensor, with memory of its own and of the size, precision and device of
-    `like`; what the others pass is ignored. All ranks fail, or none."""
-    if world.size == 1:
-        assert whole is not None
-        return whole.to(like.device, like.dtype, copy=True)
-    is_first = world.rank == 0
-    buckets = _buckets([len(like)], like.dtype, world)
+    `like`; what the others pass is ignored. It crosses the network once to each other machine. All ranks fail, or
+    none."""
+    if world.machine.size > 1:
+        shard = _scatter_on_first_machine(whole, like, world)
+    else:
+        shard = agreed(lambda: torch.empty_like(like.detach()) if whole is None else _copied_as(whole, like), world)
+    if world.num_machines > 1:
+        dist.broadcast(shard, group=world.across.group, group_src=0)
+    return shard
+
+
+def _copied_as(whole: Tensor, like: Tensor) -> Tensor:
+    return whole.to(like.device, like.dtype, copy=True)
+
+
+def _scatter_on_first_machine(whole: Tensor | None, like: Tensor, world: World) -> Tensor:
+    """The shard of each rank of rank 0's machine; on other machines, memory for it."""
+    machine, is_first, takes_part = world.machine, world.rank == 0, world.across.rank == 0
+    buckets = _buckets([len(like)], like.dtype, machine)
 
     def allocate() -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(like.detach()), *_buffers(buckets, like, world)
+        return torch.empty_like(like.detach()), *_buffers(buckets, like, machine)
 
     shard, sent_NW, received_W = agreed(allocate, world)
     for (columns,) in buckets:
@@ -117,7 +172,8 @@ def scatter_from_rank_zero(whole: Tensor | None, like: Tensor, world: World) -> 
                 of_buffer.copy_(of_tensor)
 
         agreed(copy_in, world)
-        dist.scatter(received_W, list(sent_NW) if is_first else None)
+        if takes_part:
+            dist.scatter(received_W, list(sent_NW) if is_first else None, group=machine.group, group_src=0)
         shard[columns.of_shard].copy_(received_W[columns.of_buffer])
     return shard
 

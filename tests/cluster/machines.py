@@ -11,9 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from backends.cluster.client import Address, Cluster, ExistingRay, Node, Uses
+from backends.cluster.client import Address, Cluster, ExistingRay, Node, StartThere, Use
 from backends.cluster.offer import Offer
-from backends.processes.launcher import StartWorkers
 from backends.protocol import ignore_loading
 from tests.servers import MODEL
 
@@ -38,22 +37,19 @@ def free_port() -> int:
 class NoUse:
     """Every machine may join, and none is used."""
 
-    def __init__(self, models: Mapping[str, str] | None = None) -> None:
-        self._models = models or {}
-
-    def directories(self) -> Mapping[str, str]:
-        return self._models
-
     def check(self, offer: Offer) -> None: ...
 
-    def begin(self, node: Node, start_workers: StartWorkers) -> None: ...
+    def begin(self, node: Node, start: StartThere) -> None: ...
 
     async def end(self, node: Node) -> None: ...
 
 
 @asynccontextmanager
-async def started(directory: Path, uses: Uses, existing: ExistingRay | None = None) -> AsyncIterator[Cluster]:
-    cluster = Cluster(Address("127.0.0.1", free_port()), directory / "token", uses, existing)
+async def started(
+    directory: Path, *uses: Use, models: Mapping[str, str] | None = None, existing: ExistingRay | None = None
+) -> AsyncIterator[Cluster]:
+    address = Address("127.0.0.1", free_port())
+    cluster = Cluster(address, directory / "token", uses, models or {}, existing)
     try:
         await cluster.start(ignore_loading)
         yield cluster

@@ -58,7 +58,7 @@ async def nodes(temporary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_nodes_of_a_cluster_that_exists_join_by_themselves(nodes: Nodes, tiny_vl: Path, tmp_path: Path) -> None:
-    async with started(tmp_path, NoUse({MODEL: str(tiny_vl)}), nodes.existing()) as cluster:
+    async with started(tmp_path, NoUse(), models={MODEL: str(tiny_vl)}, existing=nodes.existing()) as cluster:
         await until(lambda: is_alive(cluster, "b"))
         assert [node.name for node in cluster.states()] == ["b"]  # and not the serving machine
         offer = cluster.nodes["b"].offer
@@ -104,7 +104,7 @@ async def test_a_node_of_another_version_is_named(
         said += capfd.readouterr().err
         return "it is asked again in 1 s" in said
 
-    async with started(tmp_path, NoUse({MODEL: str(tiny_vl)}), nodes.existing()) as cluster:
+    async with started(tmp_path, NoUse(), models={MODEL: str(tiny_vl)}, existing=nodes.existing()) as cluster:
         await until(is_said)
         assert cluster.states() == []
     assert "the machine b: the server at" in said and "the server has 99: install the same" in said
@@ -116,14 +116,14 @@ async def test_a_cluster_without_the_right_token_is_refused(
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "other"))
     made_token(tmp_path / "other")
     with pytest.raises(BackendFailed, match=r"does not take this machine: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"):
-        async with started(tmp_path, NoUse(), nodes.existing()):
+        async with started(tmp_path, NoUse(), existing=nodes.existing()):
             pass
 
 
 async def test_a_cluster_that_takes_everybody_is_refused(temporary: str, tmp_path: Path) -> None:
     async with of_two(tmp_path, {"RAY_AUTH_MODE": "disabled", "RAY_usage_stats_enabled": "0"}) as nodes:
         with pytest.raises(BackendFailed, match="takes everybody: start it with RAY_AUTH_MODE=token"):
-            async with started(tmp_path, NoUse(), nodes.existing()):
+            async with started(tmp_path, NoUse(), existing=nodes.existing()):
                 pass
 
 

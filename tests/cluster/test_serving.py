@@ -20,7 +20,7 @@ from tests.servers import KEY, MODEL, Server, sdk_input
 from tests.training import batch, step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ENGINE = f"sampler {MODEL} engine 1 on a"
+ENGINE, RANK = f"sampler {MODEL} engine 1 on a", f"trainer {MODEL} rank 1 on a"
 
 
 def commands() -> list[str]:
@@ -34,12 +34,12 @@ def gauges(server: Server, name: str, label: str) -> dict[str, float]:
     return {line.partition(f'{label}="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-def trained(server: Server, renderer: Renderer) -> Any:
-    """A client that samples from what a model has learned in a step."""
+def trained(server: Server, renderer: Renderer) -> tuple[Any, Any]:
+    """A client that has trained for a step, and one that samples from what was learned."""
     training = server.client().create_lora_training_client(base_model=MODEL, rank=8).result()
     step(training, batch(renderer))
     saved = training.save_weights_for_sampler("first").result()
-    return server.client().create_sampling_client(model_path=saved.path).result()
+    return training, server.client().create_sampling_client(model_path=saved.path).result()
 
 
 def drawn(sampling: Any) -> list[list[int]]:
@@ -50,7 +50,7 @@ def drawn(sampling: Any) -> list[list[int]]:
     return [one.result().sequences[0].tokens for one in asked]
 
 
-async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash(
+async def test_a_machine_samples_and_trains_for_a_server_and_comes_back_to_it_after_a_crash(
     tiny_vl: Path, renderer: Renderer, temporary: str, tmp_path: Path
 ) -> None:
     port, data = free_port(), tmp_path / "data"
@@ -59,7 +59,8 @@ async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash
     token_file = data / "cluster-token"
     token = token_file.read_text()
     assert len(token) == 64 and f"tinker-server join 127.0.0.1:{port} --token-file FILE" in server.log.read_text()
-    alone = await asyncio.to_thread(drawn, sampling := await asyncio.to_thread(trained, server, renderer))
+    training, sampling = await asyncio.to_thread(trained, server, renderer)
+    alone = await asyncio.to_thread(drawn, sampling)
 
     machine = await Machine(f"127.0.0.1:{port}", token_file, "a", tiny_vl).start()
     await until(lambda: gauges(server, "tinker_node_up", "node") == {"a": 1})
@@ -78,6 +79,10 @@ async def test_a_machine_samples_for_a_server_and_comes_back_to_it_after_a_crash
 
     await draw_until_both_have()
     assert gauges(server, "tinker_process_up", "process")[ENGINE] == 1
+    await until(lambda: gauges(server, "tinker_process_up", "process").get(RANK) == 1, 200)
+    await asyncio.to_thread(step, training, batch(renderer, 1))
+    saved = await asyncio.to_thread(lambda: training.save_weights_for_sampler("second").result())
+    assert saved.path.endswith("second")
 
     server.kill()
     await until(lambda: not rays())

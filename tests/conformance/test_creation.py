@@ -113,6 +113,26 @@ def test_021_a_creation_that_waits_for_a_grant_is_polled_and_then_succeeds(fake:
     assert fake.result(long).status_code == 200
 
 
+def test_021_a_poll_says_what_is_waited_for_beside_a_turn(fake: Running) -> None:
+    trainer, model_id = fake.backend.tiny.trainer, fake.model()
+    gate = trainer.gates["held"]
+    fake.set_gate(gate, is_open=False)
+    headers = {"content-type": "application/x-protobuf"}
+    held = fake.http.post(
+        "/forward_backward", content=forward_backward_body(model_id, 1, loss_fn="held"), headers=headers
+    )
+    poll = {"request_id": held.json()["request_id"], "allow_metadata_only": True}
+    pending = fake.post("/retrieve_future", **poll).json()
+    assert pending["queue_state"] == "active" and "queue_state_reason" not in pending
+    trainer.waited_for = "the trainer of tiny starts again"
+    pending = fake.post("/retrieve_future", **poll).json()
+    trainer.waited_for = None
+    assert pending["queue_state"] == "paused_capacity"
+    assert pending["queue_state_reason"] == "the trainer of tiny starts again"
+    fake.set_gate(gate, is_open=True)
+    assert fake.result(held).status_code == 200
+
+
 def test_021_the_sdk_waits_for_its_creation(fake: Running, client: tinker.ServiceClient) -> None:
     gate = fake.backend.tiny.trainer.gates["slow"]
     busy = client.create_lora_training_client("tiny", rank=8).result()

@@ -4,99 +4,26 @@ pytest tests/contract/test_recovery.py
 """
 
 import asyncio
-import json
-import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from api_schemas.old_clients import results
-from api_schemas.sessions import CreateSessionRequest
-from api_schemas.training import ForwardBackwardInput, ForwardBackwardRequest, LoraConfig, Trainable
+from api_schemas.training import Trainable
 from backends.processes import supervisor
 from backends.processes.launcher import launch_trainer
 from backends.protocol import BackendFailed
 from backends.trainer.client import TrainerClient
-from tests.factories import MIXED, datum, make_renderer
-from tests.fakes import FakeBackend
-from tests.submitting import Client
+from tests.recovery import RealTrainer, create, finished, forward_backward, logprobs_of, server, train
 from tests.trainers import config
-from tinker_server.app import serving
-from tinker_server.auth.keys import LOCAL
-from tinker_server.settings import Settings
-from tinker_server.store.futures.records import Result
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 STEPS = 3
-
-
-class RealTrainer(FakeBackend):
-    """A true trainer beside a sampler that computes nothing."""
-
-    def __init__(self, source: Path, num_ranks: int = 1) -> None:
-        super().__init__()
-        self.trainer = TrainerClient(config(source, num_ranks=num_ranks), patience_s=60)
-        self.tiny.trainer = self.trainer  # type: ignore[assignment]
-
-    async def start(self) -> None:
-        await self.trainer.start()
-        await super().start()
-
-    async def stop(self) -> None:
-        await self.trainer.stop()
-        await super().stop()
-
-    def signal(self, number: signal.Signals, rank: int = 0) -> None:
-        os.kill(self.trainer._supervisor.children[rank].process.pid, number)
-
-    def kill(self, rank: int = 0) -> None:
-        self.signal(signal.SIGKILL, rank)
-
-
-@asynccontextmanager
-async def server(data_dir: Path, backend: RealTrainer, session_id: str | None = None) -> AsyncIterator[Client]:
-    settings = Settings(data_dir=data_dir, gap_grace_s=0.2, drain_s=0.5)
-    async with serving(settings, backend) as services:
-        session_id = session_id or await services.sessions.create(CreateSessionRequest(), None, LOCAL)
-        yield Client(services, backend, session_id)
-
-
-async def forward_backward(client: Client, seq_id: int, model_id: str | None = None) -> str:
-    lane, items = model_id or client.model_id, list(MIXED.values())
-    renderer = make_renderer(Path(client.trainer._spec.directory))  # type: ignore[attr-defined]
-    data = [datum(items[(seq_id + n) % len(items)], renderer, seq_id) for n in range(2)]
-    loss_input = ForwardBackwardInput(data=data, loss_fn="cross_entropy")
-    request = ForwardBackwardRequest(model_id=lane, seq_id=seq_id, forward_backward_input=loss_input)
-    return await client.submit("forward_backward", request, seq_id, lane)
-
-
-async def finished(client: Client, request_id: str) -> Result:
-    async with asyncio.timeout(120):
-        while (result := await client.services.futures.wait(request_id, LOCAL, 10)) is None:
-            pass
-    return result
-
-
-async def train(client: Client, first: int, model_id: str | None = None) -> list[bytes]:
-    """Two parts of a batch, a step: what came of them."""
-    submitted = [await forward_backward(client, first + n, model_id) for n in range(2)]
-    submitted.append(await client.optim_step(first + 2, model_id))
-    results = [await finished(client, one) for one in submitted]
-    assert not any(one.failed for one in results), [one.body for one in results if one.failed]
-    return [one.body for one in results]
-
-
-async def create(client: Client, number: int = 0) -> None:
-    result = await finished(client, await client.create_model(number, lora_config=LoraConfig(rank=8, seed=1)))
-    assert not result.failed, result.body
 
 
 @pytest.fixture(scope="module")
@@ -242,12 +169,12 @@ async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_
 async def test_ranks_that_do_not_start_are_tried_again_and_operations_wait(tiny_vl, monkeypatch):
     failures = 0
 
-    async def fail_at_times(spec):
+    async def fail_at_times(spec, others):
         nonlocal failures
         if failures:
             failures -= 1
             raise BackendFailed("there is no memory left")
-        return await launch_trainer(spec)
+        return await launch_trainer(spec, others)
 
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
     trainer = TrainerClient(config(tiny_vl), fail_at_times)
@@ -274,8 +201,3 @@ async def test_one_of_two_ranks_killed_costs_a_pause(tiny_vl, tmp_path):
             outcomes.append(await train(client, 4))
     logprobs = [logprobs_of(outcome[0]) for outcome in outcomes]
     np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-6)
-
-
-def logprobs_of(body: bytes) -> np.ndarray:
-    outputs = json.loads(b"".join(results.forward_backward_json(body)))["loss_fn_outputs"]
-    return np.concatenate([one["logprobs"]["data"] for one in outputs])

@@ -257,6 +257,13 @@ class Model:
         except DatabaseUnavailable:
             return False
 
+    def waits_for(self) -> str | None:
+        """Say what its operations wait for beside their turn; None if for nothing."""
+        if self._trainer is None:
+            return None
+        restored = f"model {self.id} is restored from its snapshot and log" if self.is_being_restored else None
+        return self._trainer.waits_for() or restored
+
     async def _find(self) -> TrainingRun:
         """Read the run anew. Raises UnknownModel."""
         self.run = run = await self._stores.runs.get(self.id)

@@ -187,6 +187,10 @@ class Scheduler:
         for operation, _ in self._samples.values():
             yield operation, True
 
+    def waits_for(self, model_id: str) -> str | None:
+        """Say what a model's operations wait for beside their turn; None if for nothing."""
+        return None if (actor := self._actors.get(model_id)) is None else actor.model.waits_for()
+
     def in_memory(self) -> Iterator[tuple[TrainingRun, int]]:
         """Yield the runs whose models a trainer holds, each with its device memory of each rank in bytes."""
         for actor in self._actors.values():

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Response
 from fastapi.responses import StreamingResponse
@@ -75,7 +75,10 @@ async def retrieve_future(
     request_id = _checked(poll.request_id)
     result = await server.futures.wait(request_id, caller, server.settings.poll_hold_s)
     if result is None:
-        pending = RetrieveFuturePending(request_id=request_id)
+        unfinished = server.futures.queue.get(request_id)
+        waits_for = None if unfinished is None else server.scheduler.waits_for(unfinished.lane)
+        state: Literal["active", "paused_capacity"] = "active" if waits_for is None else "paused_capacity"
+        pending = RetrieveFuturePending(request_id=request_id, queue_state=state, queue_state_reason=waits_for)
         return Response(pending.model_dump_json(exclude_none=True), 408, media_type="application/json")
     if result.content_type != wire.PROTOBUF:
         return Response(result.body, media_type=result.content_type)

@@ -86,7 +86,7 @@ class Adapters:
 
     def _stacked_adapter(self, group: Group, rank: int) -> StackedAdapter:
         outputs, inputs = group.matrix_shape
-        dtype = self.gradient_dtype if self._world.size == 1 else self._dtype
+        dtype = self.gradient_dtype if self._world.machine.size == 1 else self._dtype
         halves = [
             nn.Parameter(torch.zeros(len(group.names), rank, width, dtype=dtype, device=self._device))
             for width in (inputs, outputs)

@@ -87,7 +87,7 @@ class LoraFiles:
         def copy() -> Callable[[Path], None]:
             config, state = model.config, model.gradient
             # What was gathered from several ranks is a copy already.
-            weights, moments = wholes if self._world.size > 1 else map(_copied, wholes)
+            weights, moments = wholes if self._world.machine.size > 1 else map(_copied, wholes)
             gradient = _copied(model.gradients)
 
             def write(aside: Path) -> None:

@@ -1,8 +1,9 @@
 """A client's LoRA model: layer-stacked adapters, their optimizer, and the state of their gradient.
 
-Several ranks share float32 masters and moments: each has a shard of every layer-stacked tensor (`shards.py`), and steps
-it. Every rank also has a working copy of the whole adapter in the base's precision, which microbatches load, and until
-the next optim_step a whole gradient of its own. On one rank the masters are the working copy.
+Several ranks of a machine share float32 masters and moments: each has a shard of every layer-stacked tensor
+(`shards.py`), and steps it; several machines step the same, with the same sum of their gradients. Every rank also has
+a working copy of the whole adapter in the base's precision, which microbatches load, and until the next optim_step a
+whole gradient of its own. On a machine's only rank the masters are the working copy.
 
 L matrices, r rank of the model, I inputs and O outputs of a matrix
 """
@@ -20,7 +21,15 @@ from backends.families.family import LoraFlag
 from backends.formats.stacked_adapters import TargetModules
 from backends.protocol import InvalidInput
 from backends.trainer import shards
-from backends.trainer.distributed import World, agreed, from_rank_zero, on_rank_zero, sum_on_rank_zero, total_norm
+from backends.trainer.distributed import (
+    World,
+    agreed,
+    from_rank_zero,
+    on_rank_zero,
+    sum_on_rank_zero,
+    total_norm,
+    whole_gradients,
+)
 from backends.trainer.lora.experts import ExpertAdapters
 from backends.trainer.lora.linear import LoraLinear
 from backends.trainer.optimizer import MOMENTS, all_finite, not_finite, set_adam, step_on_device, take_step
@@ -78,9 +87,11 @@ class LoraModel:
         self.config = config
         self.stacks = tuple(stacks)
         self._world = world
+        self._is_shared = world.machine.size > 1
         self._weights = [half for stack in self.stacks for half in (stack.a_LrI, stack.b_LrO)]
-        self.parameters = self._weights if world.size == 1 else [self._zero_shard(one) for one in self._weights]
-        """The masters: this rank's shard [S] of every A and B, on one rank A [L, r, I] and B [L, r, O] themselves."""
+        self.parameters = [self._zero_shard(one) for one in self._weights] if self._is_shared else self._weights
+        """The masters: this rank's shard [S] of every A and B; on an only rank A [L, r, I] and B [L, r, O] themselves.
+        """
         self.optimizer = torch.optim.AdamW(self.parameters, fused=fused)
         self.gradient: GradientState = "none"
 
@@ -100,13 +111,13 @@ class LoraModel:
             a_rI = self.stacks[index].a_LrI.data[matrix]
             fresh_rI = sample(a_rI.shape)
             a_rI.copy_(fresh_rI)
-            if self._world.size > 1:
+            if self._is_shared:
                 master_S = self.parameters[2 * index].data
                 shards.copy_own(master_S, matrix * fresh_rI.numel(), fresh_rI, self._world)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the masters on all ranks together, without padding."""
+        """Bytes of the masters on all ranks of a machine together, without padding."""
         return sum(one.numel() * master.itemsize for one, master in zip(self._weights, self.parameters, strict=True))
 
     @property
@@ -114,7 +125,7 @@ class LoraModel:
         """Device memory of this rank for masters, two moments, a whole gradient and, with several ranks, the working
         copy, in bytes."""
         masters = (1 + len(MOMENTS)) * sum(one.nbytes for one in self.parameters)
-        return masters + self.size_bytes + (0 if self._world.size == 1 else sum(one.nbytes for one in self._weights))
+        return masters + self.size_bytes + (sum(one.nbytes for one in self._weights) if self._is_shared else 0)
 
     @property
     def missing_bytes(self) -> int:
@@ -170,7 +181,7 @@ class LoraModel:
         """Whole A [L, r, I] and B [L, r, O] of every stacked adapter, at least as precise as `dtype`: the working copy,
         or else the masters, gathered for rank 0 alone. All ranks call it."""
         halves = [one.data for one in self._weights]
-        if self._world.size > 1 and torch.promote_types(halves[0].dtype, dtype) != halves[0].dtype:
+        if self._is_shared and torch.promote_types(halves[0].dtype, dtype) != halves[0].dtype:
             halves = [self._gathered(one.data, index) for index, one in enumerate(self.parameters)]
         return list(zip(halves[::2], halves[1::2], strict=True))
 
@@ -194,11 +205,13 @@ class LoraModel:
     def sum_gradient(self) -> Tensor:
         """Sum the gradient over ranks, each its shards, and return the L2 norm [] of the whole. All ranks fail, or
         none."""
-        if self._world.size > 1:
+        if self._is_shared:
             sums = agreed(lambda: [torch.empty_like(one.data) for one in self.parameters], self._world)
             shards.reduce_scatter([one.grad for one in self._weights], sums, self._world)
             for weight, master, own_sum in zip(self._weights, self.parameters, sums, strict=True):
                 weight.grad, master.grad = None, own_sum
+        if self._world.num_machines > 1:
+            shards.sum_across(whole_gradients(self.parameters, self._world), self._world)
         return total_norm([p.grad for p in self.parameters if p.grad is not None], self._world)
 
     def move_gradient(self) -> None:
@@ -232,13 +245,14 @@ class LoraModel:
 
     def _update_working_copy(self, masters: Sequence[Tensor]) -> None:
         """Set the working copy, if it is not the masters themselves. All ranks fail, and change nothing, or none."""
-        if self._world.size > 1:
+        if self._is_shared:
             shards.all_gather([one.detach() for one in masters], [one.data for one in self._weights], self._world)
 
     def step(self, adam: AdamParams, norm: Tensor) -> None:
         """Take one step of torch.optim.AdamW; `norm` is what `sum_gradient` gave. All ranks fail, or none; the step
         must then be undone. Raises InvalidInput if a weight or one of Adam's moments is not finite on any rank."""
         agreed(lambda: self._step_own(adam, norm), self._world)
+        shards.require_same_across(self.parameters, self._world)
         self._update_working_copy(self.parameters)
 
     def _step_own(self, adam: AdamParams, norm: Tensor) -> None:

@@ -61,7 +61,8 @@ Parameters = Iterable[tuple[str, LoadedParameter]]
 
 
 def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -> Root:
-    """Load the frozen base to this rank's device: its shard of each parameter if `is_sharded`, else the whole.
+    """Load the frozen base to this rank's device: its shard of each parameter if `is_sharded`, else the whole. Only
+    ranks of one machine share it.
 
     Raises BackendFailed with the names of tensors that the files lack, that have another shape than the model's, or
     that the model does not have.
@@ -69,7 +70,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     dtype = getattr(torch, config.dtype)
     attention_name = family.attention(attention.implementation(world.device, dtype))
     tensors = None if config.base_dir is None else _mapped(config, world, dtype)
-    shards = _Shards(world, is_sharded=is_sharded)
+    shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
         arguments: dict[str, object] = {
@@ -94,7 +95,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     _move_buffers(model, world.device)
     root = Root(model)
     if is_sharded:
-        shard(root, model.get_decoder().layers, world)
+        shard(root, model.get_decoder().layers, world.machine)
     _fill(model, own)
     if tensors is not None:
         _require_mapped(tensors, model, config.directory)
@@ -104,7 +105,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
 def _mapped(config: ModelSpec, world: World, dtype: torch.dtype) -> BaseTensors:
     """Return the files' tensors, of the holder on this rank's GPU."""
     gpus = config.placement.gpus
-    base_socket = config.base_socket(gpus[world.rank] if gpus else None)
+    base_socket = config.base_socket(gpus[world.machine.rank] if gpus else None)
     return checked_tensors(Path(config.directory), base_socket, world.device, dtype)
 
 

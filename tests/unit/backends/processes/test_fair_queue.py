@@ -64,3 +64,22 @@ async def test_a_prioritized_request_that_is_cancelled_leaves_the_grants_to_othe
     holding.set()
     await asyncio.wait_for(asyncio.gather(held, other), 5)
     assert log.granted == ["b0"]
+
+
+async def test_it_is_idle_for_as_long_as_nothing_was_granted_or_waited_or_had_priority() -> None:
+    log = Log()
+    queue = log.queue
+    await asyncio.sleep(0.02)
+    assert 0.02 <= queue.idle_s < 10
+    async with queue.grant("a", "0"):
+        await asyncio.sleep(0.02)
+        assert queue.idle_s == 0
+        waiting = asyncio.create_task(log.work("b", "0", 1))
+        await asyncio.sleep(0)
+    assert queue.idle_s == 0
+    await waiting
+    await asyncio.sleep(0.05)
+    before_s = queue.idle_s
+    with queue.prioritize("a", "0"):
+        assert queue.idle_s == 0
+    assert 0 < queue.idle_s < before_s

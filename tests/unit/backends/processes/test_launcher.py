@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import uvloop
 
 from backends.model_spec import Mesh, Placement
-from backends.processes.launcher import launch, launch_sampler, launch_trainer
-from backends.processes.rpc import ChildDied
-from backends.protocol import InvalidInput
+from backends.processes import launcher
+from backends.processes.launcher import Others, Seat, launch, launch_sampler, launch_trainer
+from backends.processes.rpc import Child, ChildDied
+from backends.protocol import BackendFailed, InvalidInput
 from tests.busy_child import LONGEST_ANSWER, Grandchild, Nap, NotToBeRead, Zeros
 from tests.specs import tiny_spec
 
@@ -201,3 +203,45 @@ async def test_an_engine_sees_its_own_gpus_alone_by_the_machines_names(monkeypat
         await engine.stop(grace_s=0.1)
     assert (found["CUDA_VISIBLE_DEVICES"], engine.name) == ("7,8", "sampler tiny engine 1")
     assert found["TRITON_CACHE_DIR"] == "/cache/triton"  # one for all engines
+
+
+async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, there = replace(tiny_spec(Path()), mesh=Mesh(shard=2)), list[Seat]()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+
+    async def start(seat: Seat) -> list[Child]:
+        there.append(seat)
+        return []
+
+    ranks = await launch_trainer(spec, Others("127.0.0.1", (start, start)))
+    try:
+        found = [await environment(rank.process.pid) for rank in ranks]
+    finally:
+        await asyncio.gather(*(rank.stop(grace_s=0.1) for rank in ranks))
+    port = int(found[0]["MASTER_PORT"])
+    assert there == [Seat(rank, 6, "127.0.0.1", port) for rank in (2, 3, 4, 5)]
+    assert [(one["RANK"], one["LOCAL_WORLD_SIZE"], one["WORLD_SIZE"]) for one in found] == [
+        ("0", "2", "6"),
+        ("1", "2", "6"),
+    ]
+    assert "MASTER_LISTEN_FD" in found[0] and "MASTER_LISTEN_FD" not in found[1]
+    # Not that of the machine's name, and not in place of what the operator has chosen.
+    assert (found[0]["GLOO_SOCKET_IFNAME"], found[0]["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
+
+
+async def test_ranks_here_end_where_one_elsewhere_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[Child]()
+    real = launcher.launch
+
+    async def noted(*args: Any, **kwargs: Any) -> Child:
+        started.append(await real(*args, **kwargs))
+        return started[-1]
+
+    async def refuse(seat: Seat) -> list[Child]:
+        raise BackendFailed("the machine is lost")
+
+    monkeypatch.setattr(launcher, "launch", noted)
+    with pytest.raises(BackendFailed, match="the machine is lost"):
+        await launch_trainer(tiny_spec(Path()), Others("127.0.0.1", (refuse,)))
+    assert len(started) == 1 and not psutil.pid_exists(started[0].process.pid)

@@ -1,0 +1,104 @@
+"""Ranks of trainers on other machines: each machine that joins may hold those of every model that it has."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from backends.cluster.client import Node, StartThere
+from backends.cluster.engines import SAME_GPU, RemoteEngines, gpus_of_engines
+from backends.cluster.offer import Offer
+from backends.configure.gpus import read_gpus
+from backends.model_spec import ModelSpec
+from backends.processes.launcher import Seat
+from backends.processes.rpc import Child
+from backends.trainer.client import TrainerClient
+from backends.trainer.replicas import Replica
+
+log = logging.getLogger(__name__)
+_LOOK_S = 0.5
+
+
+class RemoteReplicas:
+    """`client.Use`: the trainers of the models, by public name, and the ranks that other machines have of them."""
+
+    def __init__(
+        self, host: str, trainers: Mapping[str, tuple[ModelSpec, TrainerClient]], engines: RemoteEngines
+    ) -> None:
+        """`host` is this machine's address, at which ranks meet; `engines` are those of the same machines."""
+        self._host = host
+        self._trainers = trainers
+        self._engines = engines
+        self._attaching: dict[Node, asyncio.Task[None]] = {}
+        self._attached: dict[Node, list[tuple[TrainerClient, Replica]]] = {}
+
+    def check(self, offer: Offer) -> None:
+        """Implement the protocol: a machine that holds no ranks may still have engines."""
+
+    def begin(self, node: Node, start: StartThere) -> None:
+        """Implement the protocol. The ranks start after the machine's engines, which take memory for their own that is
+        filled while they measure it."""
+        found: dict[TrainerClient, Replica] = {}
+        for name, directory in node.offer.models.items():
+            spec, trainer = self._trainers[name]
+            if trainer in found:  # under another name
+                continue
+            if obstacle := self.obstacle(spec, node.offer):
+                log.warning("%s has no ranks of the trainer of %s: %s", node.offer.name, name, obstacle)
+                continue
+            found[trainer] = self._replica(spec, directory, node.offer, start)
+        self._attached[node] = []
+        self._attaching[node] = asyncio.create_task(self._attach(node, found), name=f"ranks on {node.offer.name}")
+
+    async def end(self, node: Node) -> None:
+        """Implement the protocol."""
+        self._attaching.pop(node).cancel()
+        await asyncio.gather(*(trainer.detach(replica) for trainer, replica in self._attached.pop(node)))
+
+    async def _attach(self, node: Node, replicas: Mapping[TrainerClient, Replica]) -> None:
+        while not self._engines.are_ready(node):  # noqa: ASYNC110 - supervisors tell nobody
+            await asyncio.sleep(_LOOK_S)
+        for trainer, replica in replicas.items():
+            self._attached[node].append((trainer, replica))
+            trainer.attach(replica)
+
+    def _replica(self, spec: ModelSpec, directory: str, offer: Offer, start: StartThere) -> Replica:
+        compiled_dir = None if spec.compiled_dir is None else Path(offer.data_dir) / "compiled"
+        there = replace(spec, directory=directory, compiled_dir=compiled_dir)
+
+        async def start_rank(seat: Seat) -> list[Child]:
+            return await start(there, seat)
+
+        return Replica(offer.name, there, start_rank, self._host)
+
+    def obstacle(self, spec: ModelSpec, offer: Offer) -> str | None:
+        """Say why a machine cannot hold a model's ranks beside its engines, on the GPUs of the same numbers as here."""
+        if spec.device == "cpu":
+            return None
+        gpus, num = spec.placement.gpus, len(offer.gpu_bytes)
+        if max(gpus) >= num:
+            return f"the ranks need GPU {max(gpus)}, and the machine has {num} GPUs"
+        smallest, ours = min(offer.gpu_bytes[gpu] for gpu in gpus), self.smallest_gpu(spec)
+        if smallest < SAME_GPU * ours:
+            return f"one of its GPUs has {smallest / 2**30:.1f} GiB, and the server's have {ours / 2**30:.1f} GiB"
+        for gpu in gpus:
+            if (part := self._part(gpu, offer)) > 1:
+                return (
+                    f"trainers and engines would take {part:.2f} of its GPU {gpu}: here they are on different GPUs, and"
+                    " there every GPU has an engine"
+                )
+        return None
+
+    def _part(self, gpu: int, offer: Offer) -> float:
+        """The part of a GPU of a machine that its engines and the ranks of all its models would take."""
+        part = 0.0
+        for spec in {id(trainer): spec for spec, trainer in map(self._trainers.__getitem__, offer.models)}.values():
+            placement = spec.placement
+            part += placement.trainer_fraction * (gpu in placement.gpus)
+            part += placement.sampler_fraction * sum(gpu in gpus for gpus in gpus_of_engines(spec, offer))
+        return part
+
+    def smallest_gpu(self, spec: ModelSpec) -> int:
+        """Return the memory of the smallest GPU of the server's own ranks; 0 if it cannot be read."""
+        return min((gpu.total_bytes for gpu in read_gpus(spec.placement.gpus)), default=0)

@@ -1,0 +1,170 @@
+"""A trainer that other machines join: it uses them when it is idle, and goes on without those that fail.
+
+The machines are this one; `tests/cluster/test_training.py` has real ones.
+
+pytest tests/contract/test_replicas.py
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from backends.inputs.rendering import Renderer
+from backends.processes import launcher, supervisor
+from backends.processes.launcher import Seat
+from backends.processes.rpc import Child
+from backends.protocol import BackendFailed, EncodedBatch, ModelLost, ProcessDied
+from backends.trainer import client, replicas
+from backends.trainer.client import TrainerClient
+from backends.trainer.replicas import Replica
+from tests.factories import MIXED, cross_entropy, datum
+from tests.trainers import LORA, SMOOTH, config
+
+pytestmark = [pytest.mark.usefixtures("forked_ranks"), pytest.mark.timeout(240)]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "IDLE_S", 0.2)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(replicas, "_LOSS_S", 0.5)
+
+
+@pytest_asyncio.fixture
+async def trainer(tiny_vl: Path) -> AsyncIterator[TrainerClient]:
+    trainer = TrainerClient(config(tiny_vl))
+    await trainer.start()
+    yield trainer
+    await trainer.stop()
+
+
+@pytest.fixture
+def batch(renderer: Renderer) -> EncodedBatch:
+    return cross_entropy([datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())])
+
+
+class Machine:
+    """Starts ranks, except as often as it is told to fail."""
+
+    def __init__(self, trainer: TrainerClient, name: str = "a") -> None:
+        self.failures = 0
+        self.replica = Replica(name, trainer._spec, self.start, "127.0.0.1")
+
+    async def start(self, seat: Seat) -> list[Child]:
+        if self.failures:
+            self.failures -= 1
+            raise BackendFailed(f"{self.replica.machine} has no memory left")
+        name = f"{launcher.rank_name(self.replica.spec, seat)} on {self.replica.machine}"
+        return [await launcher.launch(name, "backends.trainer.process", launcher._for_rank(self.replica.spec, seat))]
+
+
+def machines(trainer: TrainerClient) -> list[str]:
+    ranks = trainer._supervisor.children if trainer._supervisor.is_alive else []
+    return [rank.name.partition(" on ")[2] or "here" for rank in ranks]
+
+
+async def until_on(trainer: TrainerClient, *names: str) -> None:
+    async with asyncio.timeout(100):
+        while machines(trainer) != [*names]:  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.02)
+
+
+async def train(trainer: TrainerClient, batch: EncodedBatch) -> None:
+    await trainer.forward_backward("m", batch, backward=True)
+    await trainer.optim_step("m", SMOOTH)
+
+
+async def killed_while_it_works(trainer: TrainerClient, batch: EncodedBatch, rank: int) -> None:
+    process = psutil.Process(trainer._supervisor.children[rank].process.pid)
+    process.send_signal(signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(0.3, process.kill)
+    await trainer.forward_backward("m", batch, backward=True)
+
+
+async def test_a_machine_is_used_once_nothing_is_asked_and_no_snapshot_is_being_written(
+    trainer: TrainerClient, batch: EncodedBatch, tmp_path: Path
+) -> None:
+    await trainer.create_model("m", LORA, "owner")
+    assert trainer.ranks == "1" and trainer.waits_for() is None
+    await (await trainer.snapshot("m", tmp_path / "snapshot"))
+    async with trainer._queue.grant("owner", "m"):
+        trainer.attach(Machine(trainer).replica)
+        await asyncio.sleep(1)
+        assert machines(trainer) == ["here"]
+    await train(trainer, batch)
+    writing = asyncio.get_running_loop().create_future()
+    trainer._writing.add(writing)  # on a slow disk
+    await asyncio.sleep(1)
+    assert machines(trainer) == ["here"]
+    writing.set_result(None)
+    await until_on(trainer)
+    assert trainer.waits_for() == "the trainer of tiny starts again, with a"
+    assert await trainer.restarted(0) == 1
+    assert machines(trainer) == ["here", "a"] and trainer.ranks == "2 on 2 machines, float32 between them"
+    with pytest.raises(ModelLost):  # which the server restores from its snapshot
+        await train(trainer, batch)
+    await trainer.create_model("m", LORA, "owner", tmp_path / "snapshot")
+    await train(trainer, batch)
+
+
+async def test_a_machine_that_is_lost_takes_no_operation_with_it(trainer: TrainerClient, batch: EncodedBatch) -> None:
+    machine = Machine(trainer)
+    trainer.attach(machine.replica)
+    await until_on(trainer, "here", "a")
+    await trainer.create_model("m", LORA, "owner")
+    process = psutil.Process(trainer._supervisor.children[1].process.pid)
+    process.send_signal(signal.SIGSTOP)
+    asked = asyncio.create_task(train(trainer, batch))
+    await asyncio.sleep(0.3)
+    await trainer.detach(machine.replica)
+    with pytest.raises(ModelLost, match="its ranks on a"):
+        await asked
+    assert not process.is_running()
+    assert trainer.waits_for() == "the trainer of tiny starts again without a, which has left or is lost"
+    await until_on(trainer, "here")
+    assert trainer.ranks == "1" and trainer.waits_for() is None
+
+
+async def test_a_machine_with_which_ranks_do_not_start_is_used_later(
+    trainer: TrainerClient, batch: EncodedBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "ASIDE_S", 4.0)
+    machine = Machine(trainer)
+    machine.failures = 1
+    trainer.attach(machine.replica)
+    await until_on(trainer)
+    await until_on(trainer, "here")
+    await trainer.create_model("m", LORA, "owner")
+    await train(trainer, batch)
+    assert trainer.ranks == "1" and machine.failures == 0
+    await until_on(trainer, "here", "a")
+
+
+async def test_a_machine_whose_ranks_die_twice_is_not_used_for_a_while_and_costs_no_operation(
+    trainer: TrainerClient, batch: EncodedBatch
+) -> None:
+    trainer.attach(Machine(trainer).replica)
+    for remaining in (["here", "a"], ["here"]):
+        await until_on(trainer, "here", "a")
+        await trainer.create_model("m", LORA, "owner")
+        with pytest.raises(ModelLost, match="its ranks on a"):
+            await killed_while_it_works(trainer, batch, rank=1)
+        await until_on(trainer, *remaining)
+
+
+async def test_a_rank_of_the_serving_machine_that_dies_may_be_the_operations_fault(
+    trainer: TrainerClient, batch: EncodedBatch
+) -> None:
+    machine = Machine(trainer)
+    trainer.attach(machine.replica)
+    await until_on(trainer, "here", "a")
+    await trainer.create_model("m", LORA, "owner")
+    with pytest.raises(ProcessDied):
+        await killed_while_it_works(trainer, batch, rank=0)
+    await until_on(trainer, "here", "a")
+    assert machine.replica.num_deaths == 0
