@@ -75,5 +75,7 @@ def shape(name: str) -> ModelSize:
     bfloat16; the images' processor is the small model's."""
     config = _config(name)
     source = str(Path(DIRECTORIES[TINY_VL]))
-    size = model_size(name, config, check_coverage(find_family(config, source), config, source), "bfloat16")
+    family = find_family(config, source)
+    size = model_size(name, config, check_coverage(family, config, source), "bfloat16")
+    size = replace(size, can_be_shared=not family.has_linear_attention)
     return size if name in ("30b-a3b", "235b-a22b") else replace(size, tensor_parallels=(1, 2, 4, 8))
