@@ -161,8 +161,8 @@ async def teach(base_url: str, plan: Plan, conversation: Conversation, report: R
     )
     console.print(f"curves in {report.picture_path}, metrics in {report.metrics_path}")
     print(f"accuracy {before.accuracy:.2f} -> {after.accuracy:.2f} on {after.count} held-out photographs", flush=True)
-    assert saved.path is not None, "weights with a name have a path"
-    return saved.path
+    path: str = saved.path
+    return path
 
 
 def next_steps(base_url: str, path: str) -> str:

@@ -37,7 +37,7 @@ NOTES = """
   [Performance](performance.md) has what was measured.
 - **Your own model:** `tinker-server doctor --model NAME=DIRECTORY --gpu CARD:COUNT` makes the same plan from its
   files, with every part on every card. It needs no GPU. CARD is one of the names in the table.
-- **More than fits by default:** a shorter context, a smaller rank, `--base-copies 1` or more cards. A refusal names
+- **More than fits by default:** a shorter context, a smaller rank, or more cards. A refusal names
   the nearest settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the
   options.
 - **Several cards** hold the parts of one model: the trainer and the engine on cards of their own, or a model that is

@@ -158,6 +158,7 @@ async def serving(
         await backend.start()
         services = build_services(settings, db, backend, tracing, clock or SteadyClock())
         stack.callback(services.archives.close)
+        stack.callback(services.uploads.close)
         stack.push_async_callback(tracing.close)
         await stack.enter_async_context(working(services))
         yield services

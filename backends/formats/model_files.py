@@ -4,12 +4,12 @@ import hashlib
 import json
 import logging
 import math
+import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from shutil import disk_usage
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -51,7 +51,7 @@ def _announce_download(source: str) -> None:
     if not missing:
         return
     cache = Path(constants.HF_HUB_CACHE)
-    has_bytes = disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
+    has_bytes = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
     if sum(missing) > has_bytes:
         raise BackendFailed(
             f"{source}: its {len(missing)} files have {sum(missing) / _MB:.0f} MB, and {cache} has"

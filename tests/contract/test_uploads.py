@@ -9,7 +9,7 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,5 +249,25 @@ def test_an_upload_goes_on_after_a_restart(tmp_path: Path) -> None:
     second = Running(tmp_path / "data")
     moved = begun["urls"][FILES[1]]["url"].replace(first.url, second.url)
     assert put(moved, CONTENT[FILES[1]]).status_code == 200
-    assert finish(second, begun["upload_id"]).status_code == 200
-    second.stop()
+    second.set_gate(second.backend.tiny.sampler.publish_gate, is_open=False)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(httpx.post, **asked(second, begun["upload_id"]))
+        until(lambda: bool(second.backend.tiny.sampler.published))
+        second.stop()  # in the middle of the finish
+        assert asking.exception() is not None or asking.result().status_code >= 500
+    third = Running(tmp_path / "data")
+    assert finish(third, begun["upload_id"]).json()["tinker_path"].endswith("/uploaded")
+    assert len(list((tmp_path / "data/checkpoints").glob("*/external_weights/*"))) == 1
+    third.stop()
+
+
+def asked(server: Running, upload_id: str) -> dict[str, Any]:
+    url = f"{server.url}/api/v1/external_weights_upload_finish"
+    return {"url": url, "json": {"upload_id": upload_id}, "headers": {"x-api-key": "tml-test"}, "timeout": 30}
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_demo_leaves_its_server_until_it_is_interrupted(tmp_path: Path) -> None:
     program = ROOT / "examples/caltech10_demo.py"
-    command = [sys.executable, program, "--keep", "--steps", "4", "--output", tmp_path]
+    command = [sys.executable, str(program), "--keep", "--steps", "4", "--output", str(tmp_path)]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert demo.stdout is not None
     try:

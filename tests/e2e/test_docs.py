@@ -26,7 +26,10 @@ def here(text: str, server: Server, directory: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_pages_code_runs_block_after_block(page: str, server: Server, tiny_vl: Path) -> None:
+def test_a_pages_code_runs_block_after_block(
+    page: str, server: Server, tiny_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a page may write files
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks):

@@ -29,6 +29,32 @@ def test_the_readme_is_one_screen_and_its_links_lead_somewhere() -> None:
     assert len(links) > 10 and [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_the_readme_names_every_page() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
+    """To files of the repository, and to sections of its pages; those inside the site are the site's own check."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pages = [ROOT / name for name in listed.split() if not name.startswith("docs/")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    inside = [(page, *link.partition("#")[::2]) for page, link in links if "://" not in link]
+    dead = [(page.name, path) for page, path, _ in inside if path and not (page.parent / path).exists()]
+    dead += [
+        (page.name, f"{path}#{section}")
+        for page, path, section in inside
+        if section and section not in sections(page.parent / path if path else page)
+    ]
+    assert len(inside) > 30 and dead == []
+
+
+def sections(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def test_every_extra_that_is_installed_somewhere_exists_and_no_package_is_named_that_no_index_has() -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

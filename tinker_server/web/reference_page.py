@@ -27,6 +27,12 @@ _PAGE = """<!doctype html>
 <title>API reference · tinker-server</title>
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="docs/files/swagger-ui.css">
+<style>
+@media (prefers-color-scheme: dark) {{
+  html {{ background: #16181d; }}
+  #reference {{ filter: invert(.92) hue-rotate(180deg); }}
+}}
+</style>
 </head>
 <body>
 <main id="reference"></main>

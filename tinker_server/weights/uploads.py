@@ -93,6 +93,11 @@ class Uploads:
             self._finishing[upload_id] = finishing
         return await asyncio.shield(self._finishing[upload_id])
 
+    def close(self) -> None:
+        """Finish no more uploads. Their files stay, for a client that asks again."""
+        for finishing in self._finishing.values():
+            finishing.cancel()
+
     async def _finish(self, upload: Upload) -> TinkerPath:
         session_id = await finished_session(
             self._sessions, "external_weights_upload", upload.project_id, upload.upload_id, upload.owner

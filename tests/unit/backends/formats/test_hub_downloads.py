@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -95,8 +96,8 @@ def test_the_bytes_of_a_download_are_said_before_it_begins(
 def test_a_download_that_the_disk_has_no_room_for_is_refused_before_it_begins(
     fetched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = model_files.disk_usage("/")
-    monkeypatch.setattr(model_files, "disk_usage", lambda _: usage._replace(free=2_000_000))
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2_000_000))
     with pytest.raises(BackendFailed, match=r"its 2 files have 3 MB, and .* has 2 MB left"):
         local_directory("org/model")
     assert not fetched
