@@ -470,7 +470,8 @@ def _save(
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Llama": partial(make_tiny_of, "llama"),
     "Mistral": partial(make_tiny_of, "mistral", sliding_window=8),
-    "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32),
+    # As many tokens as the published ones: vLLM's own limit for adapters is below.
+    "Gemma 3": partial(make_tiny_of, "gemma3_text", sliding_window=8, query_pre_attn_scalar=32, vocab_size=262208),
     "Gemma 2": partial(
         make_tiny_of,
         "gemma2",

@@ -112,8 +112,7 @@ NOTES = """
   chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused when they have
   been loaded: in transformers their attention does not get the lengths of packed samples. So are models that scale or
   cap their logits, except Granite and Gemma 2: of Cohere the engine has no adapters for the head.
-- Gemma 2 is refused in bfloat16 on CUDA: no kernel there has the cap of its attention's scores and a backward. Of
-  models with more than 258,048 tokens (Gemma 3) vLLM 0.32 takes no adapters for the head, and refuses to start.
+- Gemma 2 is refused in bfloat16 on CUDA: no kernel there has the cap of its attention's scores and a backward.
 - gpt-oss: its weights in MXFP4 are dequantised to bfloat16 by trainer and engine when they are loaded, to four times
   the size of the files. Sinks, routers and all biases are frozen. Each expert's gate, up and down have adapters of
   their own, saved as `w1`, `w3`, `w2`; vLLM itself takes one of gate and up together for this kind, so merge what you

@@ -49,7 +49,7 @@ def _config(name: str) -> PretrainedConfig:
             return _seeing(Qwen3VLMoeConfig, 32, 4, **sizes, **experts)
         case "9b":  # Qwen3.5's
             sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "head_dim": 256}
-            linear = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "vocab_size": 248320}
+            linear: dict[str, Any] = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "vocab_size": 248320}
             found = _seeing(Qwen3_5Config, 16, 4, **sizes, **linear)
             found.architectures = ["Qwen3_5ForConditionalGeneration"]
             return found

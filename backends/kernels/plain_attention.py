@@ -3,18 +3,14 @@
 T tokens, H query heads, G key heads, D values of a head
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def plain_attention(  # noqa: PLR0913
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+def plain_attention(
+    qkv: Sequence[Tensor], mask: Tensor | None, scale: float, softcap: float | None, sinks_H: Tensor | None
 ) -> Tensor:
     """query [1, H, T, D]; key and value [1, G, T, D]; returns [1, T, H, D]. A token sees those for which `mask`
     [1, 1, T, T] is true; without one itself and all before it.
@@ -22,6 +18,7 @@ def plain_attention(  # noqa: PLR0913
     softcap  scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118, section 2)
     sinks_H  one more score of each head, without a value (gpt-oss)
     """
+    query, key, value = qkv
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = (one.to(wide).repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
     scores = scale * query.to(wide) @ key.mT

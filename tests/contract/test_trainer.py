@@ -435,7 +435,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(tiny_text, mo
 
 def test_a_model_whose_attention_caps_its_scores_is_scored_with_the_cap(tmp_path):
     """transformers' SDPA passes over the cap in silence, and so would its own scoring, which start compares."""
-    sizes = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "sliding_window": 8}
+    sizes: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "sliding_window": 8}
     source = make_tiny_of("gemma2", tmp_path / "model", **sizes)
     rank, renderer = trainer(source), make_renderer(source)
     rank.create_model("m", LORA)

@@ -288,6 +288,12 @@ ANSWERS_OF_RANKS = Patch(
     "answers-of-ranks.md",
     how="overridden",
 )
+WIDE_HEAD = Patch(
+    "wide-head",
+    "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.create_lora_weights",
+    "02e37a9dea923d4fab22f1033321164acade21e92827bebf245e01d73c53097b",
+    "Adapters for heads of more than 258,048 tokens (Gemma 3) are refused, for kernels that vLLM has no longer.",
+)
 GEMMA2_HEAD = Patch(
     "gemma2-head",
     "vllm.model_executor.models.gemma2:Gemma2ForCausalLM.__init__",

@@ -27,12 +27,12 @@ from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
 from backends.sampler.vllm_patches.gpt_oss import lay_out_experts
+from backends.sampler.vllm_patches.heads import give_heads_adapters
 from backends.sampler.vllm_patches.lora import Slots, WorkerAdapters, kernels_with_prompt_rows
 from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
 from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
-from backends.sampler.vllm_patches.tied_heads import name_heads
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
@@ -64,7 +64,7 @@ def _patch_process() -> None:
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
     lay_out_experts()
-    name_heads()
+    give_heads_adapters()
     if is_cpu:
         patch_cpu()
         allow_on_cpu()

@@ -83,7 +83,7 @@ def _per_sample_attention(
         sample = [tensor[:, :, begin:end] for tensor in (query, key, value)]
         mask = None if attention_mask is None else attention_mask[:, :, begin:end, begin:end]
         parts.append(
-            plain_attention(*sample, mask, arguments["scaling"], arguments.get("softcap"), arguments.get("s_aux"))
+            plain_attention(sample, mask, arguments["scaling"], arguments.get("softcap"), arguments.get("s_aux"))
             if is_plain
             else sdpa_attention_forward(module, *sample, mask, **others)[0]
         )

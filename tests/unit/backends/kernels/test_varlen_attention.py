@@ -137,7 +137,7 @@ def test_sinks_are_one_more_score_without_a_value_forward_and_backward(flash, ro
     for sample in zip(*(one.split(lengths) for one in qkv), strict=True):
         mask = torch.ones(len(sample[0]), len(sample[0]), dtype=torch.bool).tril()
         mask = mask if window is None else mask.triu(1 - window)
-        parts.append(plain_attention(*(one.transpose(0, 1)[None] for one in sample), mask, SCALE, None, sinks_H)[0])
+        parts.append(plain_attention([one.transpose(0, 1)[None] for one in sample], mask, SCALE, None, sinks_H)[0])
     expected = torch.cat(parts)
     weights = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     got, wanted = (torch.autograd.grad((one * weights).sum(), qkv) for one in (out, expected))

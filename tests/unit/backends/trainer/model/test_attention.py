@@ -17,6 +17,8 @@ from tests.attention import PlainKernel
 from tests.models import EXPERTS, make_tiny_of
 from tests.trainers import trainer
 
+LENGTHS = attention.varlen_arguments(*(torch.tensor([0, 3], dtype=torch.int32),) * 2, 3)
+
 
 def registered(name: str) -> str:
     """CUDA's implementation has its name on the CPU too: it refuses before it computes."""
@@ -60,9 +62,9 @@ WINDOWED: dict[str, dict[str, Any]] = {
 def test_a_layer_that_caps_its_scores_or_trains_its_sinks_is_refused_on_cuda() -> None:
     query, sinks_H = torch.zeros(1, 1, 3, 4), torch.zeros(1, requires_grad=True)
     with pytest.raises(BackendFailed, match="softcap in Linear is not supported in bfloat16 on CUDA; float32 is"):
-        _packed_attention(Linear(1, 1), query, query, query, None, packed_cu_seqlens_host=1, softcap=50.0)
+        _packed_attention(Linear(1, 1), query, query, query, None, **LENGTHS, softcap=50.0)
     with pytest.raises(BackendFailed, match="the sinks of Linear are not trained in bfloat16 on CUDA"):
-        _packed_attention(Linear(1, 1), query, query, query, None, packed_cu_seqlens_host=1, s_aux=sinks_H)
+        _packed_attention(Linear(1, 1), query, query, query, None, **LENGTHS, s_aux=sinks_H)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -119,4 +121,4 @@ def test_a_layer_whose_own_window_is_not_its_masks_is_refused() -> None:
     query = torch.zeros(1, 1, 3, 4)
     for mask in (None, WINDOW + 1):
         with pytest.raises(BackendFailed, match=rf"it has a window of {WINDOW} tokens, and its mask one of {mask}"):
-            _packed_attention(Linear(1, 1), query, query, query, mask, packed_cu_seqlens_host=1, sliding_window=WINDOW)
+            _packed_attention(Linear(1, 1), query, query, query, mask, **LENGTHS, sliding_window=WINDOW)

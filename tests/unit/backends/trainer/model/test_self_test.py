@@ -26,6 +26,7 @@ def start(source: Path, dtype: Literal["float32", "bfloat16"]) -> None:
     TrainerRank(replace(config(source), dtype=dtype), World(0, 1, CPU))
 
 
+@pytest.mark.parametrize("wrong", [LogitTransform(), LogitTransform(scale=0.98 / 1.05, cap=1000.0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "sizes"),
@@ -39,6 +40,7 @@ def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_doe
     kind: str,
     sizes: dict[str, Any],
     dtype: Literal["float32", "bfloat16"],
+    wrong: LogitTransform,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -46,7 +48,7 @@ def test_a_model_that_scales_or_caps_its_logits_is_refused_however_little_it_doe
     source = make_tiny_of(kind, tmp_path / "model", **sizes)
     if kind != "cohere":  # whose head takes no adapters in the engine
         start(source, dtype)
-        monkeypatch.setattr(self_test, "logit_transform", lambda _: LogitTransform())
+        monkeypatch.setattr(self_test, "logit_transform", lambda _: wrong)
     with pytest.raises(BackendFailed, match="ForCausalLM is not supported: it does more with its decoder's output"):
         start(source, dtype)
 
