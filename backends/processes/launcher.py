@@ -65,7 +65,8 @@ NO_OTHERS = Others()
 StartRanks = Callable[[ModelSpec, Others], Awaitable[list[Child]]]
 """As StartWorkers, for a trainer with ranks on other machines too."""
 _RANK, _SAMPLER = "backends.trainer.process", "backends.sampler.process"
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""Variables that name the network interface of collectives, with what stands before its whole name."""
 _SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address."""
 _VLLM_SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -258,7 +259,7 @@ def _for_rank(spec: ModelSpec, seat: Seat) -> dict[str, str]:
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if seat.num_ranks > spec.mesh.size and (interface := _interface(local_address(seat.host))):
         # By default gloo takes that of the host's name, which may be the loopback one.
-        env |= {name: interface for name in _INTERFACES if name not in os.environ}
+        env |= {name: f"{exact}{interface}" for name, exact in _INTERFACES.items() if name not in os.environ}
     return env
 
 

@@ -49,7 +49,7 @@ def train(world: World, source: Path, directory: Path) -> Trained:
     """Three steps, the last of which is taken twice: again after a snapshot in its middle is loaded."""
     data = batches(source)
     mesh = Mesh(shard=world.machine.size)
-    rank = TrainerRank(replace(config(source, max_tokens=60), mesh=mesh), world)
+    rank = TrainerRank(replace(config(source, max_tokens=20), mesh=mesh), world)
     rank.create_model("m", LORA)
     found: list[list[np.ndarray]] = []
     norms = []

@@ -15,14 +15,12 @@ import pytest
 import pytest_asyncio
 
 from backends.inputs.rendering import Renderer
-from backends.processes import launcher, supervisor
-from backends.processes.launcher import Seat
-from backends.processes.rpc import Child
-from backends.protocol import BackendFailed, EncodedBatch, ModelLost, ProcessDied
+from backends.processes import supervisor
+from backends.protocol import EncodedBatch, ModelLost, ProcessDied
 from backends.trainer import client, replicas
 from backends.trainer.client import TrainerClient
-from backends.trainer.replicas import Replica
 from tests.factories import MIXED, cross_entropy, datum
+from tests.replicas import Machine, machines, until_on
 from tests.trainers import LORA, SMOOTH, config
 
 pytestmark = [pytest.mark.usefixtures("forked_ranks"), pytest.mark.timeout(240)]
@@ -48,32 +46,6 @@ def batch(renderer: Renderer) -> EncodedBatch:
     return cross_entropy([datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())])
 
 
-class Machine:
-    """Starts ranks, except as often as it is told to fail."""
-
-    def __init__(self, trainer: TrainerClient, name: str = "a") -> None:
-        self.failures = 0
-        self.replica = Replica(name, trainer._spec, self.start, "127.0.0.1")
-
-    async def start(self, seat: Seat) -> list[Child]:
-        if self.failures:
-            self.failures -= 1
-            raise BackendFailed(f"{self.replica.machine} has no memory left")
-        name = f"{launcher.rank_name(self.replica.spec, seat)} on {self.replica.machine}"
-        return [await launcher.launch(name, "backends.trainer.process", launcher._for_rank(self.replica.spec, seat))]
-
-
-def machines(trainer: TrainerClient) -> list[str]:
-    ranks = trainer._supervisor.children if trainer._supervisor.is_alive else []
-    return [rank.name.partition(" on ")[2] or "here" for rank in ranks]
-
-
-async def until_on(trainer: TrainerClient, *names: str) -> None:
-    async with asyncio.timeout(100):
-        while machines(trainer) != [*names]:  # noqa: ASYNC110 - nobody tells of it
-            await asyncio.sleep(0.02)
-
-
 async def train(trainer: TrainerClient, batch: EncodedBatch) -> None:
     await trainer.forward_backward("m", batch, backward=True)
     await trainer.optim_step("m", SMOOTH)
@@ -93,7 +65,7 @@ async def test_a_machine_is_used_once_nothing_is_asked_and_no_snapshot_is_being_
     assert trainer.ranks == "1" and trainer.waits_for() is None
     await (await trainer.snapshot("m", tmp_path / "snapshot"))
     async with trainer._queue.grant("owner", "m"):
-        trainer.attach(Machine(trainer).replica)
+        trainer.attach(Machine(trainer._spec).replica)
         await asyncio.sleep(1)
         assert machines(trainer) == ["here"]
     await train(trainer, batch)
@@ -113,7 +85,7 @@ async def test_a_machine_is_used_once_nothing_is_asked_and_no_snapshot_is_being_
 
 
 async def test_a_machine_that_is_lost_takes_no_operation_with_it(trainer: TrainerClient, batch: EncodedBatch) -> None:
-    machine = Machine(trainer)
+    machine = Machine(trainer._spec)
     trainer.attach(machine.replica)
     await until_on(trainer, "here", "a")
     await trainer.create_model("m", LORA, "owner")
@@ -134,7 +106,7 @@ async def test_a_machine_with_which_ranks_do_not_start_is_used_later(
     trainer: TrainerClient, batch: EncodedBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "ASIDE_S", 4.0)
-    machine = Machine(trainer)
+    machine = Machine(trainer._spec)
     machine.failures = 1
     trainer.attach(machine.replica)
     await until_on(trainer)
@@ -148,7 +120,7 @@ async def test_a_machine_with_which_ranks_do_not_start_is_used_later(
 async def test_a_machine_whose_ranks_die_twice_is_not_used_for_a_while_and_costs_no_operation(
     trainer: TrainerClient, batch: EncodedBatch
 ) -> None:
-    trainer.attach(Machine(trainer).replica)
+    trainer.attach(Machine(trainer._spec).replica)
     for remaining in (["here", "a"], ["here"]):
         await until_on(trainer, "here", "a")
         await trainer.create_model("m", LORA, "owner")
@@ -160,7 +132,7 @@ async def test_a_machine_whose_ranks_die_twice_is_not_used_for_a_while_and_costs
 async def test_a_rank_of_the_serving_machine_that_dies_may_be_the_operations_fault(
     trainer: TrainerClient, batch: EncodedBatch
 ) -> None:
-    machine = Machine(trainer)
+    machine = Machine(trainer._spec)
     trainer.attach(machine.replica)
     await until_on(trainer, "here", "a")
     await trainer.create_model("m", LORA, "owner")

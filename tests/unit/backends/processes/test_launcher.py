@@ -214,20 +214,24 @@ async def test_ranks_of_several_machines_meet_at_the_address_of_the_first(monkey
         there.append(seat)
         return []
 
-    ranks = await launch_trainer(spec, Others("127.0.0.1", (start, start)))
+    ranks = await launch_trainer(spec, Others("127.0.0.2", (start, start)))
     try:
         found = [await environment(rank.process.pid) for rank in ranks]
     finally:
         await asyncio.gather(*(rank.stop(grace_s=0.1) for rank in ranks))
     port = int(found[0]["MASTER_PORT"])
-    assert there == [Seat(rank, 6, "127.0.0.1", port) for rank in (2, 3, 4, 5)]
+    assert there == [Seat(rank, 6, "127.0.0.2", port) for rank in (2, 3, 4, 5)]
     assert [(one["RANK"], one["LOCAL_WORLD_SIZE"], one["WORLD_SIZE"]) for one in found] == [
         ("0", "2", "6"),
         ("1", "2", "6"),
     ]
+    assert {one["MASTER_ADDR"] for one in found} == {"127.0.0.2"}
     assert "MASTER_LISTEN_FD" in found[0] and "MASTER_LISTEN_FD" not in found[1]
     # Not that of the machine's name, and not in place of what the operator has chosen.
     assert (found[0]["GLOO_SOCKET_IFNAME"], found[0]["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    assert launcher._for_rank(spec, there[0])["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert "GLOO_SOCKET_IFNAME" not in launcher._for_rank(spec, Seat(0, 2, "127.0.0.1", port))  # of one machine
 
 
 async def test_ranks_here_end_where_one_elsewhere_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
