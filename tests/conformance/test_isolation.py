@@ -18,7 +18,13 @@ from tests.fake_server import Running, datum
 from tinker_server.auth import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-OPEN_TO_ALL = {"/healthz", "/files/{path}", "/archives/{directory}", "/traces/{session_id}"}
+OPEN_TO_ALL = {
+    "/healthz",
+    "/files/{path}",
+    "/archives/{directory}",
+    "/traces/{session_id}",
+    "/uploads/{upload_id}/{name}",
+}
 """Health, and what signed links open."""
 OF_NOBODY = {
     "/client/config",
@@ -26,6 +32,7 @@ OF_NOBODY = {
     "/telemetry",
     "/get_server_capabilities",
     "/create_session",
+    "/external_weights_upload_start",
     "/auth/apikey/me",
     "/audit",
     "/billing/usage/events",
@@ -84,6 +91,10 @@ class Mine:
         with http(server, server.keys["alice"]) as alice:
             found = alice.get(f"/sessions/{self.session_id}").json()
             self.sampler_id = found["sampler_ids"][0]
+            started = alice.post(
+                "/external_weights_upload_start", json={"base_model": "tiny", "lora_config": {"rank": 8}}
+            )
+            self.upload_id = started.json()["upload_id"]
             body = {"model_id": self.model_id, "seq_id": 100, "type": "optim_step"}
             self.request_id = alice.post("/optim_step", json=body).json()["request_id"]
 
@@ -176,6 +187,7 @@ def foreign_requests(mine: Mine) -> list[tuple[str, str, str, dict[str, object] 
         ("/cancel_future", {"request_id": mine.request_id}),
         ("/weights_info", {"tinker_path": mine.path}),
         ("/copy_weights", {"source_path": mine.path, "destination_project_id": "p"}),
+        ("/external_weights_upload_finish", {"upload_id": mine.upload_id}),
     ]
     return [
         *[("POST", path, path, body) for path, body in posts],

@@ -82,7 +82,7 @@ def routes(house: House) -> list[tuple[str, str]]:
         for route in house.server.app.routes
         if isinstance(route, APIRoute) and route.path.startswith(API)
         for method in route.methods
-        if not route.path.removeprefix(API).startswith(("/healthz", "/files/", "/archives/", "/traces/"))
+        if not route.path.removeprefix(API).startswith(("/healthz", "/files/", "/archives/", "/traces/", "/uploads/"))
     ]
 
 

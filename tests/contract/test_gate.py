@@ -22,7 +22,7 @@ from tinker_server.models import admission
 from tinker_server.routes import health
 from tinker_server.web import http
 
-OPEN = ("/api/v1/healthz", "/api/v1/files/", "/api/v1/archives/", "/api/v1/traces/")
+OPEN = ("/api/v1/healthz", "/api/v1/files/", "/api/v1/archives/", "/api/v1/traces/", "/api/v1/uploads/")
 KEY = "X-API-Key: tml-test"
 
 
