@@ -28,7 +28,7 @@ from tests.trainers import assert_same
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.usefixtures("forked_ranks"),
 ]
 STEPS = 6
