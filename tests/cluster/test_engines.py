@@ -53,7 +53,7 @@ async def running(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> As
     pool = SamplerPool(spec, may_grow=True)
     await pool.start()
     try:
-        async with started(directory, RemoteEngines({MODEL: (spec, pool)})) as cluster:
+        async with started(directory, RemoteEngines({MODEL: (spec, pool)}), models={MODEL: str(tiny_vl)}) as cluster:
             yield Running(cluster, pool, directory)
     finally:
         await pool.stop()

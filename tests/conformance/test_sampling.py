@@ -77,7 +77,7 @@ def test_084_a_clone_by_handle_samples_too(client: tinker.ServiceClient) -> None
 def test_068_what_cannot_be_sampled_from_is_refused(client: tinker.ServiceClient) -> None:
     with pytest.raises(tinker.NotFoundError):
         client.create_sampling_client(model_path="tinker://nobody/sampler_weights/a").result()
-    with pytest.raises(tinker.BadRequestError, match="sampler_weights"):
+    with pytest.raises(tinker.NotFoundError):
         client.create_sampling_client(model_path="tinker://nobody/external_weights/a").result()
     with pytest.raises(tinker.NotFoundError, match="served: tiny"):
         client.create_sampling_client(base_model="other").result()

@@ -103,7 +103,9 @@ def test_061_external_weights_are_files_under_both_names(
     assert size_bytes == sum(len(content) for content in files.values())
 
 
-def test_061_external_weights_can_be_encrypted(rest: tinker.RestClient, training: tinker.TrainingClient) -> None:
+def test_061_external_weights_can_be_encrypted_and_are_then_for_download_alone(
+    client: tinker.ServiceClient, rest: tinker.RestClient, training: tinker.TrainingClient
+) -> None:
     identities = [pyrage.x25519.Identity.generate() for _ in range(2)]
     recipients = [str(identity.to_public()) for identity in identities]
     path = training.save_weights_external("secret", age_encryption_recipients=recipients).result().path
@@ -112,6 +114,8 @@ def test_061_external_weights_can_be_encrypted(rest: tinker.RestClient, training
     encrypted = fetch(urls["adapter_model.safetensors.age"])
     for identity in identities:
         assert len(load(pyrage.decrypt(encrypted, [identity]))) == len(ADAPTER)
+    with pytest.raises(tinker.BadRequestError, match="is encrypted; take a .*sampler_weights"):
+        client.create_sampling_client(model_path=path).result()
 
 
 @pytest.mark.parametrize("recipients", [["age1nonsense"], ["me"], [], ["age1"] * 11])

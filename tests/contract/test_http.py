@@ -174,16 +174,6 @@ def test_samples_that_cannot_be_are_refused_by_name(server: Running, fields: dic
     assert len(set(accepted["sample_sequence_ids"])) == 2 and server.post("/asample", **body).json() == accepted
 
 
-def test_a_sampling_session_on_exported_weights_is_refused(server: Running) -> None:
-    refused = server.post(
-        "/create_sampling_session",
-        session_id=server.session(),
-        sampling_session_seq_id=0,
-        model_path="tinker://run/external_weights/a",
-    )
-    assert refused.status_code == 400 and "sampler_weights" in refused.json()["detail"]
-
-
 def test_two_hundred_submits_at_once_are_all_accepted(server: Running) -> None:
     model_id = server.model()
 
