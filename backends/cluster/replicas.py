@@ -37,8 +37,8 @@ class RemoteReplicas:
         """Implement the protocol: a machine that holds no ranks may still have engines."""
 
     def begin(self, node: Node, start: StartThere) -> None:
-        """Implement the protocol. The ranks start after the machine's engines: a trainer that starts again is a pause for
-        its clients, and one is enough."""
+        """Implement the protocol. The ranks start after the machine's engines: a trainer that starts again is a pause
+        for its clients, and one is enough."""
         found: dict[TrainerClient, Replica] = {}
         for name, directory in node.offer.models.items():
             spec, trainer = self._trainers[name]

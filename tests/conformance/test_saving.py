@@ -114,7 +114,7 @@ def test_061_external_weights_can_be_encrypted_and_are_then_for_download_alone(
     encrypted = fetch(urls["adapter_model.safetensors.age"])
     for identity in identities:
         assert len(load(pyrage.decrypt(encrypted, [identity]))) == len(ADAPTER)
-    with pytest.raises(tinker.BadRequestError, match="is encrypted; take a .*sampler_weights"):
+    with pytest.raises(tinker.BadRequestError, match=r"is encrypted; take a .*sampler_weights"):
         client.create_sampling_client(model_path=path).result()
 
 
