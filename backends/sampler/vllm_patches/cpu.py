@@ -170,6 +170,9 @@ def _convolve_contiguous(*, x: Tensor, **others: object) -> Tensor:
 
 def patch_cpu() -> None:
     """Apply the changes of a process that computes on the CPU, before a model is made."""
+    if torch.cpu._is_amx_tile_supported():
+        # vLLM's attention in bfloat16 uses the processor's tiles without asking Linux, which ends the process.
+        torch.cpu._init_amx()
     targets.PUNICA.replace(CPUKernels)
     targets.CPU_EXPERTS.replace(lambda moe_config: (UnquantizedMoeBackend.CPU, ExpertsOnCPU))
     targets.CPU_CONVOLUTION.replace(_convolve_contiguous)
