@@ -27,9 +27,10 @@ from tinker_server.store.futures.records import Result
 class RealTrainer(FakeBackend):
     """A true trainer beside a sampler that computes nothing."""
 
-    def __init__(self, source: Path, num_ranks: int = 1) -> None:
+    def __init__(self, source: Path, **sizes: int) -> None:
+        """`sizes` are those of `trainers.config`."""
         super().__init__()
-        self.trainer = TrainerClient(config(source, num_ranks=num_ranks), patience_s=60)
+        self.trainer = TrainerClient(config(source, **sizes))
         self.tiny.trainer = self.trainer  # type: ignore[assignment]
 
     async def start(self) -> None:

@@ -20,14 +20,12 @@ from tinker import types
 from transformers import AutoImageProcessor
 
 from backends.inputs.rendering import Renderer
-from backends.trainer.client import TrainerClient
 from tests.conformance.failures import assert_each_fails_alone
 from tests.conformance.reference import Reference, Trained, assert_gradients
 from tests.factories import photo
 from tests.fake_server import Running
-from tests.fakes import FakeBackend
+from tests.recovery import RealTrainer
 from tests.servers import MODEL, Server
-from tests.trainers import config
 from tests.training import PLACEHOLDER
 
 SIZES = [(96, 64), (333, 500), (40, 300)]
@@ -176,26 +174,9 @@ def test_045_a_png_that_is_called_jpeg_is_read_as_what_it_is(service: tinker.Ser
     np.testing.assert_array_equal(rows[0], rows[1])
 
 
-class TextBackend(FakeBackend):
-    """A real trainer of a text-only model."""
-
-    def __init__(self, source: Path) -> None:
-        super().__init__()
-        self.trainer = TrainerClient(config(source, max_context_length=64))
-        self.tiny.trainer = self.trainer  # type: ignore[assignment]
-
-    async def start(self) -> None:
-        await self.trainer.start()
-        await super().start()
-
-    async def stop(self) -> None:
-        await self.trainer.stop()
-        await super().stop()
-
-
 @pytest.fixture
 def text_only(tiny_text: Path, tmp_path: Path, forked_ranks: None) -> Iterator[Running]:
-    running = Running(tmp_path, backend=TextBackend(tiny_text))
+    running = Running(tmp_path, backend=RealTrainer(tiny_text, max_context_length=64))
     yield running
     running.stop()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from api_schemas.training import Trainable
+from api_schemas.weights import TinkerPath
 from tinker_server.store import tables
 
 if TYPE_CHECKING:
@@ -89,6 +90,25 @@ class Checkpoint:
     public: bool = False
     saved_as: int | None = None
     copied_from: str | None = None
+
+    @classmethod
+    def of_run(
+        cls, run: "TrainingRun", path: TinkerPath, directory: str, size_bytes: int, created_at: float
+    ) -> "Checkpoint":
+        """Return the record of weights of a run that have just been saved."""
+        return cls(
+            tinker_path=str(path),
+            owner=run.owner,
+            run_id=path.run_id,
+            kind=path.kind,
+            name=path.name,
+            directory=directory,
+            base_model=run.base_model,
+            base_fingerprint=run.base_fingerprint,
+            trainable=run.trainable,
+            size_bytes=size_bytes,
+            created_at=created_at,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from api_schemas import ids
@@ -152,19 +153,9 @@ class Saving:
                 await self._stores.storage.flush(directory)
                 if kind == "sampler_weights":
                     await self._publish(run, directory)
-                checkpoint = Checkpoint(
-                    tinker_path=str(path),
-                    owner=run.owner,
-                    run_id=path.run_id,
-                    kind=path.kind,
-                    name=path.name,
-                    directory=directory,
-                    base_model=run.base_model,
-                    base_fingerprint=run.base_fingerprint,
-                    trainable=run.trainable,
+                checkpoint = replace(
+                    Checkpoint.of_run(run, path, directory, size_bytes, now),
                     user_metadata=request.user_metadata,
-                    size_bytes=size_bytes,
-                    created_at=now,
                     expires_at=None if request.ttl_seconds is None else now + request.ttl_seconds,
                     saved_as=request.seq_id,
                 )

@@ -146,20 +146,7 @@ class Uploads:
             async with stores.holdings.weights(run.owner, directory) as size_bytes:
                 await stores.storage.flush(directory)
                 await base.sampler.publish(target / export.PEFT, run.owner)
-                checkpoint = Checkpoint(
-                    tinker_path=str(path),
-                    owner=run.owner,
-                    run_id=run.model_id,
-                    kind=path.kind,
-                    name=path.name,
-                    directory=directory,
-                    base_model=run.base_model,
-                    base_fingerprint=run.base_fingerprint,
-                    trainable=run.trainable,
-                    size_bytes=size_bytes,
-                    created_at=now,
-                )
-                await self._runs.add(run, checkpoint)
+                await self._runs.add(run, Checkpoint.of_run(run, path, directory, size_bytes, now))
 
 
 def _new(request: UploadStartRequest, info: BaseModelInfo, idempotency_key: str | None, owner: str) -> Upload:
