@@ -29,7 +29,8 @@ def api(server: Server):
 
 
 def exported(server: Server, path: str, form: str = "") -> dict[str, bytes]:
-    urls = server.client().create_rest_client().get_external_weights_urls(path).result().urls
+    rest = tinker.RestClient(base_url=server.base_url, api_key=KEY)
+    urls = rest.get_external_weights_urls(path).result().urls
     return {name: fetch(urls[f"{form}{name}"]) for name in FILES}
 
 
