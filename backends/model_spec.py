@@ -86,8 +86,9 @@ class ModelSpec(BaseModelInfo):
     """2: trainer and engine have a copy of the base each; 1: they map one that another process holds."""
     base_dir: Path | None = None
     """Directory of the sockets at which the one copy on each GPU is asked for; None: there are two."""
-    receives: bool = False
-    """True for an engine on another machine: weights are sent to it, and what is in `scratch_dir` is there."""
+    received_dir: Path | None = None
+    """Directory of the weights that were sent to a machine, for all of its engines; None: the engine is on the server's
+    own machine."""
     engine: int | None = None
     """Number of the one engine that this describes; None: it describes all, or the only one."""
 

@@ -34,12 +34,11 @@ def plan(size: ModelSize, gpus: str, rank: int) -> str:
     return f"trainer on GPUs {layout.trainer} ({whole}), engines on {layout.engines}"
 
 
-def moved(size: ModelSize, num_machines: int, engines: int, rank: int) -> dict[str, int]:
+def moved(size: ModelSize, num_machines: int, rank: int) -> dict[str, int]:
     """Bytes that leave the busiest machine, by their purpose."""
     others, adapter = num_machines - 1, size.adapter_numbers(rank) * size.number_bytes
     return {
         "base, from the server to each other machine, once": others * size.base_bytes,
-        f"adapter, to {engines} engines of each other machine": others * engines * adapter,
         "adapter, once to each other machine": others * adapter,
         "gradient in bfloat16, around a ring of machines": 2 * others * 2 * size.adapter_numbers(rank) // num_machines,
         "gradient in float32": 2 * others * 4 * size.adapter_numbers(rank) // num_machines,
@@ -53,14 +52,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     arguments = parser.parse_args()
     for name in NAMES:
-        size, num_gpus = shape(name), len(cards(arguments.gpus))
+        size = shape(name)
         adapter = size.adapter_numbers(arguments.rank) * size.number_bytes
         print(
             f"\n{name}: base {size.base_bytes / GIB:.1f} GiB, adapter of rank {arguments.rank} {adapter / GIB:.2f} GiB"
         )
         print(f"one machine of {arguments.gpus}: {plan(size, arguments.gpus, arguments.rank)}")
         print("| bytes that leave the busiest machine | GiB |", " | ".join(f"{g} Gbit/s" for g in GBITS), "|")
-        for purpose, size_bytes in moved(size, arguments.machines, num_gpus, arguments.rank).items():
+        for purpose, size_bytes in moved(size, arguments.machines, arguments.rank).items():
             seconds = " | ".join(f"{8 * size_bytes / (gbit * 1e9):.2f} s" for gbit in GBITS)
             print(f"| {purpose} | {size_bytes / GIB:.2f} | {seconds} |")
 

@@ -3,7 +3,8 @@
 The first token of a prompt says what happens: 0 answers at once, 1 after a second, 13 ends the process, 14 does
 so after half a second, 7 hangs it. While a file `broken` stands in the scratch directory, everything ends it. What is
 published is noted in the file `published`; weights named `refused-N` are refused by engine N, `deadly-N` end it, and
-`deadly` every engine. What other engines have running is noted in the file `elsewhere`.
+`deadly` every engine, and `unreceived-N` ends it when it is sent them, which others note in the file `received`. What
+other engines have running is noted in the file `elsewhere`.
 """
 
 import asyncio
@@ -18,7 +19,8 @@ import numpy as np
 from api_schemas.sampling import SampledSequence, SampleResponse
 from backends.processes.rpc import OnPart, serve_async
 from backends.protocol import BackendFailed, ChatUsage, SamplingTask
-from backends.sampler.commands import Chat, CountProgress, Publish, Sample, ShareRunning, Start
+from backends.sampler.commands import Chat, CountProgress, Publish, Receive, Sample, ShareRunning, Start
+from backends.sampler.received import ReceivedWeights
 
 
 async def sample(task: SamplingTask, broken: Path) -> SampleResponse:
@@ -45,14 +47,17 @@ def publish(weights: Path, directory: Path, engine: int | None) -> None:
 
 async def main() -> None:
     broken, done, engine = Path(), 0, None
-    running = Counter[str]()
+    running, received = Counter[str](), ReceivedWeights(None)
 
-    async def handle(command: Start | Sample | Chat | Publish | ShareRunning | CountProgress, tell: OnPart) -> object:
-        nonlocal broken, done, engine
+    async def handle(
+        command: Start | Sample | Chat | Publish | Receive | ShareRunning | CountProgress, tell: OnPart
+    ) -> object:
+        nonlocal broken, done, engine, received
         match command:
             case Start(spec):
                 broken, engine = spec.scratch_dir / "broken", spec.engine
                 spec.scratch_dir.mkdir(parents=True, exist_ok=True)
+                received = ReceivedWeights(spec.received_dir)
                 return None
             case Sample(task):
                 running[task.owner] += 1
@@ -61,7 +66,16 @@ async def main() -> None:
                 done += 1
                 return response
             case Publish(weights, _):
+                received.require(weights)
                 publish(weights, broken.parent, engine)
+                return None
+            case Receive(weights, files):
+                if weights.name == f"unreceived-{engine}":
+                    os._exit(1)
+                await asyncio.sleep(0.5)  # others ask meanwhile
+                received.receive(weights, files)
+                with broken.with_name("received").open("a") as file:
+                    file.write(f"{weights.name} ")
                 return None
             case ShareRunning(elsewhere):
                 broken.with_name("elsewhere").write_text(json.dumps(elsewhere))

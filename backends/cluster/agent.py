@@ -7,6 +7,7 @@ server's machine, and nothing lies between.
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ class Agent:
         restore_environment(offer.environment)
         directory = Path(offer.data_dir)
         directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(offer.received_dir, ignore_errors=True)  # another server may have sent other weights of that name
         self._lines = Lines(directory, offer.name, offer.server, read_token(Path(offer.token_file)))
         sys.stderr = self._lines.file  # Ray's own file for it ends with Ray
         self._forwarding: asyncio.Task[None] | None = None

@@ -12,7 +12,7 @@ from backends.config import BackendConfig
 from backends.configure.gpus import read_gpus
 from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed
-from backends.sampler.client import EngineClient
+from backends.sampler.client import EngineClient, Sending
 from backends.sampler.pool import SamplerPool
 
 SAME_GPU = 0.98
@@ -76,11 +76,12 @@ class RemoteEngines:
     def begin(self, node: Node, start: StartThere) -> None:
         """Implement the protocol."""
         engines = self._engines[node] = []
+        sending: Sending = {}  # one for the machine: each adapter travels once to all of its engines
         for name, directory in node.offer.models.items():
             spec, pool = self._pools[name]
             for gpus in gpus_of_engines(spec, node.offer):
                 describe = partial(described, spec, node.offer, directory, gpus)
-                engines.append((pool, pool.attach(describe, start)))
+                engines.append((pool, pool.attach(describe, start, sending)))
 
     def are_ready(self, node: Node) -> bool:
         """Return whether all engines of a machine live, and have their memory."""
@@ -108,5 +109,5 @@ def described(spec: ModelSpec, offer: Offer, directory: str, gpus: tuple[int, ..
         scratch_dir=offer.scratch_dir(number),
         compiled_dir=None if spec.compiled_dir is None else Path(offer.data_dir) / "compiled",
         engine=number,
-        receives=True,
+        received_dir=offer.received_dir,
     )

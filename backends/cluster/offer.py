@@ -38,6 +38,11 @@ class Offer:
         """Read it. Raises TypeError if it is none."""
         return cls(**{**said, "gpu_bytes": tuple(said["gpu_bytes"])})
 
+    @property
+    def received_dir(self) -> Path:
+        """Return the directory of the weights that the server has sent to this machine."""
+        return Path(self.data_dir) / "received"
+
     def scratch_dir(self, engine: int) -> Path:
         """Return the directory of one engine's weights on this machine."""
         return Path(self.data_dir) / f"engine-{engine}"

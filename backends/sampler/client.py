@@ -26,6 +26,8 @@ from backends.sampler.commands import CountProgress, CountSequences, Receive, Sa
 from backends.sampler.received import read_files
 
 R = TypeVar("R")
+Sending = dict[Path, asyncio.Task[None]]
+"""Weights that travel to another machine now, by their directory here."""
 
 _ENGINE_USE_S = 0.5
 """Longest wait for an engine's counts: an answer that is not there at once is not worth waiting for."""
@@ -56,14 +58,17 @@ class Request(Suspect):
 class EngineClient:
     """One engine, its process and the requests that it has."""
 
-    def __init__(self, spec: ModelSpec, start_workers: StartWorkers, *, is_alone: bool) -> None:
-        """If it `is_alone` in its pool, it is started again when somebody asks for it, else by itself."""
+    def __init__(
+        self, spec: ModelSpec, start_workers: StartWorkers, *, is_alone: bool, sending: Sending | None = None
+    ) -> None:
+        """If it `is_alone` in its pool, it is started again when somebody asks for it, else by itself. An engine on
+        another machine has `sending` in common with the others there."""
         self._spec = spec
         self.number = spec.engine or 0
         self.name = "the sampler" if is_alone else f"engine {self.number} of the sampler"
         self.is_gone = False
         """True once its machine has left: it will not be started again."""
-        self._sending: dict[Path, asyncio.Task[None]] = {}
+        self._sending: Sending = {} if sending is None else sending
         self.isolation = CrashIsolation(is_exclusive=True)
         self.requests: set[Request] = set()
         """Requests that run here, or wait for this engine."""
@@ -109,14 +114,17 @@ class EngineClient:
             except WeightsAbsent:
                 if (weights := weights_of(command)) is None:
                     raise
-            sending = self._sending.get(weights)
-            if sending is None:
-                sending = self._sending[weights] = asyncio.create_task(_send(child, weights))
-                sending.add_done_callback(partial(self._sent, weights))
+            if (sending := self._sending.get(weights)) is not None:
+                await asyncio.wait([sending])  # if it fails, by the death of another engine too, this one asks again
+                continue
+            sending = self._sending[weights] = asyncio.create_task(_send(child, weights))
+            sending.add_done_callback(partial(self._sent, weights))
             await asyncio.shield(sending)
 
-    def _sent(self, weights: Path, _: "asyncio.Task[None]") -> None:
+    def _sent(self, weights: Path, task: "asyncio.Task[None]") -> None:
         del self._sending[weights]
+        if not task.cancelled():
+            task.exception()  # whoever asked may have been cancelled
 
     @contextmanager
     def having(self, request: Request) -> Iterator[None]:

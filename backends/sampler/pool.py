@@ -43,7 +43,7 @@ from backends.protocol import (
     SamplingTask,
     ignore_loading,
 )
-from backends.sampler.client import EngineClient, Request
+from backends.sampler.client import EngineClient, Request, Sending
 from backends.sampler.commands import Chat, Publish, Sample
 from backends.sampler.prefix_routes import Piece, PrefixRoutes, chat_pieces, chat_tokens, task_pieces, task_tokens
 
@@ -95,10 +95,12 @@ class SamplerPool:
             task.cancel()
         await asyncio.gather(*(engine.supervisor.stop() for engine in self.engines))
 
-    def attach(self, describe: Callable[[int], ModelSpec], start_workers: StartWorkers) -> EngineClient:
+    def attach(
+        self, describe: Callable[[int], ModelSpec], start_workers: StartWorkers, sending: Sending
+    ) -> EngineClient:
         """Add an engine on another machine, and return it; it takes requests once it is ready. `describe` makes its
-        spec from the number that it gets."""
-        engine = EngineClient(describe(next(self._numbers)), start_workers, is_alone=False)
+        spec from the number that it gets; `sending` is that of all engines of the machine."""
+        engine = EngineClient(describe(next(self._numbers)), start_workers, is_alone=False, sending=sending)
         self.engines.append(engine)
         task = asyncio.create_task(_start_attached(engine, self._on_loading), context=Context())
         self._attaching.add(task)

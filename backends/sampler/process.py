@@ -65,7 +65,7 @@ class SamplerProcess:
         self._renderer = renderer
         self._sequences = Sequences(engine)
         self._weights = weights
-        self.received = ReceivedWeights(spec.scratch_dir / "received" if spec.receives else None)
+        self.received = ReceivedWeights(spec.received_dir)
         self._publishing = asyncio.Lock()
         self._admits_publishing = spec.full
         self._placeholders = sorted(renderer.family.placeholders)

@@ -1,13 +1,16 @@
-"""Weights that an engine on another machine has been sent, by the directory that they have on the server's.
+"""Weights that another machine has been sent for its engines, by the directory that they have on the server's.
 
-The server sends them when an engine says that it does not have them, so that nobody needs to remember who has which.
+The server sends them when an engine says that its machine does not have them, so that nobody needs to remember who has
+which.
 Imports no vLLM: the server's end reads the files here too.
 """
 
-import itertools
+import contextlib
+import hashlib
+import os
 import pickle
 import shutil
-from collections import OrderedDict
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,21 +18,20 @@ from backends.processes.rpc import WeightsAbsent
 from backends.protocol import InvalidInput
 
 MAX_RECEIVED = 64
-"""Versions that stay, the least recently used leave first. The engine has 32 loaded, whose files are links: what leaves
+"""Versions that stay, the least recently used leave first. An engine has 32 loaded, whose files are links: what leaves
 here while it is in use stays there."""
+_HIDDEN = "."
+"""Names of directories that are written or removed now begin so."""
 
 
 class ReceivedWeights:
-    """The versions that one engine has been sent."""
+    """The versions that a machine has been sent, for all of its engines, which have separate processes."""
 
     def __init__(self, directory: Path | None) -> None:
         """Without a `directory` the engine is on the server's own machine, and finds all weights where they are."""
         self._directory = directory
-        self._versions: OrderedDict[Path, Path] = OrderedDict()
-        """The least recently used first."""
-        self._numbers = itertools.count()
         if directory is not None:
-            directory.mkdir(parents=True)
+            directory.mkdir(parents=True, exist_ok=True)
 
     def local(self, weights: Path | None) -> Path | None:
         """Return the directory that weights have here. Raises WeightsAbsent."""
@@ -39,23 +41,51 @@ class ReceivedWeights:
         """Return the directory that weights have here. Raises WeightsAbsent."""
         if self._directory is None:
             return weights
-        if weights not in self._versions:
-            raise WeightsAbsent(f"weights {weights.name} have not been sent to this engine")
-        self._versions.move_to_end(weights)
-        return self._versions[weights]
+        held = self._directory / _name(weights)
+        try:
+            os.utime(held)  # the order in which they leave
+        except FileNotFoundError:
+            raise WeightsAbsent(f"weights {weights.name} have not been sent to this machine") from None
+        return held
 
     def receive(self, weights: Path, files: Mapping[str, pickle.PickleBuffer]) -> None:
         """Write the files of weights, which are there whole or not at all."""
         assert self._directory is not None
-        directory = self._directory / str(next(self._numbers))
-        directory.mkdir()
+        partly = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=self._directory))
         for name, content in files.items():
-            with (directory / name).open("wb") as file:
+            with (partly / name).open("wb") as file:
                 file.write(content)
-        self._versions[weights] = directory
-        while len(self._versions) > MAX_RECEIVED:
-            _, oldest = self._versions.popitem(last=False)
-            shutil.rmtree(oldest, ignore_errors=True)
+        try:
+            partly.rename(self._directory / _name(weights))
+        except OSError:  # another engine was sent them too
+            shutil.rmtree(partly, ignore_errors=True)
+        held = sorted(self._versions(), key=_last_use_ns)
+        for oldest in held[: max(0, len(held) - MAX_RECEIVED)]:
+            self._remove(oldest)
+
+    def _remove(self, held: Path) -> None:
+        """Remove a version, which other engines see whole or not at all."""
+        going = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=self._directory))
+        with contextlib.suppress(FileNotFoundError):  # another engine has removed it
+            held.rename(going / "version")
+        shutil.rmtree(going, ignore_errors=True)
+
+    def _versions(self) -> list[Path]:
+        assert self._directory is not None
+        return [path for path in self._directory.iterdir() if not path.name.startswith(_HIDDEN)]
+
+
+def _name(weights: Path) -> str:
+    """Return the name of weights' directory here, from that on the server's machine."""
+    return hashlib.sha256(str(weights).encode()).hexdigest()
+
+
+def _last_use_ns(held: Path) -> int:
+    """Return the time of a version's last use; 0 if another engine has just removed it."""
+    try:
+        return held.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def read_files(weights: Path) -> dict[str, pickle.PickleBuffer]:

@@ -22,7 +22,7 @@ from backends.processes.launcher import launch
 from backends.processes.rpc import Child
 from backends.protocol import BackendFailed, ChatTask, OnLoading, ignore_loading
 from backends.sampler import pool as sampler_pool
-from backends.sampler.client import EngineClient
+from backends.sampler.client import EngineClient, Sending
 from backends.sampler.pool import SamplerPool
 from tests.sampling import ask, sampler_config
 
@@ -297,10 +297,15 @@ async def test_a_trainer_that_fails_ends_the_engines_that_load_beside_it(tmp_pat
 
 def attached(pool: SamplerPool) -> EngineClient:
     """An engine of another machine, which has just been attached."""
-    spec = pool.engines[0]._spec
+    return attached_with(pool, {})
+
+
+def attached_with(pool: SamplerPool, sending: Sending, received_dir: Path | None = None) -> EngineClient:
+    spec = replace(pool.engines[0]._spec, received_dir=received_dir)
     return pool.attach(
         lambda number: replace(spec, engine=number, scratch_dir=spec.scratch_dir.parent / f"engine-{number}"),
         launch_light,
+        sending,
     )
 
 
@@ -325,6 +330,47 @@ async def test_an_attached_engine_takes_requests_and_those_move_when_it_is_detac
     await opened(again)
     use = await pool.engine_use()
     assert use is None or 3 not in use.engines
+
+
+async def with_machine_of_two(pool: SamplerPool, tmp_path: Path) -> None:
+    """Attach two engines, 3 and 4, of one other machine."""
+    sending: Sending = {}
+    for engine in [attached_with(pool, sending, tmp_path / "received") for _ in range(2)]:
+        await opened(engine)
+
+
+def saved(tmp_path: Path, name: str) -> Path:
+    weights = tmp_path / "weights" / name
+    weights.mkdir(parents=True)
+    (weights / "adapter.safetensors").write_bytes(b"x" * 1000)
+    return weights
+
+
+def receipts(tmp_path: Path) -> list[str]:
+    """Names of the weights that each engine of the other machine was sent."""
+    files = [tmp_path / f"scratch/engine-{number}/received" for number in (3, 4)]
+    return [file.read_text() if file.exists() else "" for file in files]
+
+
+async def test_weights_travel_once_to_all_engines_of_a_machine(pool: SamplerPool, tmp_path: Path) -> None:
+    await with_machine_of_two(pool, tmp_path)
+    for name in ("first", "second"):
+        await pool.publish(saved(tmp_path, name), "good")
+        published_by = [(tmp_path / f"scratch/engine-{number}/published").read_text() for number in range(5)]
+        assert published_by == [name] * 5
+    assert sorted("".join(receipts(tmp_path)).split()) == ["first", "second"]
+
+
+async def test_an_engine_gets_weights_itself_whose_travel_ended_with_another_of_its_machine(
+    pool: SamplerPool, tmp_path: Path
+) -> None:
+    await with_machine_of_two(pool, tmp_path)
+    for name in ("unreceived-3", "unreceived-4"):
+        await pool.publish(saved(tmp_path, name), "good")
+        async with asyncio.timeout(90):
+            while not all(engine.is_open for engine in pool.engines):  # noqa: ASYNC110 - they start by themselves
+                await asyncio.sleep(0.05)
+    assert receipts(tmp_path) == ["unreceived-4 ", "unreceived-3 "]
 
 
 async def test_an_engine_that_is_detached_while_it_does_not_start_is_not_tried_again(

@@ -79,7 +79,7 @@ def test_an_engine_there_knows_its_machines_paths_and_numbers() -> None:
     there = described(spec, offer(80, 80), "/models/b", (1,), 7)
     assert (there.directory, there.engine, there.placement.engines) == ("/models/b", 7, ((1,),))
     assert there.scratch_dir == Path("/data/engine-7") and there.compiled_dir == Path("/data/compiled")
-    assert there.receives and not spec.receives
+    assert there.received_dir == Path("/data/received") and spec.received_dir is None
 
 
 def test_an_offer_survives_the_network() -> None:

@@ -49,6 +49,15 @@ def test_the_least_recently_used_weights_leave(tmp_path: Path, monkeypatch: pyte
     assert len(list((tmp_path / "received").iterdir())) == 2
 
 
+def test_all_engines_of_a_machine_find_weights_that_one_was_sent(tmp_path: Path) -> None:
+    one, other = (ReceivedWeights(tmp_path / "received") for _ in range(2))
+    weights = saved(tmp_path / "weights/1", b"x")
+    one.receive(weights, read_files(weights))
+    assert other.require(weights) == one.require(weights)
+    other.receive(weights, read_files(weights))  # both were asked at once
+    assert [path.name for path in (tmp_path / "received").iterdir()] == [one.require(weights).name]
+
+
 def test_weights_that_are_gone_cannot_be_sent(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no longer exist"):
         read_files(tmp_path / "missing")
