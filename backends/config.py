@@ -149,5 +149,7 @@ class Examination:
     parts: Sequence[MemoryPart]
     """Their parts on every GPU, as planned; empty if the models do not fit."""
     patches: Sequence[ExaminedPatch]
+    idle: str | None
+    """Sentence about the GPUs that the plan leaves idle."""
     problem: str | None
     """Reason why they cannot be served."""

@@ -41,7 +41,8 @@ NOTES = """
   the nearest settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the
   options.
 - **Several cards** hold the parts of one model: the trainer and the engine on cards of their own, or a model that is
-  divided. Cards beyond the number in the cell hold more engines, or trainer ranks with `--ranks`.
+  divided. Cards beyond the number in the cell are idle until `--ranks N` trains on N cards; then every card with room
+  has an engine too. The log and `doctor` name the idle ones, and the N that uses them.
 - **Disk:** the model's files, and what you save. An adapter of rank 32 on 4 billion parameters has {adapter_gib:.2f}
   GiB, and with its optimizer {state_gib:.2f} GiB.
 - **A CPU** serves every kind of model too, slowly. The small model that comes with the server took 4.1 GiB of main

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from backends.config import BackendConfig
 from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSize
-from backends.configure.nearest_fit import plan_or_suggest
+from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
 from backends.families import gpt_oss
 from backends.families.coverage import Numbers, check_coverage, image_token_numbers
@@ -70,9 +70,11 @@ def describe_models(config: BackendConfig, machine: Machine | None = None) -> di
         raise BackendFailed(
             "--replay-routing (setting backend.replay_routing): none of the models is a mixture of experts"
         )
-    plan, placed = planned([*found.values()], config, machine)
+    plan, placed, idle = planned([*found.values()], config, machine)
     for line in plan.lines():
         log.info("%s", line)
+    if idle is not None:
+        log.warning("%s", idle)
     found = dict(zip(found, placed, strict=True))
     return {
         name: replace(model := found[directory], spec=replace(model.spec, name=name, source=config.models[name]))
@@ -87,12 +89,13 @@ def chosen_device(config: BackendConfig, machine: Machine) -> Device:
 
 def planned(
     found: Sequence[FoundModel], config: BackendConfig, machine: Machine
-) -> tuple[MemoryPlan, list[FoundModel]]:
-    """Return the plan of all models, and the models with what it has chosen for them. Raises BackendFailed, with the
-    nearest settings that fit, if they do not all fit."""
+) -> tuple[MemoryPlan, list[FoundModel], str | None]:
+    """Return the plan of all models, the models with what it has chosen for them, and a sentence about GPUs that would
+    be idle. Raises BackendFailed, with the nearest settings that fit, if they do not all fit."""
     sizes, device = [one.size for one in found], chosen_device(config, machine)
     plan = plan_or_suggest(sizes, config, machine, device)
-    return plan, [replace(one, spec=_placed(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
+    placed = [replace(one, spec=_placed(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
+    return plan, placed, idle_gpus(plan, sizes, config, machine, device)
 
 
 def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelSpec:

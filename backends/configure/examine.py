@@ -34,14 +34,14 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
     device = chosen_device(config, machine)
     found: list[FoundModel] = []
     parts: tuple[MemoryPart, ...] = ()
-    problem = None
+    idle = problem = None
     try:
         for name, source in config.models.items():
             directory = local_directory(source)
             if all(str(directory) != model.spec.directory for model in found):
                 found.append(find(name, directory, config, machine))
         if found:
-            plan, found = planned(found, config, machine)
+            plan, found, idle = planned(found, config, machine)
             parts = plan.parts
     except BackendFailed as error:
         problem = str(error)
@@ -53,6 +53,7 @@ def examine(config: BackendConfig, gpus: str | None = None) -> Examination:
         models=[_examined(model, is_planned=bool(parts)) for model in found],
         parts=parts,
         patches=[ExaminedPatch(one.name, one.target, one.state, one.why) for one in PATCHES],
+        idle=idle,
         problem=problem,
     )
 

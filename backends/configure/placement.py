@@ -269,15 +269,19 @@ class _Search:
         return layouts
 
     def _with_engines(self, demands: Mapping[str, Demand], most: Mapping[str, Layout]) -> MemoryPlan:
-        """Keep the engines that are asked for, or one and all others that fit on the GPUs where they may be."""
+        """Keep the engines that are asked for, or one and all others that fit on the GPUs where they may be: those that
+        are named, or those of the model's trainer. Where ranks are asked for, GPUs without a trainer are used too."""
         asked = self._config.engines or 1
         layouts = {name: replace(one, engines=one.engines[:asked]) for name, one in most.items()}
         plan = self._counted(demands, layouts)
         if self._config.engines is not None or self._device == "cpu" or plan.missing_bytes > 0:
             return plan
+        free: set[int] = set()
+        if self._config.ranks is not None:
+            free = set(self._trainer_gpus).difference(*(one.trainer for one in most.values()))
         for name, one in most.items():
             for engine in one.engines[1:]:
-                if not set(engine) <= set(self._sampler_gpus or one.trainer):
+                if not set(engine) <= set(self._sampler_gpus or {*one.trainer, *free}):
                     continue
                 fuller = replace(layouts[name], engines=(*layouts[name].engines, engine))
                 larger = self._counted(demands, {**layouts, name: fuller})

@@ -231,6 +231,9 @@ def test_doctor_plans_for_gpus_that_are_not_there(tiny_text: Path, tmp_path: Pat
         assert said in found.stdout
     (together,) = [line for line in found.stdout.splitlines() if "together" in line]
     assert "139.80 GiB" in together, "the table has every byte of both, in one column"
+    assert "idle" not in found.stdout
+    found = command("doctor", *model, "--gpu", "H200:2", env=environment)
+    assert "GPU 1 will be idle: --ranks 2 uses 1 of them" in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ def examine(config: BackendConfig, gpus: str | None = None, print_line: Callable
         print_line(line)
     if found.parts:
         show(parts(found))
+    if found.idle is not None:
+        print_line(found.idle)
     show(patches(found))
     if found.problem is not None:
         raise BackendFailed(found.problem)

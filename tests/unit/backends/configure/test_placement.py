@@ -1,5 +1,6 @@
 """Every base model's share of a machine, and the message if they do not fit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models, find
 from backends.configure.memory_plan import Machine, MemoryPlan, ModelSize
+from backends.configure.nearest_fit import idle_gpus
 from backends.configure.placement import make_plan, placement
 from backends.families.coverage import LoraMatrices, Numbers
 from backends.model_spec import Device, Mesh, Placement
@@ -203,6 +205,31 @@ def test_every_gpu_of_a_model_has_an_engine_where_it_has_room() -> None:
     assert plan([LARGE], gpus(80, 8)).layouts["large"].engines == ((0,),)
     small = Machine(0, [80 * GIB, 36 * GIB, 80 * GIB])  # the second has room for one copy, not for two
     assert plan([LARGE], small, ranks=3).layouts["large"].engines == ((0,), (2,))
+
+
+def test_gpus_without_a_trainer_have_engines_where_ranks_are_asked_for() -> None:
+    together = plan([LARGE], gpus(80, 4), ranks=2).layouts["large"]
+    assert (together.trainer, together.engines) == ((0, 1), ((0,), (1,), (2,), (3,)))
+    apart = plan([LARGE], gpus(28, 4), ranks=2, tensor_parallel=1).layouts["large"]
+    assert (apart.trainer, apart.engines) == ((0, 1), ((2,), (3,)))
+    two = plan([LARGE, model("other", 16, 1)], gpus(80, 5), ranks=2).layouts
+    assert (two["large"].trainer, two["other"].trainer) == ((0, 1), (2, 3))
+    assert two["large"].engines == ((0,), (1,), (4,)) and (2,) in two["other"].engines
+    named = plan([LARGE], gpus(80, 4), trainer_gpus=(1, 2)).layouts["large"]
+    assert (named.trainer, named.engines) == ((1, 2), ((1,), (2,)))
+
+
+def test_gpus_that_would_be_idle_are_named_with_the_ranks_that_use_them() -> None:
+    def said(size_gib: int, count: int, sizes: Sequence[ModelSize] = (LARGE,), **settings: Any) -> str | None:
+        config, machine = BackendConfig(base_copies=2, **settings), gpus(size_gib, count)
+        return idle_gpus(make_plan(sizes, config, machine, "cuda"), sizes, config, machine, "cuda")
+
+    assert said(80, 4) == "GPUs 1, 2, 3 will be idle: --ranks 4 uses 3 of them"
+    assert said(80, 5, (LARGE, SMALL)) == "GPUs 2, 3, 4 will be idle: --ranks 2 uses 3 of them"
+    assert said(80, 1) is None and said(80, 4, ranks=1, engines=1) is None and said(80, 2, trainer_gpus=(1,)) is None
+    assert said(80, 3, engines=1) == "GPUs 1, 2 will be idle: --ranks 3 uses 2 of them"
+    divided = said(30, 5, engines=1, tensor_parallel=2, max_lora_rank=8)
+    assert divided == "GPUs 2, 3, 4 will be idle: --ranks 4 uses 2 of them"
 
 
 def test_an_engine_that_nobody_asked_for_takes_no_room_from_other_models() -> None:
