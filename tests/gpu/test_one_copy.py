@@ -19,9 +19,10 @@ from api_schemas.training import AdamParams
 from backends.base_weights.client import BaseWeights
 from backends.base_weights.mapped import Files, map_views
 from backends.inputs.rendering import Renderer
-from backends.model_spec import ModelSpec, Placement
+from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.processes.launcher import launch_sampler, launch_trainer
 from backends.protocol import ignore_loading
+from backends.sampler.commands import CountProgress
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
 from benchmarks.gpu import SHAPES, make_model
@@ -69,6 +70,11 @@ class Parts:
     def holder(self) -> int:
         return self.base._supervisor.children[0].process.pid
 
+    async def progress(self) -> list[int]:
+        """Steps and tasks of each engine."""
+        engines = self.sampler.engines
+        return [await engine.call(engine.supervisor.children[0], CountProgress()) for engine in engines]
+
     async def difference(self, source: Path) -> np.ndarray:
         """Absolute, nats, of trainer and sampler."""
         renderer = Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
@@ -83,6 +89,42 @@ class Parts:
         text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
         found: np.ndarray = np.abs(np.asarray(scored)[1:] - output.loss_fn_outputs[0]["logprobs"][:-1])[text]
         return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(tmp_path: Path) -> None:
+    source = make_tiny_vl(tmp_path / "model")
+    renderer = Renderer(str(source), image_cache_bytes=1 << 26, max_image_pixels=10**7)
+    alone = spec_of(source, tmp_path / "scratch")
+    placement = replace(alone.placement, gpus=(0, 1), engines=((0,), (1,)))
+    items = [scoring_datum(prompt(words(20, seed), image(64, 64, seed), words(9, seed)), renderer) for seed in range(6)]
+    async with Parts(replace(alone, placement=placement, mesh=Mesh(replicate=2))) as parts:
+        for gpu in (0, 1):
+            mapped = map_views(parts.base.spec.base_socket(gpu), torch.device("cuda", gpu))
+            with Files(source) as files:
+                assert all(tensor.cpu().equal(files.tensor(name).to(tensor.dtype)) for name, tensor in mapped.items())
+            del mapped
+        await parts.trainer.create_model("m", LORA, "owner")
+        for _ in range(3):
+            await parts.trainer.forward_backward("m", cross_entropy(items), backward=True)
+            await parts.trainer.optim_step("m", AdamParams(learning_rate=1e-3))
+        weights = tmp_path / "weights"
+        await parts.trainer.save("m", weights, "sampler")
+        await parts.sampler.publish(weights, "owner")
+        output = await parts.trainer.forward_backward("m", cross_entropy(items), backward=False)
+        before = await parts.progress()
+        scored = await asyncio.gather(
+            *(sample(parts.sampler, scoring(item.model_input), weights, f"owner {at}") for at, item in enumerate(items))
+        )
+        assert all(after > one for one, after in zip(before, await parts.progress(), strict=True)), (
+            "both engines scored"
+        )
+        placeholder = renderer.config.image_token_id
+        for item, response, row in zip(items, scored, output.loss_fn_outputs, strict=True):
+            text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
+            found = np.abs(np.asarray(response.prompt_logprobs)[1:] - row["logprobs"][:-1])[text]
+            print(f"two GPUs: mean {found.mean():.4f}, largest {found.max():.4f} nats")
+            assert found.mean() < MEAN and found.max() < LARGEST
 
 
 def used_bytes() -> int:
