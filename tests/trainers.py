@@ -26,13 +26,15 @@ LORA = Trainable(rank=8, seed=1)
 SMOOTH = AdamParams(learning_rate=0.1, eps=1.0)
 
 
-def config(source: Path, max_tokens: int = 1024, max_context_length: int = 1024, num_ranks: int = 1) -> ModelSpec:
-    """Several ranks share the base."""
+def config(
+    source: Path, max_tokens: int = 1024, max_context_length: int = 1024, num_ranks: int = 1, num_slices: int = 1
+) -> ModelSpec:
+    """Several ranks share the base, and so many of them compute slices of a microbatch."""
     return replace(
         tiny_spec(source),
         max_tokens_per_microbatch=max_tokens,
         max_context_length=max_context_length,
-        mesh=Mesh(shard=num_ranks),
+        mesh=Mesh(shard=num_ranks, context=num_slices),
     )
 
 
