@@ -196,19 +196,19 @@ def test_every_kind_of_attention_and_of_images_is_computed_in_slices(tmp_path: P
     check_as_one(on_slices(2, 2, of_kinds, sources), of_kinds(ALONE, sources))
 
 
-def on_the_operator(world: World, sources: Sequence[Path]) -> Found:
+def on_the_operator(world: World, sources: Mapping[str, Path]) -> Found:
     """As on CUDA: the packed operator, here on a plain kernel, in compiled layers, some of which recompute."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen_attention, "_flash", PlainKernel())
         patch.setattr(attention, "implementation", partial(operator, attention.implementation))
-        for source in sources:
+        for name, source in sources.items():
             rank = with_models(rank_of(world, source), LORAS)
             layers = rank.base.scorer.model.get_decoder().layers
             Recomputation(layers).use(1)
             for layer in layers:
-                layer.compile(dynamic=True, backend="aot_eager")
-            found[source.name] = shared(rank, source, TEXTS)
+                layer.self_attn.compile(dynamic=True, backend="aot_eager")
+            found[name] = shared(rank, source, TEXTS)
     return found
 
 
@@ -217,6 +217,53 @@ def operator(implementation: Callable[..., str], *_: object, **__: object) -> st
 
 
 def test_the_operator_of_cuda_computes_slices_in_compiled_and_recomputed_layers(tmp_path: Path) -> None:
-    sources = [FAMILIES[kind](tmp_path / kind) for kind in ("Mistral", "gpt-oss")]
-    found = on_slices(2, 2, on_the_operator, sources)
-    check_as_one(found, of_kinds(ALONE, {one.name: one for one in sources}))
+    sources = {"windows and sinks": FAMILIES["gpt-oss"](tmp_path / "model")}
+    check_as_one(on_slices(2, 2, on_the_operator, sources), of_kinds(ALONE, sources))
+
+
+def with_troubles(world: World, source: Path) -> tuple[int, str, bool]:
+    """Two images, one for each rank; then one rank alone runs out of memory. Return the images that this rank has
+    decoded, the error, and whether the model trains on."""
+    rank, renderer = with_models(rank_of(world, source), {"m": LORA}), make_renderer(source)
+    apart = cross_entropy([datum(prompt(image(64, 64, 1), words(40, 2), image(64, 64, 3)), renderer)])
+    decoded: list[str] = []
+    decode = rank.base.renderer._decoded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank.base.renderer, "_decoded", lambda *of: (decoded.append(of[1]), decode(*of))[1])
+        forward_backward(rank, "m", apart)
+    error = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr("backends.trainer.step.packed_microbatch.pack", out_of_memory)
+        try:
+            forward_backward(rank, "m", apart)
+        except BackendFailed as found:
+            error = str(found)
+    rank.models["m"].clear_gradient()
+    forward_backward(rank, "m", apart)
+    return len(decoded), error, rank.models["m"].gradient == "whole"
+
+
+def out_of_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_rank_decodes_the_images_of_its_slice_and_all_ranks_learn_of_ones_error(tiny_vl: Path) -> None:
+    expected = (1, "out of memory; send shorter or fewer datums at once", True)
+    assert on_slices(2, 2, with_troubles, tiny_vl) == [expected] * 2
+
+
+@pytest.mark.usefixtures("forked_ranks")
+async def test_a_server_with_two_ranks_for_each_microbatch_answers_as_with_one(tiny_vl: Path, tmp_path: Path) -> None:
+    settings = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", context_parallel=2)
+    spec = describe_models(settings, Machine(64 * GIB))["a"].spec
+    answers = []
+    alone: dict[str, int] = {}
+    for sizes in (alone, {"num_ranks": spec.mesh.size, "num_slices": spec.mesh.context}):
+        async with server(tmp_path / str(len(answers)), RealTrainer(tiny_vl, **sizes)) as client:
+            await create(client)
+            answers.append([await train(client, first) for first in (1, 4)])
+    assert spec.mesh == Mesh(shard=2, context=2)
+    for one, other in zip(*answers, strict=True):
+        for body, wanted in zip(one[:2], other[:2], strict=True):
+            np.testing.assert_allclose(logprobs_of(body), logprobs_of(wanted), atol=1e-4)
