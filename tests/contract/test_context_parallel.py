@@ -16,9 +16,12 @@ from torch import Tensor
 
 from api_schemas.inputs import ModelInput
 from api_schemas.training import ForwardBackwardOutput, Trainable
+from backends.config import BackendConfig
+from backends.configure.describe import describe_models
+from backends.configure.memory_plan import GIB, Machine
 from backends.kernels import varlen_attention
 from backends.model_spec import Mesh
-from backends.protocol import EncodedBatch
+from backends.protocol import BackendFailed, EncodedBatch
 from backends.trainer.distributed import ALONE, World
 from backends.trainer.model import attention
 from backends.trainer.model.recompute import Recomputation
@@ -27,6 +30,7 @@ from tests.attention import PlainKernel
 from tests.factories import MIXED, batch_for, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl
 from tests.ranks import on_slices
+from tests.recovery import RealTrainer, create, logprobs_of, server, train
 from tests.trainers import LORA, assert_same, config, forward_backward, gradients, perturb, together
 
 Kind = Literal["replicate", "shard"]
