@@ -69,7 +69,7 @@ def on_slices(
     num_slices: int, num_ranks: int, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> list[T]:
     """As `on_ranks`, of which so many compute slices of each microbatch."""
-    return _on_all((num_ranks, 1, "float32", num_slices), function, *args, **kwargs)
+    return on_all((num_ranks, 1, "float32", num_slices), function, *args, **kwargs)
 
 
 def on_machines(
@@ -81,13 +81,14 @@ def on_machines(
     **kwargs: P.kwargs,
 ) -> list[T]:
     """As `on_ranks`, with all ranks divided over several machines, between which gradients travel in `across`."""
-    return _on_all((num_ranks, num_machines, across, 1), function, *args, **kwargs)
+    return on_all((num_ranks, num_machines, across, 1), function, *args, **kwargs)
 
 
-def _on_all(
+def on_all(
     kind: tuple[int, int, Dtype, int], function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> list[T]:
-    """`kind` is the number of ranks, that of machines, the precision between them, and the slices of a microbatch."""
+    """As `on_ranks`; `kind` is the number of ranks, that of machines, the precision between them, and the number of
+    slices of a microbatch."""
     num_ranks = kind[0]
     with (
         socket.create_server(("127.0.0.1", 0)) as meeting,

@@ -29,7 +29,7 @@ from backends.trainer.rank import TrainerRank
 from tests.attention import PlainKernel
 from tests.factories import MIXED, batch_for, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl
-from tests.ranks import on_slices
+from tests.ranks import Stepped, on_all, on_slices, two_steps
 from tests.recovery import RealTrainer, create, logprobs_of, server, train
 from tests.trainers import LORA, assert_same, config, forward_backward, gradients, perturb, together
 
@@ -64,7 +64,8 @@ Found = dict[str, Computed]
 
 
 def rank_of(world: World, source: Path, kind: Kind = "shard", *, trains_vision: bool = False) -> TrainerRank:
-    mesh = Mesh(**{kind: world.size}, context=world.num_slices)
+    """Ranks of a machine have the base between them, or each all of it."""
+    mesh = Mesh(**{kind: world.machine.size}, context=world.num_slices)
     return TrainerRank(replace(config(source), mesh=mesh, trains_vision=trains_vision), world)
 
 
@@ -139,6 +140,22 @@ def test_four_ranks_compute_slices_of_two_microbatches_or_of_one(num_slices: int
     names = ["images", "one image over all slices", "fewer tokens than ranks"]
     found = on_slices(num_slices, 4, of_models, source, "shard", names)
     check_as_one(found, of_models(ALONE, source, "shard", names))
+
+
+def two_steps_of_one(world: World, source: Path) -> Stepped:
+    rank, renderer = rank_of(world, source), make_renderer(source)
+    rank.create_model("m", LORA)
+    return two_steps(rank, "m", cross_entropy([datum(one, renderer, 1) for one in MIXED.values()]))
+
+
+@pytest.mark.slow
+def test_machines_with_two_ranks_for_each_microbatch_step_as_one_rank(tiny_vl: Path) -> None:
+    wanted_logprobs, wanted = two_steps_of_one(ALONE, tiny_vl)
+    (logprobs, weights), *_ = on_all((4, 2, "float32", 2), two_steps_of_one, tiny_vl)
+    for of_step, wanted_of_step in zip(logprobs, wanted_logprobs, strict=True):
+        for one, other in zip(of_step, wanted_of_step, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+    assert_same(weights, wanted)
 
 
 def of_losses(world: World, source: Path) -> Found:
@@ -220,6 +237,7 @@ def operator(implementation: Callable[..., str], *_: object, **__: object) -> st
     return implementation(torch.device("cuda"), torch.bfloat16, by_heads=True)
 
 
+@pytest.mark.slow
 def test_the_operator_of_cuda_computes_slices_in_compiled_and_recomputed_layers(tmp_path: Path) -> None:
     sources = {"windows and sinks": FAMILIES["gpt-oss"](tmp_path / "model")}
     check_as_one(on_slices(2, 2, on_the_operator, sources), of_kinds(ALONE, sources))
