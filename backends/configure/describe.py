@@ -236,7 +236,7 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
 def _exchanged_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> int:
     """Estimate the bytes of queries, keys, values and attention's output of a token, sent and received."""
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
-    return 2 * 2 * (heads + key_heads) * head_width(text_config) * number_bytes
+    return int(2 * 2 * (heads + key_heads) * head_width(text_config) * number_bytes)
 
 
 def _check_full(numbers: Numbers, source: str) -> None:

@@ -19,6 +19,7 @@ from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models
 from backends.configure.memory_plan import GIB, Machine
+from backends.families.family import RenderedImage, Vision
 from backends.kernels import varlen_attention
 from backends.model_spec import Mesh
 from backends.protocol import BackendFailed, EncodedBatch
@@ -26,6 +27,8 @@ from backends.trainer.distributed import ALONE, World
 from backends.trainer.model import attention
 from backends.trainer.model.recompute import Recomputation
 from backends.trainer.rank import TrainerRank
+from backends.trainer.step.batch_request import Members
+from backends.trainer.step.packed_microbatch import Failures
 from tests.attention import PlainKernel
 from tests.factories import MIXED, batch_for, cross_entropy, datum, image, make_renderer, prompt, words
 from tests.models import FAMILIES, make_tiny_of, make_tiny_vl
@@ -78,9 +81,15 @@ def with_models(rank: TrainerRank, loras: Mapping[str, Trainable]) -> TrainerRan
 
 def computed(rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]]) -> Computed:
     """Train models together, from no gradient on."""
-    counted, compute = [], rank._runner.compute
+    counted, compute = 0, rank._runner.compute
+
+    def count(chosen: Sequence[Members]) -> Failures:
+        nonlocal counted
+        counted += 1
+        return compute(chosen)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank._runner, "compute", lambda chosen: (counted.append(chosen), compute(chosen))[1])
+        patch.setattr(rank._runner, "compute", count)
         outputs = [one for one in together(rank, batches) if one is not None]
     answers = [one for one in outputs if isinstance(one, ForwardBackwardOutput)]
     assert answers == outputs
@@ -88,7 +97,7 @@ def computed(rank: TrainerRank, batches: Sequence[tuple[str, EncodedBatch]]) -> 
     for name, _ in batches:
         rank.models[name].clear_gradient()
     logprobs = [[row["logprobs"] for row in one.loss_fn_outputs] for one in answers]
-    return Computed(logprobs, [one.metrics for one in answers], found, len(counted))
+    return Computed(logprobs, [one.metrics for one in answers], found, counted)
 
 
 def shared(rank: TrainerRank, source: Path, inputs: Sequence[ModelInput]) -> Computed:
@@ -248,10 +257,15 @@ def with_troubles(world: World, source: Path) -> tuple[int, str, bool]:
     decoded, the error, and whether the model trains on."""
     rank, renderer = with_models(rank_of(world, source), {"m": LORA}), make_renderer(source)
     apart = cross_entropy([datum(prompt(image(64, 64, 1), words(40, 2), image(64, 64, 3)), renderer)])
-    decoded: list[str] = []
+    decoded = set[str]()
     decode = rank.base.renderer._decoded
+
+    def noted(vision: Vision, key: str, data: bytes) -> RenderedImage:
+        decoded.add(key)
+        return decode(vision, key, data)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank.base.renderer, "_decoded", lambda *of: (decoded.append(of[1]), decode(*of))[1])
+        patch.setattr(rank.base.renderer, "_decoded", noted)
         forward_backward(rank, "m", apart)
     error = ""
     with pytest.MonkeyPatch.context() as patch:
@@ -279,7 +293,7 @@ def test_a_rank_decodes_the_images_of_its_slice_and_all_ranks_learn_of_ones_erro
 async def test_a_server_with_two_ranks_for_each_microbatch_answers_as_with_one(tiny_vl: Path, tmp_path: Path) -> None:
     settings = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", context_parallel=2)
     spec = describe_models(settings, Machine(64 * GIB))["a"].spec
-    answers = []
+    answers: list[list[list[bytes]]] = []
     alone: dict[str, int] = {}
     for sizes in (alone, {"num_ranks": spec.mesh.size, "num_slices": spec.mesh.context}):
         async with server(tmp_path / str(len(answers)), RealTrainer(tiny_vl, **sizes)) as client:

@@ -31,7 +31,7 @@ PER_SAMPLE = "tinker_per_sample"
 PER_SAMPLE_BY_HEADS = "tinker_per_sample_by_heads"
 
 
-def implementation(device: torch.device, dtype: torch.dtype, *, by_heads: bool) -> str:
+def implementation(device: torch.device, dtype: torch.dtype, *, by_heads: bool = False) -> str:
     """Register and name transformers' attention implementation for the decoder. `by_heads`: ranks have slices of the
     tokens, of which no mask of the whole could be made."""
     if device.type != "cuda" or dtype == torch.float32:  # the kernel takes no float32
@@ -124,13 +124,13 @@ def _per_sample_by_heads(
     qkv = _to_heads([one[0].transpose(0, 1) for one in (query, key, value)], group)
     parts = []
     for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist()):
-        sample = [one_THD[begin:end].transpose(0, 1)[None] for one_THD in qkv]
+        query, key, value = sample = [one_THD[begin:end].transpose(0, 1)[None] for one_THD in qkv]
         mask = None if window is None else _window_mask(end - begin, window, query.device)
         if softcap is not None or sinks_H is not None:
             parts.append(plain_attention(sample, mask, scale, softcap, sinks_H)[0])
         else:
             out = F.scaled_dot_product_attention(
-                *sample, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+                query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
             parts.append(out[0].transpose(0, 1))
     return _to_tokens(torch.cat(parts), group)[None], None

@@ -40,19 +40,17 @@ def slice_tokens(batch: Microbatch, scales_TR: Tensor, context: World) -> tuple[
     num_tokens = len(batch.targets_TK)
     tokens = slice_of(num_tokens, context)
     padding = (tokens.stop - tokens.start) * context.size - num_tokens
-    lengths = {}
+    bounds, bounds_host = batch.cu_seqlens, batch.cu_seqlens_host
     if padding:
-        end = torch.tensor([num_tokens + padding], dtype=batch.cu_seqlens_host.dtype)
-        lengths = {
-            "cu_seqlens": torch.cat([batch.cu_seqlens, to_device(end, batch.cu_seqlens.device)]),
-            "cu_seqlens_host": torch.cat([batch.cu_seqlens_host, end]),
-        }
+        end = torch.tensor([num_tokens + padding], dtype=bounds_host.dtype)
+        bounds, bounds_host = torch.cat([bounds, to_device(end, bounds.device)]), torch.cat([bounds_host, end])
     parts = [slice(*np.searchsorted(one_N, (tokens.start, tokens.stop)).tolist()) for one_N in batch.feature_tokens]
     here = [index for index, part in enumerate(parts) if part.start < part.stop]
     experts = batch.experts_LTK
     own = replace(
         batch,
-        **lengths,
+        cu_seqlens=bounds,
+        cu_seqlens_host=bounds_host,
         model_inputs={name: _cut(one, -1, tokens) for name, one in batch.model_inputs.items()},
         targets_TK=_cut(batch.targets_TK, 0, tokens),
         max_seqlen=max(batch.max_seqlen, padding),

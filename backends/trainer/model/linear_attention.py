@@ -79,9 +79,9 @@ def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return own(hidden_states, weight, bias, activation=activation, **other)
         of_tokens_TC = hidden_states[0].T
         if packed_group is not None:
-            weight, bias = (None if one is None else own_part(one, packed_group) for one in (weight, bias))
+            weight = own_part(weight, packed_group)
+            bias = None if bias is None else own_part(bias, packed_group)
             of_tokens_TC = to_heads(of_tokens_TC[..., None], packed_group)[..., 0]
-        assert weight is not None
         spaced_N, kept_T = _spaced(packed_cu_seqlens_host, weight.shape[-1] - 1, hidden_states.device)
         row = F.pad(of_tokens_TC.T[None].to(weight.dtype), (0, 1)).index_select(-1, spaced_N)
         out = F.conv1d(row, weight.unsqueeze(1), bias, groups=weight.shape[0]).index_select(-1, kept_T)
@@ -111,11 +111,11 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
         assert other.get("initial_state") is None and not other.get("output_final_state"), "training keeps no states"
         assert other.get("use_qk_l2norm_in_kernel"), "all models here have normalised queries and keys"
         chunks = _chunks(packed_cu_seqlens_host, query.device)
-        inputs = [query[0], key[0], value[0], g[0], beta[0]]
         if packed_group is None:
-            return _packed_delta_rule(*inputs, chunks)[None], None
-        inputs = [to_heads(one if one.ndim == 3 else one[..., None], packed_group) for one in inputs]
-        out_THV = _packed_delta_rule(*inputs[:3], *(one[..., 0] for one in inputs[3:]), chunks)
+            return _packed_delta_rule(query[0], key[0], value[0], g[0], beta[0], chunks)[None], None
+        query, key, value = (to_heads(one[0], packed_group) for one in (query, key, value))
+        g, beta = (to_heads(one[0][..., None], packed_group)[..., 0] for one in (g, beta))
+        out_THV = _packed_delta_rule(query, key, value, g, beta, chunks)
         return to_tokens(out_THV, packed_group)[None], None
 
     return delta_rule

@@ -134,7 +134,9 @@ def pack(
 
 def _features(rendered: Rendered, family: Family) -> Iterator[np.ndarray]:
     """Yield for each image the tokens whose embeddings its features replace."""
-    for span in rendered.spans if family.vision is not None else ():
+    if family.vision is None:
+        return
+    for span in rendered.spans:
         own = rendered.token_ids_T[span.offset : span.offset + span.num_tokens]
         yield span.offset + np.flatnonzero(own == family.vision.feature_id)
 

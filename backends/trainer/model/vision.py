@@ -139,10 +139,10 @@ class ImageEncoder:
             distinct = {image.hash: image for image, of in zip(images, scales, strict=True) if of is own}
             features = self._frozen(distinct, device) if own is None else self._trained(distinct, own, device)
             found |= {(name, id(own)): one for name, one in features.items()}
-        features = [found[image.hash, id(of)] for image, of in zip(images, scales, strict=True)]
+        shown = [found[image.hash, id(of)] for image, of in zip(images, scales, strict=True)]
         if batch.feature_parts is not None:
-            features = [_cut(one, part) for one, part in zip(features, batch.feature_parts, strict=True)]
-        return self._tower.output(features)
+            shown = [_cut(one, part) for one, part in zip(shown, batch.feature_parts, strict=True)]
+        return self._tower.output(shown)
 
     def _frozen(self, images: Mapping[str, RenderedImage], device: torch.device) -> dict[str, ImageFeatures]:
         self._compute([image for name, image in images.items() if name not in self], device)
