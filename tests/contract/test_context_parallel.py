@@ -50,6 +50,7 @@ INPUTS: dict[str, list[ModelInput]] = {
     "images": [*MIXED.values()],
     "one image over all slices": [LONE_IMAGE],
     "fewer tokens than ranks": [prompt(words(1, 4))],
+    "images of one token": [prompt(image(32, 32, seed)) for seed in range(4)],
 }
 
 

@@ -90,20 +90,25 @@ class Microbatch:
     """Experts as `RouterReplay.batch` gives them; None: routers choose."""
 
 
+def num_padding(lengths: Sequence[int], multiple_of: int = 1) -> int:
+    """Count the tokens that are missing to a multiple of `multiple_of`.
+
+    A microbatch without samples, of a rank that only takes part in collectives, or without a sample of two tokens gets
+    one of two tokens: code compiled for any number of tokens is recompiled for one.
+    """
+    missing = -sum(lengths) % multiple_of
+    if max(lengths, default=0) < 2 and missing < 2:
+        missing += max(2, multiple_of)
+    return missing
+
+
 def pack(
     samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device, multiple_of: int = 1
 ) -> Microbatch:
-    """Pack samples of (input, targets [N] or [N, K]), padded to a multiple of `multiple_of` tokens.
-
-    Padding is a sample of no request, at the end. A microbatch without samples, of a rank that only takes part in
-    collectives, or without a sample of two tokens gets one of two tokens: code compiled for any number of tokens is
-    recompiled for one.
-    """
+    """Pack samples of (input, targets [N] or [N, K]), with the padding of `num_padding`: a sample of no request, at the
+    end."""
     own_lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
-    missing = -sum(own_lengths) % multiple_of
-    if max(own_lengths, default=0) < 2 and missing < 2:
-        missing += max(2, multiple_of)
-    if missing:
+    if missing := num_padding(own_lengths, multiple_of):
         samples = [*samples, (Rendered(np.zeros(missing, np.int64), [], []), np.zeros(missing, np.int64))]
     lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
     position_ids = np.concatenate(

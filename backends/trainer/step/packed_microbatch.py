@@ -19,7 +19,7 @@ from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.base_model import BaseModel
 from backends.trainer.distributed import World, agreed, agreed_each, largest, microbatch_s, to_broadcast
 from backends.trainer.model.context import slice_of
-from backends.trainer.model.packing import Microbatch, loss_inputs, pack
+from backends.trainer.model.packing import Microbatch, loss_inputs, num_padding, pack
 from backends.trainer.model.recompute import Memory
 from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.token_logprobs import TokenGradient
@@ -119,9 +119,12 @@ class MicrobatchRunner:
 
     def _elsewhere(self, members: Members) -> set[str]:
         """Hashes of images of which this rank's slice of the microbatch has no token."""
-        tokens = slice_of(_num_tokens(members), self._world.context)
+        if self._world.num_slices == 1:
+            return set()
+        lengths = [one.lengths[index] for one, index in _datums(members)]
+        tokens = slice_of(sum(lengths) + num_padding(lengths, self._base.weights.token_multiple), self._world.context)
         here, all_images, begin = set[str](), set[str](), 0
-        for one, index in _datums(members) if self._world.num_slices > 1 else ():
+        for one, index in _datums(members):
             for name, span in self._base.renderer.image_spans(one.data[index].model_input):
                 first = begin + span.offset
                 all_images.add(name)
