@@ -133,6 +133,15 @@ def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], r
         assert (got[name] - tensor).abs().max().item() <= rtol * scale + 1e-7, name
 
 
+def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
+    """To rounding of each tensor, or of the model's largest: of a one-token sample's query it is rounding alone."""
+    assert got.keys() == wanted.keys()
+    largest = max(tensor.abs().max().item() for tensor in wanted.values())
+    for name, tensor in wanted.items():
+        error = (got[name] - tensor).abs().max().item()
+        assert error <= rtol * tensor.abs().max().item() + 1e-6 * largest, name
+
+
 def relative_distance(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:
     """L2 norm of the difference, as a fraction of what is wanted."""
     flat_got, flat_wanted = (torch.cat([tensor.detach().flatten() for tensor in side]) for side in (got, wanted))

@@ -43,6 +43,7 @@ from tests.trainers import (
     LORA,
     SMOOTH,
     assert_same,
+    assert_same_gradients,
     config,
     forward_backward,
     gradients,
@@ -96,15 +97,6 @@ def assert_as_alone(
         for key, value in expected.metrics.items():
             assert output.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-4), (name, key)
         assert_same_gradients(in_company[name], gradients(rank, name))
-
-
-def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """To rounding of each tensor, or of the model's largest: of a one-token sample's query it is rounding alone."""
-    assert got.keys() == wanted.keys()
-    largest = max(tensor.abs().max().item() for tensor in wanted.values())
-    for name, tensor in wanted.items():
-        error = (got[name] - tensor).abs().max().item()
-        assert error <= 1e-5 * tensor.abs().max().item() + 1e-6 * largest, name
 
 
 @pytest.mark.parametrize("losses", [list(LOSS_INPUTS), [name for name in LOSS_INPUTS if LOSSES[name].by_token]])

@@ -11,6 +11,7 @@ T tokens of the microbatch, H query heads and G key heads of this rank, D values
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypedDict, Unpack
 
@@ -37,7 +38,8 @@ def implementation(device: torch.device, dtype: torch.dtype, *, by_heads: bool =
     if device.type != "cuda" or dtype == torch.float32:  # the kernel takes no float32
         if by_heads:
             AttentionInterface.register(PER_SAMPLE_BY_HEADS, _per_sample_by_heads)
-            AttentionMaskInterface.register(PER_SAMPLE_BY_HEADS, _window)
+            without = "with context_parallel", "set it to 1"
+            AttentionMaskInterface.register(PER_SAMPLE_BY_HEADS, partial(_window, refusal=without))
             return PER_SAMPLE_BY_HEADS
         AttentionInterface.register(PER_SAMPLE, _per_sample_attention)
         AttentionMaskInterface.register(PER_SAMPLE, sdpa_mask)
@@ -201,18 +203,24 @@ def _packed_attention(
 
 
 def _window(
-    *_: object, config: PretrainedConfig, local_size: int | None = None, use_vmap: bool = False, **__: object
+    *_: object,
+    config: PretrainedConfig,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    refusal: tuple[str, str] = ("in bfloat16 on CUDA", "float32 is"),
+    **__: object,
 ) -> int | None:
     """Return the tokens that a token of a layer sees, itself included, in place of a mask; None: all before it.
 
-    A size of 0 means that the window is switched off. Raises BackendFailed for any other mask.
+    A size of 0 means that the window is switched off. Raises BackendFailed for any other mask: `refusal` says where it
+    is not supported, and what is instead.
     """
     is_window = not local_size or local_size == getattr(config, "sliding_window", None)  # chunks have a size too
     is_causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
     if use_vmap or not is_window or not is_causal:  # `use_vmap`: functions of its own make the mask
         raise BackendFailed(
-            f"{_architecture(config)} is not supported in bfloat16 on CUDA, nor where ranks have slices of the tokens:"
-            " tokens attend to others than those before them, or those of a window; float32 on whole samples is"
+            f"{_architecture(config)} is not supported {refusal[0]}: tokens attend to others than those before them, or"
+            f" those of a window; {refusal[1]}"
         )
     return local_size or None
 
