@@ -22,8 +22,12 @@ class BackendConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto takes CUDA if torch sees a GPU."""
     ranks: int | None = Field(default=None, ge=1)
-    """Trainer processes per base model; absent: one for each of trainer_gpus, else one, on CUDA more if it does not
-    fit. They shard the base (FSDP2) unless each has room for all of it, and always a model's masters and moments."""
+    """Trainer processes per base model; absent: one for each of trainer_gpus, else context_parallel, on CUDA more if it
+    does not fit. They shard the base (FSDP2) unless each has room for all of it, and always a model's masters and
+    moments."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Trainer ranks that compute each packed microbatch together, a slice of its tokens each: a context takes as many
+    times less memory of each GPU. Divides ranks and the model's heads; not with full."""
     trainer_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Numbers of the GPUs that trainers may use; absent: any."""
     engines: int | None = Field(default=None, ge=1)
@@ -58,7 +62,8 @@ class BackendConfig(BaseModel):
     full: bool = False
     """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
-    """Tokens of one forward pass in training, a longer datum running alone; absent: 1024 on CPU, 16384 on CUDA."""
+    """Tokens of one forward pass on a rank in training, a longer datum running alone; absent: 1024 on CPU, 16384 on
+    CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Sequences that an engine decodes at once; more wait. Eight more are reserved for owners with none running."""
     adapter_slots: int | None = Field(default=None, ge=1, le=64)
@@ -120,6 +125,8 @@ class ExaminedModel:
     adapter_slots: int
     replicates: bool
     """True if each of its trainer's ranks has the whole base."""
+    context_parallel: int
+    """Ranks of its trainer that compute each packed microbatch together."""
     placement: Placement | None
     """Its place; None if the models do not fit."""
 

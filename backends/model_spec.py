@@ -19,9 +19,11 @@ class Mesh:
     more axis: each has the base once more, and computes different samples."""
 
     replicate: int = 1
-    """Ranks with the whole base each, which compute different samples."""
+    """Ranks with the whole base each."""
     shard: int = 1
-    """Ranks that have the base's weights between them (FSDP2), and compute different samples too."""
+    """Ranks that have the base's weights between them (FSDP2)."""
+    context: int = 1
+    """Of all these ranks so many consecutive ones compute the same samples, each a slice of a microbatch's tokens."""
 
     @property
     def size(self) -> int:

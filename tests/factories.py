@@ -122,6 +122,30 @@ def cross_entropy(datums: Sequence[Datum]) -> EncodedBatch:
     return batch(datums, "cross_entropy")
 
 
+LOSS_INPUTS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    "importance_sampling": ("logprobs", "advantages"),
+    "ppo": ("logprobs", "advantages"),
+    "cispo": ("logprobs", "advantages"),
+    "dro": ("logprobs", "advantages"),
+    "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
+}
+
+
+def datum_for(loss_fn: str, model_input: ModelInput, renderer: Renderer, seed: int) -> Datum:
+    length, _ = renderer.layout(model_input, "datum")
+    random = np.random.default_rng(seed)
+    inputs = {"target_tokens": random.integers(0, 300, length)}
+    for name in LOSS_INPUTS[loss_fn]:
+        values = random.normal(-5.5, 0.5, length) if name == "logprobs" else random.normal(size=length)
+        inputs[name] = (values * (1 if name == "logprobs" else random.random(length) < 0.8)).astype(np.float32)
+    return Datum(model_input=model_input, loss_fn_inputs=inputs)
+
+
+def batch_for(loss_fn: str, inputs: list[ModelInput], renderer: Renderer, seed: int) -> EncodedBatch:
+    return batch([datum_for(loss_fn, one, renderer, seed + i) for i, one in enumerate(inputs)], loss_fn)
+
+
 PAINT: dict[str, Any] = {
     "type": "function",
     "function": {

@@ -97,11 +97,14 @@ VISION = dict(
 )
 
 
-def make_tiny_vl(directory: Path, *, tie: bool = False, moe: bool = False, seed: int = 0) -> Path:
-    """A Qwen3-VL of 0.3 M parameters; `tie`: its head shares the embeddings' weight; `moe`: with experts."""
+def make_tiny_vl(
+    directory: Path, *, tie: bool = False, moe: bool = False, heads: tuple[int, int] = (2, 1), seed: int = 0
+) -> Path:
+    """A Qwen3-VL of 0.3 M parameters; `tie`: its head shares the embeddings' weight; `moe`: with experts; `heads` are
+    those of queries and of keys."""
     tokenizer, ids = _tokenizer(directory)
     text_config = dict(
-        _text_sizes(tokenizer, ids, tie),
+        _text_sizes(tokenizer, ids, tie) | {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]},
         **(EXPERTS if moe else {}),
         rope_parameters={
             "rope_type": "default",

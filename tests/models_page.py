@@ -107,6 +107,9 @@ NOTES = """
 - Every rope type of transformers is served. `longrope` and `dynamic` rotate all tokens of a microbatch by its
   longest sample if that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats
   on a tiny model. Within that length trainer and engine are right; a server with a longer context refuses them.
+- `--context-parallel N` serves every kind here whose tokens see only those before them, or a window of these, if N
+  divides its heads. On the CPU the tests compare Qwen3-VL, Mistral, Gemma 2, gpt-oss, Qwen3-Next, Qwen3.5, InternVL,
+  SmolVLM2 and a Qwen3 on two ranks with one rank. No GPU has run it yet.
 - Windows are served, but refused for Qwen2 MoE if only some layers have one: the engine ignores them. On CUDA the start
   compares FlashAttention's windows with their definition; no engine has run with them there yet. Attention in
   chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused when they have

@@ -65,6 +65,13 @@ def on_ranks(
     return on_machines(1, num_ranks, "float32", function, *args, **kwargs)
 
 
+def on_slices(
+    num_slices: int, num_ranks: int, function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+) -> list[T]:
+    """As `on_ranks`, of which so many compute slices of each microbatch."""
+    return on_all((num_ranks, 1, "float32", num_slices), function, *args, **kwargs)
+
+
 def on_machines(
     num_machines: int,
     num_ranks: int,
@@ -74,14 +81,20 @@ def on_machines(
     **kwargs: P.kwargs,
 ) -> list[T]:
     """As `on_ranks`, with all ranks divided over several machines, between which gradients travel in `across`."""
+    return on_all((num_ranks, num_machines, across, 1), function, *args, **kwargs)
+
+
+def on_all(
+    kind: tuple[int, int, Dtype, int], function: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+) -> list[T]:
+    """As `on_ranks`; `kind` is the number of ranks, that of machines, the precision between them, and the number of
+    slices of a microbatch."""
+    num_ranks = kind[0]
     with (
         socket.create_server(("127.0.0.1", 0)) as meeting,
         ProcessPoolExecutor(num_ranks, mp_context=PROCESSES) as processes,
     ):
-        calls = [
-            processes.submit(_as_rank, (rank, num_ranks, num_machines, across), meeting, function, args, kwargs)
-            for rank in range(num_ranks)
-        ]
+        calls = [processes.submit(_as_rank, rank, kind, meeting, function, args, kwargs) for rank in range(num_ranks)]
         return [call.result(timeout=240) for call in calls]
 
 
@@ -115,19 +128,19 @@ def check_two_are_as_one(steps: Callable[Concatenate[World, P], Stepped], *args:
 
 
 def _as_rank(
-    place: tuple[int, int, int, Dtype],
+    rank: int,
+    kind: tuple[int, int, Dtype, int],
     meeting: socket.socket,
     function: Callable[..., T],
     args: tuple,  # type: ignore[type-arg]
     kwargs: dict,  # type: ignore[type-arg]
 ) -> T:
-    """`place` is the rank, the number of ranks, that of machines, and the precision between them."""
-    rank, num_ranks, num_machines, across = place
+    num_ranks, num_machines, across, num_slices = kind
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks // num_machines)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(meeting.getsockname()[1]), "MASTER_LISTEN_FD": str(meeting.detach())}
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # as the launcher has it
-    world = join_world("cpu", across_dtype=getattr(torch, across))
+    world = join_world("cpu", across_dtype=getattr(torch, across), num_slices=num_slices)
     try:
         return function(world, *args, **kwargs)
     finally:

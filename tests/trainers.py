@@ -26,13 +26,15 @@ LORA = Trainable(rank=8, seed=1)
 SMOOTH = AdamParams(learning_rate=0.1, eps=1.0)
 
 
-def config(source: Path, max_tokens: int = 1024, max_context_length: int = 1024, num_ranks: int = 1) -> ModelSpec:
-    """Several ranks share the base."""
+def config(
+    source: Path, max_tokens: int = 1024, max_context_length: int = 1024, num_ranks: int = 1, num_slices: int = 1
+) -> ModelSpec:
+    """Several ranks share the base, and so many of them compute slices of a microbatch."""
     return replace(
         tiny_spec(source),
         max_tokens_per_microbatch=max_tokens,
         max_context_length=max_context_length,
-        mesh=Mesh(shard=num_ranks),
+        mesh=Mesh(shard=num_ranks, context=num_slices),
     )
 
 
@@ -129,6 +131,15 @@ def assert_same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], r
     for name, tensor in wanted.items():
         scale = tensor.abs().max().item()
         assert (got[name] - tensor).abs().max().item() <= rtol * scale + 1e-7, name
+
+
+def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
+    """To rounding of each tensor, or of the model's largest: of a one-token sample's query it is rounding alone."""
+    assert got.keys() == wanted.keys()
+    largest = max(tensor.abs().max().item() for tensor in wanted.values())
+    for name, tensor in wanted.items():
+        error = (got[name] - tensor).abs().max().item()
+        assert error <= rtol * tensor.abs().max().item() + 1e-6 * largest, name
 
 
 def relative_distance(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> float:

@@ -48,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     models.add_argument("--device", choices=["auto", "cpu", "cuda"], help="device to compute on (auto)")
     models.add_argument("--ranks", type=int, help="trainer processes per base model (1; on CUDA as many as it needs)")
+    context_help = "trainer processes that compute each packed microbatch together, a slice of its tokens each (1)"
+    models.add_argument("--context-parallel", type=int, metavar="N", help=context_help)
     models.add_argument("--engines", type=int, help="vLLM engines per base model (1; on CUDA one for each of its GPUs)")
     parallel_help = "GPUs that each engine is divided over (1; on CUDA as many as it needs)"
     models.add_argument("--tensor-parallel", type=int, help=parallel_help)

@@ -177,6 +177,8 @@ def _outline(model: LocalModel) -> str:
         f"contexts of {spec.max_context_length} tokens",
         "training all weights" if spec.full else f"ranks up to {spec.max_lora_rank}, {spec.adapter_slots} slots",
     ]
+    if spec.mesh.context > 1:
+        parts.append(f"{spec.mesh.context} ranks for the tokens of each microbatch")
     placement = spec.placement
     if placement.gpus:
         base = "whole base" if spec.mesh.shard == 1 else "shard of the base"

@@ -112,9 +112,15 @@ def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> Model
         kv_cache_bytes=config.kv_cache_bytes or (model.size.kv_cache_bytes(demand.context, "cpu") if on_cpu else None),
         base_copies=1 if plan.holds(name) or (on_cpu and config.base_copies == 1) else 2,
         placement=placement(plan, name),
-        mesh=Mesh(replicate=num_ranks) if layout.replicates else Mesh(shard=num_ranks),
+        mesh=_mesh(num_ranks, layout.replicates, demand.context_parallel),
     )
     return replace(spec, numerics=_numerics(spec))
+
+
+def _mesh(num_ranks: int, replicates: bool, context: int) -> Mesh:
+    if replicates:
+        return Mesh(replicate=num_ranks, context=context)
+    return Mesh(shard=num_ranks, context=context)
 
 
 def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *, number: int = 0) -> FoundModel:
@@ -126,6 +132,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
     _check_tensor_parallel(renderer, config, source)
+    _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
     # Linear attention and float32 have not been seen to share a copy on a GPU.
     is_proved = dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster
@@ -140,6 +147,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         trains_all=config.full,
         can_be_shared=_unshared(renderer, config, device) is None and (config.base_copies == 1 or is_proved),
         tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),
+        context_parallels=tuple(one for one in range(1, 65) if _unsliced(renderer, config, one) is None),
     )
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
@@ -207,6 +215,7 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
         kv_token_bytes=kv_bytes_per_token(text_config, dtype),
         state_bytes=state_bytes_per_sequence(text_config, dtype),
         image_token_bytes=image_token_numbers(config) * BYTES_PER_NUMBER[dtype],
+        exchanged_token_bytes=_exchanged_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         longest_context=text_config.max_position_embeddings,
     )
 
@@ -225,6 +234,12 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
     else:
         numbers += 2 * text_config.intermediate_size
     return float(number_bytes * numbers + 4 * hidden)
+
+
+def _exchanged_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> int:
+    """Estimate the bytes of queries, keys, values and attention's output of a token, sent and received."""
+    heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
+    return int(2 * 2 * (heads + key_heads) * head_width(text_config) * number_bytes)
 
 
 def _check_full(numbers: Numbers, source: str) -> None:
@@ -260,6 +275,33 @@ def _undivided(renderer: Renderer, config: BackendConfig, size: int) -> str | No
         return "with backend.full an engine takes whole models, which is not supported by ranks"
     if num_heads % size or num_kv_heads % size:
         return f"its {num_heads} heads with {num_kv_heads} of keys cannot be divided evenly"
+    return None
+
+
+def _check_context_parallel(renderer: Renderer, config: BackendConfig, source: str) -> None:
+    """Raise BackendFailed for a model whose microbatches so many ranks cannot compute together."""
+    size = config.context_parallel
+    if (reason := _unsliced(renderer, config, size)) is not None:
+        raise BackendFailed(
+            f"{source}: context_parallel {size} (setting backend.context_parallel) is not supported: {reason}"
+        )
+
+
+def _unsliced(renderer: Renderer, config: BackendConfig, size: int) -> str | None:
+    """Return the reason why so many ranks cannot compute slices of a microbatch, or None."""
+    text_config = renderer.config.get_text_config()
+    if size == 1:
+        return None
+    if config.full:
+        return "with backend.full each rank has samples of its own; set it to 1"
+    heads = {"heads": text_config.num_attention_heads}
+    if renderer.family.has_linear_attention:
+        keys = 2 * text_config.linear_num_key_heads * text_config.linear_key_head_dim
+        values = text_config.linear_num_value_heads * text_config.linear_value_head_dim
+        heads |= {"heads of linear attention": text_config.linear_num_value_heads, "channels": keys + values}
+    for what, count in heads.items():
+        if count % size:
+            return f"its {count} {what} cannot be divided evenly; set it to a divisor of {count}"
     return None
 
 
@@ -307,4 +349,6 @@ def _numerics(spec: ModelSpec) -> dict[str, str]:
         "gpu_memory_bytes": spec.placement.trainer_bytes,
         "replay_routing": spec.routing_dir is not None,
     }
+    if spec.mesh.context > 1:
+        values["context_parallel"] = spec.mesh.context
     return {name: str(value) for name, value in values.items()} | {name: version(name) for name in _COMPUTING}

@@ -81,5 +81,6 @@ def _examined(model: FoundModel, *, is_planned: bool) -> ExaminedModel:
         max_lora_rank=spec.max_lora_rank,
         adapter_slots=spec.adapter_slots,
         replicates=spec.mesh.shard == 1,
+        context_parallel=spec.mesh.context,
         placement=spec.placement if is_planned else None,
     )

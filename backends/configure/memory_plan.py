@@ -71,6 +71,10 @@ class ModelSize:
     """True if trainer and engine can map one copy of the base."""
     tensor_parallels: tuple[int, ...] = (1,)
     """Numbers of ranks that an engine can have."""
+    context_parallels: tuple[int, ...] = (1,)
+    """Numbers of a trainer's ranks that can compute a microbatch together."""
+    exchanged_token_bytes: int = 0
+    """Bytes that such ranks exchange of a token in a layer's attention, as sent and as received, by estimate."""
 
     @property
     def base_bytes(self) -> int:
@@ -119,6 +123,13 @@ class Demand:
     max_sequences: int
     kv_cache_bytes: int | None
     """None: the least that does."""
+    context_parallel: int = 1
+    """Ranks that compute a microbatch together, a slice of its tokens each."""
+
+    @property
+    def slice_tokens(self) -> int:
+        """A rank's tokens of the longest microbatch."""
+        return -(-self.context // self.context_parallel)
 
 
 @dataclass(frozen=True)
@@ -232,13 +243,17 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
-    microbatch = size.activation_bytes(demand.context, recomputes=True)
+    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True)
+    if demand.context_parallel > 1:
+        microbatch += demand.slice_tokens * size.exchanged_token_bytes
     images = int(size.image_token_bytes * min(demand.context, ENGINE_TOKENS))
     parts["microbatch or optim_step"] = max(microbatch, images, step_bytes)
-    if size.can_be_captured and (num_ranks == 1 or replicates) and not size.trains_all:
+    is_alone = (num_ranks == 1 or replicates) and demand.context_parallel == 1
+    if size.can_be_captured and is_alone and not size.trains_all:
         parts["graphs"] = int(_SMALLEST_GRAPH_TOKENS * (1 + size.num_layers) * size.layer_token_bytes)
     parts["left free"] = int(sum(parts.values()) * MARGIN / (1 - MARGIN))
-    parts["context"] = TRAINER_CONTEXT_BYTES + (NCCL_BYTES if num_ranks > 1 else 0)
+    num_groups = (num_ranks > 1) + (demand.context_parallel > 1)
+    parts["context"] = TRAINER_CONTEXT_BYTES + num_groups * NCCL_BYTES
     return parts
 
 

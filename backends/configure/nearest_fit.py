@@ -79,6 +79,7 @@ def suggestions(
         return True
 
     found: list[Suggestion] = [one for one in _copies(config, device) if fits(one)]
+    found += islice(filter(fits, _slices(sizes, config, machine)), 1)
     for less_and_less in (_contexts(sizes, config, device), _ranks(config), _models(config), _caches(config, machine)):
         nearest = bisect_left(less_and_less, True, key=fits)
         found += less_and_less[nearest : nearest + 1]
@@ -92,6 +93,13 @@ def _copies(config: BackendConfig, device: Device) -> list[Suggestion]:
     """Suggest one copy of the base, which takes nothing from anybody. On the CPU the plan counts the same for both."""
     can_share = device == "cuda" and config.base_copies == 2 and not config.full and (config.tensor_parallel or 1) == 1
     return [Suggestion("--base-copies 1", {"base_copies": 1})] if can_share else []
+
+
+def _slices(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine) -> Iterator[Suggestion]:
+    """Suggest more ranks for the tokens of a microbatch, on the GPUs that are there."""
+    for count in range(config.context_parallel + 1, len(machine.gpu_bytes) + 1):
+        if all(count in size.context_parallels for size in sizes):
+            yield Suggestion(f"--context-parallel {count}", {"context_parallel": count})
 
 
 def _contexts(sizes: Sequence[ModelSize], config: BackendConfig, device: Device) -> list[Suggestion]:

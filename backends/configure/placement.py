@@ -146,6 +146,7 @@ class _Search:
         self._sampler_gpus = config.sampler_gpus
         if device == "cuda":
             _require_gpus(config, len(gpus))
+        _require_slices(config)
 
     def laid_out(self, wish: _Open) -> Iterator[MemoryPlan]:
         """Yield plans with this demand, those that use fewer GPUs first, with the engines that are asked for, or one
@@ -208,12 +209,13 @@ class _Search:
             microbatch_tokens=config.max_tokens_per_microbatch or MICROBATCH_TOKENS[self._device],
             max_sequences=config.max_concurrent_samples,
             kv_cache_bytes=config.kv_cache_bytes,
+            context_parallel=config.context_parallel,
         )
 
     def _wanted_bytes(self, size: ModelSize, demand: Demand) -> int:
         """Return what a trainer can use beyond its least: for microbatches that recompute nothing."""
         wanted = size.activation_bytes(demand.microbatch_tokens, recomputes=False)
-        return max(0, wanted - size.activation_bytes(demand.context, recomputes=True))
+        return max(0, wanted - size.activation_bytes(demand.slice_tokens, recomputes=True))
 
     def _is_comfortable(self, plan: MemoryPlan) -> bool:
         """Return whether microbatches need no recomputation."""
@@ -228,10 +230,11 @@ class _Search:
         few GPUs first."""
         config = self._config
         if self._device == "cpu":
-            yield config.ranks or 1, config.tensor_parallel or 1, False
+            yield config.ranks or config.context_parallel, config.tensor_parallel or 1, False
             return
         fixed = config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else None)
-        ranks = (fixed,) if fixed else range(1, len(self._trainer_gpus) + 1)
+        step = config.context_parallel
+        ranks = (fixed,) if fixed else range(step, len(self._trainer_gpus) + 1, step)
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
         common = set.intersection(*(set(size.tensor_parallels) for size in self._sizes))
         parallel = [one for one in sorted(common) if one <= max(1, num_sampling)]
@@ -311,7 +314,7 @@ def _require_gpus(config: BackendConfig, num_gpus: int) -> None:
                 f" torch sees {num_gpus} GPUs"
             )
     trainer_gpus = len(config.trainer_gpus) if config.trainer_gpus else num_gpus
-    ranks = config.ranks or (trainer_gpus if config.trainer_gpus else 1)
+    ranks = config.ranks or (trainer_gpus if config.trainer_gpus else config.context_parallel)
     if trainer_gpus < ranks or num_gpus == 0:
         raise BackendFailed(
             f"{ranks} ranks on CUDA need as many GPUs; torch sees {num_gpus}, trainers may use {trainer_gpus}"
@@ -327,6 +330,16 @@ def _require_gpus(config: BackendConfig, num_gpus: int) -> None:
         raise BackendFailed(
             f"{engines} engines (setting backend.engines) of {size} ranks (setting backend.tensor_parallel) need"
             f" {engines * size} GPUs; torch sees {num_gpus}, engines may use {sampler_gpus}"
+        )
+
+
+def _require_slices(config: BackendConfig) -> None:
+    """Raise BackendFailed if ranks cannot be divided into those that compute a microbatch together."""
+    ranks = config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else config.context_parallel)
+    if ranks % config.context_parallel:
+        raise BackendFailed(
+            f"{ranks} ranks (setting backend.ranks, or one for each of backend.trainer_gpus) cannot be divided into"
+            f" groups of {config.context_parallel} (setting backend.context_parallel): give a multiple of it"
         )
 
 

@@ -8,7 +8,7 @@ T tokens
 """
 
 import hashlib
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +90,12 @@ class Renderer:
                 )
         self.check_pixels(sum(span.num_pixels for span in spans), where)
         return length, spans
+
+    def image_spans(self, model_input: ModelInput) -> Iterator[tuple[str, ImageSpan]]:
+        """Yield the hash and the span of every image of an input that has passed `layout`."""
+        chunks = [chunk for chunk in model_input.chunks if isinstance(chunk, ImageChunk)]
+        _, spans = self.layout(model_input, "input") if chunks else (0, [])
+        yield from zip(map(_key, chunks), spans, strict=True)
 
     def check_pixels(self, num_pixels: int, where: str) -> None:
         """Raises InvalidInput if one request has so many pixels in all that decoding them would delay others."""

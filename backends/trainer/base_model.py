@@ -68,7 +68,9 @@ class BaseModel:
         self._device = world.device
         self._max_context_length = config.max_context_length
         self.is_sharded = config.mesh.shard > 1
-        """True if ranks wait for each other within a microbatch. If each has the whole base, none does."""
+        """True if ranks have the base between them, and all-gather each of its layers."""
+        self.is_coupled = self.is_sharded or world.context.size > 1
+        """True if ranks wait for each other within a microbatch."""
         with reporting_progress(Path(config.directory), progress):
             root = load(config, family, world, is_sharded=self.is_sharded)
         progress.does("tests the model")
@@ -93,7 +95,7 @@ class BaseModel:
                 blank = family.vision.process(Image.new("RGB", (64, 64)))
                 self.vision.warm_up(RenderedImage("blank", blank), world.device)
         self.router_replay = None if config.routing_dir is None else RouterReplay(model, config.routing_dir)
-        self.scorer = Scorer(root, self.vision, self.weights, self.router_replay).eval()
+        self.scorer = Scorer(root, self.vision, self.weights, self.router_replay, world.context).eval()
         self.packs = packing_is_exact(self.scorer, self.renderer, own, world.device)
         """True if several samples may share a packed microbatch."""
         if not self.packs:
@@ -111,7 +113,7 @@ class BaseModel:
             if config.placement.trainer_bytes:
                 self.memory = self._measured(model, world, config.placement.trainer_bytes)
             # A graph would hold collectives, and the chunks of linear attention, which depend on samples' lengths.
-            can_be_captured = not self.is_sharded and not family.has_linear_attention
+            can_be_captured = not self.is_coupled and not family.has_linear_attention
             if self.packs and can_be_captured and self.weights.base_is_frozen:
                 self._graphs = self._tested_graphs(config, world)
 
@@ -155,7 +157,7 @@ class BaseModel:
         if rendered.images:
             batch = replace(batch, tower_scales=[scales_R] * len(rendered.images))
         if self.memory is not None:
-            self.memory.prepare(num_tokens)
+            self.memory.prepare(self.memory.layers_for(num_tokens))
         with torch.no_grad():
             logprobs_T1 = self.score(batch, scales_R.repeat(num_tokens, 1))
         logprobs: list[float] = logprobs_T1[:num_tokens, 0].tolist()
@@ -166,7 +168,7 @@ class BaseModel:
             graphs = Graphs(self.scorer, world.device)
         else:
             graphs = Graphs(self.scorer, world.device, self.memory.tokens_in(_GRAPHS_PART))
-            self.memory.prepare(1)
+            self.memory.prepare(0)
         try:
             self.weights.load([])
             graphs.test(text_microbatch(self.renderer, world, [41, 26]))
@@ -177,7 +179,7 @@ class BaseModel:
 
     def _measured(self, model: PreTrainedModel, world: World, limit_bytes: int) -> Memory:
         def run(num_tokens: int) -> None:
-            run_text(self.scorer, self.renderer, world, [num_tokens])
+            run_text(self.scorer, self.renderer, world, [num_tokens * world.context.size])
 
         memory = Memory(model.get_decoder().layers, run, world.device, limit_bytes)
         log.info("%s: %s", model.config.model_type, memory.describe())

@@ -54,6 +54,10 @@ class World:
     """The ranks' group; None: the default one."""
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     """With several machines the group of this one's ranks, and that of the ranks that have the same place on each."""
+    num_slices: int = 1
+    """So many consecutive ranks compute each packed microbatch together, each a slice of its tokens."""
+    slices_group: dist.ProcessGroup | None = None
+    """With several slices the group of those that compute this rank's microbatch."""
 
     @property
     def machine(self) -> "World":
@@ -70,15 +74,38 @@ class World:
             return World(0, 1, self.device)
         return World(self.rank // self.machine.size, self.num_machines, self.device, group=self.groups[1])
 
+    @property
+    def context(self) -> "World":
+        """The ranks that compute this rank's packed microbatch, by slice."""
+        if self.slices_group is None:
+            return World(0, 1, self.device)
+        return World(self.rank % self.num_slices, self.num_slices, self.device, group=self.slices_group)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of packed microbatches that are computed side by side."""
+        return self.size // self.num_slices
+
+    @property
+    def microbatch(self) -> int:
+        """Number of this rank's microbatch among them."""
+        return self.rank // self.num_slices
+
 
 ALONE = World(0, 1, torch.device("cpu"))
 """A process without peers."""
 
 
-def join_world(device_kind: str, gpu_memory_fraction: float = 1.0, across_dtype: torch.dtype = torch.float32) -> World:
+def join_world(
+    device_kind: str,
+    gpu_memory_fraction: float = 1.0,
+    across_dtype: torch.dtype = torch.float32,
+    num_slices: int = 1,
+) -> World:
     """Read the launcher's variables (as torchrun sets them) and join the process group if there are peers.
 
-    MASTER_LISTEN_FD, if set, is rank 0's socket for the group's rendezvous, bound and listening.
+    `num_slices` divides the ranks of each machine. MASTER_LISTEN_FD, if set, is rank 0's socket for the group's
+    rendezvous, bound and listening.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     num_machines = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -102,17 +129,28 @@ def join_world(device_kind: str, gpu_memory_fraction: float = 1.0, across_dtype:
         )
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
     groups = None if num_machines == 1 else _groups(size, num_machines)
-    return World(rank, size, device, across_dtype, num_machines, groups=groups)
+    slices = None if num_slices == 1 else _subgroup(_consecutive(size, num_slices))
+    return World(
+        rank, size, device, across_dtype, num_machines, groups=groups, num_slices=num_slices, slices_group=slices
+    )
 
 
 def _groups(size: int, num_machines: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Make the groups of `World.groups`: every rank takes part in making all."""
     num_own = size // num_machines
-    machines = [list(range(first, first + num_own)) for first in range(0, size, num_own)]
     places = [list(range(place, size, num_own)) for place in range(num_own)]
-    machine, _ = dist.new_subgroups_by_enumeration(machines, timeout=_COLLECTIVE_TIMEOUT)
-    across, _ = dist.new_subgroups_by_enumeration(places, timeout=_COLLECTIVE_TIMEOUT)
-    return machine, across
+    return _subgroup(_consecutive(size, num_own)), _subgroup(places)
+
+
+def _consecutive(size: int, num_own: int) -> list[list[int]]:
+    return [list(range(first, first + num_own)) for first in range(0, size, num_own)]
+
+
+def _subgroup(ranks: list[list[int]]) -> dist.ProcessGroup:
+    """Make all groups of these ranks, and return this rank's own."""
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=_COLLECTIVE_TIMEOUT)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 class Root(nn.Module):
@@ -185,6 +223,15 @@ def gather_objects(value: T, world: World) -> list[T]:
     return values
 
 
+def largest(value: int, world: World) -> int:
+    """Return the largest of the ranks' values on every rank."""
+    if world.size == 1:
+        return value
+    found = torch.tensor(value)
+    dist.all_reduce(found, dist.ReduceOp.MAX, world.group)
+    return int(found.item())
+
+
 def agreed(action: Callable[[], T], world: World) -> T:
     """Return `action`'s value once it has ended on every rank; if it fails on any of them, all raise.
 
@@ -217,13 +264,10 @@ def agreed_each(
             values[key] = action()
         except Exception as raised:  # noqa: BLE001 - it is broadcast to every rank
             errors[key] = to_broadcast(raised)
-    if world.size > 1:
-        any_failed = torch.tensor(int(bool(errors)))
-        dist.all_reduce(any_failed, dist.ReduceOp.MAX, world.group)
-        if any_failed.item():
-            # Every rank picks the same error: the request's own fault, if a rank found that.
-            everyones = [one for of_rank in gather_objects(errors, world) for one in of_rank.items()]
-            errors = dict(sorted(everyones, key=lambda one: isinstance(one[1], InvalidInput)))
+    if world.size > 1 and largest(int(bool(errors)), world):
+        # Every rank picks the same error: the request's own fault, if a rank found that.
+        everyones = [one for of_rank in gather_objects(errors, world) for one in of_rank.items()]
+        errors = dict(sorted(everyones, key=lambda one: isinstance(one[1], InvalidInput)))
     return {key: value for key, value in values.items() if key not in errors}, errors
 
 

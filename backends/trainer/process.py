@@ -25,7 +25,12 @@ class Process:
         if isinstance(command, commands.Start):
             spec = command.spec
             self._keep_waiting(files_s(sum(file.stat().st_size for file in Path(spec.directory).iterdir())))
-            world = join_world(spec.device, spec.placement.trainer_fraction, getattr(torch, spec.across_dtype))
+            world = join_world(
+                spec.device,
+                spec.placement.trainer_fraction,
+                getattr(torch, spec.across_dtype),
+                spec.mesh.context,
+            )
             self._rank = TrainerRank(spec, world, self._keep_waiting, Progress(emit))
             return None
         assert self._rank is not None, "the first command is Start"

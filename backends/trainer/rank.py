@@ -45,7 +45,7 @@ class TrainerRank:
         self._keep_waiting = keep_waiting
         self.base = BaseModel(config, world, progress or Progress())
         self._runner = MicrobatchRunner(self.base, world, keep_waiting)
-        self._max_tokens = config.max_tokens_per_microbatch if self.base.packs else 1
+        self._max_tokens = world.num_slices * config.max_tokens_per_microbatch if self.base.packs else 1
         self._fitting_tokens = _UNLIMITED
         """Tokens of a microbatch with a gradient that fits into every rank's memory, as last measured."""
         self.models: dict[str, TrainedModel] = {}
@@ -94,13 +94,15 @@ class TrainerRank:
         requests = [self._requests[number] for number in order if number in self._requests]
         computed: tuple[int, ...] = ()
         if requests:
-            chosen = choose_microbatches(requests, self._world.size, min(self._max_tokens, self._fitting_tokens))
+            most = min(self._max_tokens, self._fitting_tokens)
+            chosen = choose_microbatches(requests, self._world.num_microbatches, most)
             computed = tuple({one.number for members in chosen for one in members})
             failures |= {one.number: error for one, error in self._runner.compute(chosen).items()}
         self.cancel_requests(list(failures))
         finished: list[FinishedRequest] = list(failures.items())
         done = [one for one in requests if one.is_done and one.number not in failures]
-        everyones = gather_objects([one.share for one in done], self._world) if done else []
+        # Ranks that compute one microbatch have the same results.
+        everyones = gather_objects([one.share for one in done], self._world)[:: self._world.num_slices] if done else []
         for one, *shares in zip(done, *everyones, strict=True):
             del self._requests[one.number]
             if one.backward and one.model.gradient == "none":
@@ -121,7 +123,8 @@ class TrainerRank:
         inputs, errors = agreed_each({one.number: partial(self._checked, one.batch) for one in known}, self._world)
         if self.base.memory is not None:
             self.base.memory.models_bytes = self._missing_bytes(known)
-            self._fitting_tokens = min(gather_objects(self.base.memory.fitting_tokens, self._world))
+            fitting_tokens = min(gather_objects(self.base.memory.fitting_tokens, self._world))
+            self._fitting_tokens = self._world.num_slices * fitting_tokens
         for one in known:
             model = self.models[one.model_id]
             try:
@@ -129,7 +132,7 @@ class TrainerRank:
                     raise errors[one.number]
                 longest = self._fitting_tokens if one.backward else _UNLIMITED
                 asked, loss_input = inputs[one.number]
-                plan = plan_batch(loss_input, self._world.size, self._max_tokens, longest)
+                plan = plan_batch(loss_input, self._world.num_microbatches, self._max_tokens, longest)
                 self._requests[one.number] = BatchRequest(one, model, loss_input, plan)
                 if asked != loss_input.loss_fn:
                     self._requests[one.number].note = f"{asked}_as_{loss_input.loss_fn}:max"

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from api_schemas.inputs import Datum, ImageChunk, ModelInput
+from api_schemas.inputs import ImageChunk, ModelInput
 from api_schemas.training import ForwardBackwardOutput, Trainable
 from backends.inputs.rendering import Renderer
 from backends.processes.spans import ProcessSpan, spans_to
@@ -28,12 +28,22 @@ from backends.trainer.rank import TrainerRank
 from backends.trainer.step.batch_request import Members
 from backends.trainer.step.losses import LOSSES
 from backends.trainer.step.packed_microbatch import Failures
-from tests.factories import MIXED, batch, cross_entropy, datum, present, prompt, words
+from tests.factories import (
+    LOSS_INPUTS,
+    MIXED,
+    batch_for,
+    cross_entropy,
+    datum,
+    present,
+    prompt,
+    words,
+)
 from tests.ranks import on_two_ranks
 from tests.trainers import (
     LORA,
     SMOOTH,
     assert_same,
+    assert_same_gradients,
     config,
     forward_backward,
     gradients,
@@ -43,29 +53,7 @@ from tests.trainers import (
     trainer,
 )
 
-LOSS_INPUTS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("weights",),
-    "importance_sampling": ("logprobs", "advantages"),
-    "ppo": ("logprobs", "advantages"),
-    "cispo": ("logprobs", "advantages"),
-    "dro": ("logprobs", "advantages"),
-    "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
-}
 RANKS = (1, 4, 8, 32)
-
-
-def datum_for(loss_fn: str, model_input: ModelInput, renderer: Renderer, seed: int) -> Datum:
-    length, _ = renderer.layout(model_input, "datum")
-    random = np.random.default_rng(seed)
-    inputs = {"target_tokens": random.integers(0, 300, length)}
-    for name in LOSS_INPUTS[loss_fn]:
-        values = random.normal(-5.5, 0.5, length) if name == "logprobs" else random.normal(size=length)
-        inputs[name] = (values * (1 if name == "logprobs" else random.random(length) < 0.8)).astype(np.float32)
-    return Datum(model_input=model_input, loss_fn_inputs=inputs)
-
-
-def batch_for(loss_fn: str, inputs: list[ModelInput], renderer: Renderer, seed: int) -> EncodedBatch:
-    return batch([datum_for(loss_fn, one, renderer, seed + i) for i, one in enumerate(inputs)], loss_fn)
 
 
 def add_model(rank: TrainerRank, name: str, lora_rank: int, seed: int) -> None:
@@ -109,15 +97,6 @@ def assert_as_alone(
         for key, value in expected.metrics.items():
             assert output.metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-4), (name, key)
         assert_same_gradients(in_company[name], gradients(rank, name))
-
-
-def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """To rounding of each tensor, or of the model's largest: of a one-token sample's query it is rounding alone."""
-    assert got.keys() == wanted.keys()
-    largest = max(tensor.abs().max().item() for tensor in wanted.values())
-    for name, tensor in wanted.items():
-        error = (got[name] - tensor).abs().max().item()
-        assert error <= 1e-5 * tensor.abs().max().item() + 1e-6 * largest, name
 
 
 @pytest.mark.parametrize("losses", [list(LOSS_INPUTS), [name for name in LOSS_INPUTS if LOSSES[name].by_token]])

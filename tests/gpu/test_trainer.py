@@ -5,6 +5,7 @@ pytest tests/gpu/test_trainer.py
 
 import asyncio
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from api_schemas.inputs import Datum
 from api_schemas.training import Trainable
-from backends.model_spec import Mesh, Placement
+from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.trainer.client import TrainerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, present, prompt, succeeded, words
+from tests.factories import MIXED, cross_entropy, datum, image, present, prompt, succeeded, words
 from tests.trainers import (
     LORA,
     SMOOTH,
@@ -68,42 +70,53 @@ def test_packed_in_bfloat16_is_near_one_by_one_and_near_float32(tiny_vl, rendere
         assert found.max() < 0.2
 
 
+async def stepped(settings: ModelSpec, batches: list[list[Datum]], directory: Path) -> dict[str, torch.Tensor]:
+    """Train one of two models, whose datums share microbatches, a step for each batch; return its adapter."""
+    ranked = TrainerClient(settings)
+    await ranked.start()
+    try:
+        for name in ("m", "other"):
+            await ranked.create_model(name, LORA, "owner")
+        for data in batches:
+            await asyncio.gather(
+                *(ranked.forward_backward(name, cross_entropy(data), backward=True) for name in ("m", "other"))
+            )
+            await ranked.optim_step("m", SMOOTH)
+        await ranked.save("m", directory, "state")
+    finally:
+        await ranked.stop()
+    return load_file(directory / "adapter_model.safetensors")
+
+
+SLICES = {"microbatches of their own": False, "slices of one": True}
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
 @pytest.mark.parametrize(
     ("dtype", "memory", "close"), [("float32", None, 1e-4), ("bfloat16", None, 0.06), ("bfloat16", 20 << 30, 0.06)]
 )
-async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, close):
+async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, close, slices):
     """Sharded, and where memory is planned each with the whole base. In bfloat16 layers are compiled, and
-    microbatches of other lengths round differently."""
+    microbatches of other lengths round differently. A long sample has kernels of its own."""
     batches = [
         [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())],
         [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
         [datum(MIXED["three images of different sizes"], renderer, 3)],
+        [datum(prompt(words(3000, 4), image(640, 480, 5), words(3001, 6)), renderer, 4)],
     ]
     weights = []
     for num_ranks in (1, 2):
+        mesh = Mesh(shard=num_ranks) if memory is None else Mesh(replicate=num_ranks)
         settings = dataclasses.replace(
-            config(tiny_vl, max_tokens=60),
+            config(tiny_vl, max_tokens=60, max_context_length=8192),
             dtype=dtype,
             shares_microbatches=True,
-            mesh=Mesh(shard=num_ranks) if memory is None else Mesh(replicate=num_ranks),
+            mesh=dataclasses.replace(mesh, context=num_ranks if slices else 1),
             placement=Placement(trainer_bytes=memory or 0),
             **CUDA,
         )
-        ranked = TrainerClient(settings)
-        await ranked.start()
-        try:
-            for name in ("m", "other"):
-                await ranked.create_model(name, LORA, "owner")
-            for data in batches:
-                await asyncio.gather(
-                    *(ranked.forward_backward(name, cross_entropy(data), backward=True) for name in ("m", "other"))
-                )
-                await ranked.optim_step("m", SMOOTH)
-            await ranked.save("m", tmp_path / str(num_ranks), "state")
-        finally:
-            await ranked.stop()
-        weights.append(load_file(tmp_path / str(num_ranks) / "adapter_model.safetensors"))
+        weights.append(await stepped(settings, batches, tmp_path / str(num_ranks)))
     assert weights[1].keys() == weights[0].keys()
     assert relative_distance(weights[1].values(), weights[0].values()) < close
 

@@ -69,6 +69,8 @@ def places(found: Examination) -> Iterator[str]:
         placement = model.placement
         ranks = ", ".join(map(str, placement.gpus))
         share = "" if len(placement.gpus) == 1 else ", the whole base" if model.replicates else ", a shard of the base"
+        if model.context_parallel > 1:
+            share += f", {model.context_parallel} for the tokens of each microbatch"
         engines = "; ".join(f"GPU {', '.join(map(str, gpus))}" for gpus in placement.engines)
         smallest = min(found.gpus[gpu][1] for engine in placement.engines for gpu in engine)
         yield (

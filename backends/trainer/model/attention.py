@@ -4,29 +4,43 @@ In bfloat16 on CUDA `packed_attention` computes it from cu_seqlens, without a ma
 interface. Elsewhere transformers' SDPA computes it, one sample after the other: over the whole microbatch it would
 compute all pairs of tokens to discard most of them. SDPA has neither sinks nor a cap of the scores: layers with these
 are computed as they are defined.
+
+Where ranks have slices of the tokens, each computes all tokens of some heads (`kernels/exchange.py`).
+
+T tokens of the microbatch, H query heads and G key heads of this rank, D values of a head
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from backends.kernels.exchange import num_ranks, own_part, to_heads, to_tokens
 from backends.kernels.plain_attention import plain_attention
 from backends.kernels.varlen_attention import packed_attention
 from backends.protocol import BackendFailed
 
 PACKED = "tinker_packed"
 PER_SAMPLE = "tinker_per_sample"
+PER_SAMPLE_BY_HEADS = "tinker_per_sample_by_heads"
 
 
-def implementation(device: torch.device, dtype: torch.dtype) -> str:
-    """Register and name transformers' attention implementation for the decoder."""
+def implementation(device: torch.device, dtype: torch.dtype, *, by_heads: bool = False) -> str:
+    """Register and name transformers' attention implementation for the decoder. `by_heads`: ranks have slices of the
+    tokens, of which no mask of the whole could be made."""
     if device.type != "cuda" or dtype == torch.float32:  # the kernel takes no float32
+        if by_heads:
+            AttentionInterface.register(PER_SAMPLE_BY_HEADS, _per_sample_by_heads)
+            without = "with context_parallel", "set it to 1"
+            AttentionMaskInterface.register(PER_SAMPLE_BY_HEADS, partial(_window, refusal=without))
+            return PER_SAMPLE_BY_HEADS
         AttentionInterface.register(PER_SAMPLE, _per_sample_attention)
         AttentionMaskInterface.register(PER_SAMPLE, sdpa_mask)
         return PER_SAMPLE
@@ -44,6 +58,8 @@ class PackedLengths(TypedDict):
     packed_cu_seqlens: Tensor
     packed_cu_seqlens_host: Tensor
     packed_max_seqlen: int
+    packed_group: str | None
+    """Name of the group of ranks that have slices of the tokens; None: all of them are here."""
 
 
 class _Arguments(PackedLengths, total=False):
@@ -56,10 +72,15 @@ class _Arguments(PackedLengths, total=False):
     """The heads' sinks."""
 
 
-def varlen_arguments(cu_seqlens: Tensor, cu_seqlens_host: Tensor, max_seqlen: int) -> PackedLengths:
+def varlen_arguments(
+    cu_seqlens: Tensor, cu_seqlens_host: Tensor, max_seqlen: int, group: str | None = None
+) -> PackedLengths:
     """Return the lengths of the packed samples as arguments of the model's forward."""
     return PackedLengths(
-        packed_cu_seqlens=cu_seqlens, packed_cu_seqlens_host=cu_seqlens_host, packed_max_seqlen=max_seqlen
+        packed_cu_seqlens=cu_seqlens,
+        packed_cu_seqlens_host=cu_seqlens_host,
+        packed_max_seqlen=max_seqlen,
+        packed_group=group,
     )
 
 
@@ -90,6 +111,67 @@ def _per_sample_attention(
     return torch.cat(parts, dim=1), None
 
 
+def _per_sample_by_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: int | None,
+    **arguments: Unpack[_Arguments],
+) -> tuple[Tensor, None]:
+    """As `_packed_attention`, in plain torch."""
+    _require_lengths(module, arguments)
+    window, scale, group = attention_mask, arguments["scaling"], arguments["packed_group"]
+    softcap, sinks_H = arguments.get("softcap"), _own_sinks(arguments.get("s_aux"), group)
+    qkv = _to_heads([one[0].transpose(0, 1) for one in (query, key, value)], group)
+    parts = []
+    for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist()):
+        query, key, value = sample = [one_THD[begin:end].transpose(0, 1)[None] for one_THD in qkv]
+        mask = None if window is None else _window_mask(end - begin, window, query.device)
+        if softcap is not None or sinks_H is not None:
+            parts.append(plain_attention(sample, mask, scale, softcap, sinks_H)[0])
+        else:
+            out = F.scaled_dot_product_attention(
+                query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+            parts.append(out[0].transpose(0, 1))
+    return _to_tokens(torch.cat(parts), group)[None], None
+
+
+def _window_mask(num_tokens: int, window: int, device: torch.device) -> Tensor:
+    """[1, 1, T, T], true where a token sees another: itself and those before it, `window` in all."""
+    is_before_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    return is_before_TT.triu(1 - window)[None, None]
+
+
+def _to_heads(qkv: Sequence[Tensor], group: str | None) -> list[Tensor]:
+    """query [T, H, D], key and value [T, G, D] of this rank's heads, from those of all heads of its tokens.
+
+    Each rank has the key heads that its query heads need, repeated where ranks would share one.
+    """
+    if group is None:
+        return list(qkv)
+    query, *keys = qkv
+    size = num_ranks(group)
+    repeats = next(
+        times
+        for times in range(1, query.shape[1] + 1)
+        if keys[0].shape[1] * times % size == 0 and query.shape[1] % (keys[0].shape[1] * times) == 0
+    )
+    keys = [one.repeat_interleave(repeats, 1) if repeats > 1 else one for one in keys]
+    return [to_heads(one, group) for one in (query, *keys)]
+
+
+def _to_tokens(out_THD: Tensor, group: str | None) -> Tensor:
+    """All heads of this rank's tokens, from attention's output for its heads."""
+    return out_THD if group is None else to_tokens(out_THD, group)
+
+
+def _own_sinks(sinks_H: Tensor | None, group: str | None) -> Tensor | None:
+    """The sinks of this rank's heads, from those of all."""
+    return sinks_H if sinks_H is None or group is None else own_part(sinks_H, group)
+
+
 def _packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -113,25 +195,32 @@ def _packed_attention(
             f"{type(module).__name__} is not supported in bfloat16 on CUDA: it has a window of {own_window} tokens,"
             f" and its mask one of {window}"
         )
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    group = arguments["packed_group"]
+    query, key, value = _to_heads([tensor[0].transpose(0, 1) for tensor in (query, key, value)], group)
     varlen = arguments["packed_cu_seqlens"], arguments["packed_cu_seqlens_host"], arguments["packed_max_seqlen"]
-    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, sinks_H)
-    return out[None], None
+    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, _own_sinks(sinks_H, group))
+    return _to_tokens(out, group)[None], None
 
 
 def _window(
-    *_: object, config: PretrainedConfig, local_size: int | None = None, use_vmap: bool = False, **__: object
+    *_: object,
+    config: PretrainedConfig,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    refusal: tuple[str, str] = ("in bfloat16 on CUDA", "float32 is"),
+    **__: object,
 ) -> int | None:
     """Return the tokens that a token of a layer sees, itself included, in place of a mask; None: all before it.
 
-    A size of 0 means that the window is switched off. Raises BackendFailed for any other mask.
+    A size of 0 means that the window is switched off. Raises BackendFailed for any other mask: `refusal` says where it
+    is not supported, and what is instead.
     """
     is_window = not local_size or local_size == getattr(config, "sliding_window", None)  # chunks have a size too
     is_causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
     if use_vmap or not is_window or not is_causal:  # `use_vmap`: functions of its own make the mask
         raise BackendFailed(
-            f"{_architecture(config)} is not supported in bfloat16 on CUDA: tokens attend to others than those before"
-            " them, or those of a window; float32 is"
+            f"{_architecture(config)} is not supported {refusal[0]}: tokens attend to others than those before them, or"
+            f" those of a window; {refusal[1]}"
         )
     return local_size or None
 

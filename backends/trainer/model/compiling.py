@@ -74,7 +74,7 @@ def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
     log.info("compiling the decoder's layers, which takes about half a minute")
     for with_gradient in (True, False):
         with torch.set_grad_enabled(with_gradient):
-            run_text(scorer, renderer, world, _WARM_UP_LENGTHS)
+            run_text(scorer, renderer, world, [world.context.size * length for length in _WARM_UP_LENGTHS])
     log.info("compiled in %.0f s", time.monotonic() - began)
 
 

@@ -1,7 +1,8 @@
 """Linear attention (the gated delta rule) over packed microbatches: each sample begins with a state of its own.
 
 transformers carries state and convolution from one packed sample into the next. Its two functions are replaced, for
-calls with the lengths of packed samples (`attention.varlen_arguments`) alone. The rule is computed chunk by chunk, as
+calls with the lengths of packed samples (`attention.varlen_arguments`) alone. Where ranks have slices of the tokens,
+each computes all tokens of some heads and channels (`kernels/exchange.py`). The rule is computed chunk by chunk, as
 by Yang et al., "Gated Delta Networks" (arXiv 2412.06464, section 3.3), and in the notation of transformers' own
 `torch_chunk_gated_delta_rule`: but a chunk never holds two samples, and all samples take a step of the scan together.
 
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.activations import ACT2FN
 
 from backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES
+from backends.kernels.exchange import own_part, to_heads, to_tokens
 from backends.kernels.pinned_copy import to_device
 
 _CHUNKS = (64, 32, 16, 8, 4, 2, 1)
@@ -63,22 +65,31 @@ def pack_linear_attention(decoder: nn.Module) -> None:
 
 
 def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def convolution(
+    def convolution(  # noqa: PLR0913
         hidden_states: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
         packed_cu_seqlens_host: Tensor | None = None,
+        packed_group: str | None = None,
         **other: object,
     ) -> Tensor:
         """Convolve [1, channels, T] with [channels, width], each sample for itself."""
         if packed_cu_seqlens_host is None:
             return own(hidden_states, weight, bias, activation=activation, **other)
+        of_tokens_TC = hidden_states[0].T
+        if packed_group is not None:
+            weight = own_part(weight, packed_group)
+            bias = None if bias is None else own_part(bias, packed_group)
+            of_tokens_TC = to_heads(of_tokens_TC[..., None], packed_group)[..., 0]
         spaced_N, kept_T = _spaced(packed_cu_seqlens_host, weight.shape[-1] - 1, hidden_states.device)
-        row = F.pad(hidden_states.to(weight.dtype), (0, 1)).index_select(-1, spaced_N)
+        row = F.pad(of_tokens_TC.T[None].to(weight.dtype), (0, 1)).index_select(-1, spaced_N)
         out = F.conv1d(row, weight.unsqueeze(1), bias, groups=weight.shape[0]).index_select(-1, kept_T)
         out = out if activation is None else ACT2FN[activation](out)
-        return out.to(hidden_states.dtype)
+        out = out.to(hidden_states.dtype)
+        if packed_group is not None:
+            out = to_tokens(out[0].T[..., None], packed_group)[..., 0].T[None]
+        return out
 
     return convolution
 
@@ -91,6 +102,7 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
         g: Tensor,
         beta: Tensor,
         packed_cu_seqlens_host: Tensor | None = None,
+        packed_group: str | None = None,
         **other: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Query and key [1, T, H, K], value [1, T, H, V], g and beta [1, T, H]; returns [1, T, H, V] and no state."""
@@ -99,7 +111,12 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
         assert other.get("initial_state") is None and not other.get("output_final_state"), "training keeps no states"
         assert other.get("use_qk_l2norm_in_kernel"), "all models here have normalised queries and keys"
         chunks = _chunks(packed_cu_seqlens_host, query.device)
-        return _packed_delta_rule(query[0], key[0], value[0], g[0], beta[0], chunks)[None], None
+        if packed_group is None:
+            return _packed_delta_rule(query[0], key[0], value[0], g[0], beta[0], chunks)[None], None
+        query, key, value = (to_heads(one[0], packed_group) for one in (query, key, value))
+        g, beta = (to_heads(one[0][..., None], packed_group)[..., 0] for one in (g, beta))
+        out_THV = _packed_delta_rule(query, key, value, g, beta, chunks)
+        return to_tokens(out_THV, packed_group)[None], None
 
     return delta_rule
 

@@ -68,7 +68,8 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     that the model does not have.
     """
     dtype = getattr(torch, config.dtype)
-    attention_name = family.attention(attention.implementation(world.device, dtype))
+    by_heads = world.context.size > 1
+    attention_name = family.attention(attention.implementation(world.device, dtype, by_heads=by_heads))
     tensors = None if config.base_dir is None else _mapped(config, world, dtype)
     shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]

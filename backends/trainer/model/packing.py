@@ -7,7 +7,7 @@ T tokens of the microbatch, K targets of a token
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,15 +24,16 @@ _BISECTIONS = 8
 """Bisections of a microbatch's size: 1/256 of the budget is even enough."""
 
 
-def plan_steps(lengths: Sequence[int], world_size: int, max_tokens: int) -> list[list[list[int]]]:
+def plan_steps(lengths: Sequence[int], side_by_side: int, max_tokens: int) -> list[list[list[int]]]:
     """Plan the microbatches of every rank: plan[step][rank] is a list of datum indices, the longest microbatches first.
+    Ranks that compute slices of one microbatch count as one.
 
     There are as few steps as microbatches of `max_tokens` need, and the microbatches are then as even as possible, so
     that no rank waits for another; one with nothing to do is empty. A datum of more than `max_tokens` is alone. Depends
     on its arguments only, so that all ranks make the same plan without asking each other.
     """
     parts = _first_fit(lengths, max_tokens)
-    num_parts = world_size * math.ceil(len(parts) / world_size)
+    num_parts = side_by_side * math.ceil(len(parts) / side_by_side)
     too_small = max(max(lengths), math.ceil(sum(lengths) / num_parts)) - 1
     small_enough = max_tokens
     for _ in range(_BISECTIONS if too_small < max_tokens else 0):
@@ -43,8 +44,8 @@ def plan_steps(lengths: Sequence[int], world_size: int, max_tokens: int) -> list
         else:
             too_small = size
     parts = sorted((sorted(part) for part in parts), key=lambda part: -sum(lengths[index] for index in part))
-    parts += [[] for _ in range(-len(parts) % world_size)]
-    return [parts[start : start + world_size] for start in range(0, len(parts), world_size)]
+    parts += [[] for _ in range(-len(parts) % side_by_side)]
+    return [parts[start : start + side_by_side] for start in range(0, len(parts), side_by_side)]
 
 
 def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -81,24 +82,33 @@ class Microbatch:
     """Tokens of each given sample; the rest is padding."""
     tower_scales: Sequence[Tensor | None] = ()
     """By image, its model's scales [R] if that trains the vision tower, else None; empty: none does."""
+    feature_tokens: Sequence[np.ndarray] = ()
+    """By image, indices of the whole microbatch's tokens whose embeddings its features replace."""
+    feature_parts: Sequence[slice] | None = None
+    """By image, those of its features that a slice of a microbatch has; None: all."""
     experts_LTK: Tensor | None = None
     """Experts as `RouterReplay.batch` gives them; None: routers choose."""
+
+
+def num_padding(lengths: Sequence[int], multiple_of: int = 1) -> int:
+    """Count the tokens that are missing to a multiple of `multiple_of`.
+
+    A microbatch without samples, of a rank that only takes part in collectives, or without a sample of two tokens gets
+    one of two tokens: code compiled for any number of tokens is recompiled for one.
+    """
+    missing = -sum(lengths) % multiple_of
+    if max(lengths, default=0) < 2 and missing < 2:
+        missing += max(2, multiple_of)
+    return missing
 
 
 def pack(
     samples: Sequence[tuple[Rendered, np.ndarray]], family: Family, device: torch.device, multiple_of: int = 1
 ) -> Microbatch:
-    """Pack samples of (input, targets [N] or [N, K]), padded to a multiple of `multiple_of` tokens.
-
-    Padding is a sample of no request, at the end. A microbatch without samples, of a rank that only takes part in
-    collectives, or without a sample of two tokens gets one of two tokens: code compiled for any number of tokens is
-    recompiled for one.
-    """
+    """Pack samples of (input, targets [N] or [N, K]), with the padding of `num_padding`: a sample of no request, at the
+    end."""
     own_lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
-    missing = -sum(own_lengths) % multiple_of
-    if max(own_lengths, default=0) < 2 and missing < 2:
-        missing += max(2, multiple_of)
-    if missing:
+    if missing := num_padding(own_lengths, multiple_of):
         samples = [*samples, (Rendered(np.zeros(missing, np.int64), [], []), np.zeros(missing, np.int64))]
     lengths = [len(rendered.token_ids_T) for rendered, _ in samples]
     position_ids = np.concatenate(
@@ -109,7 +119,8 @@ def pack(
         "input_ids": to_device(torch.from_numpy(token_ids), device),
         "position_ids": to_device(torch.from_numpy(position_ids), device),
     }
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    cu_seqlens = torch.from_numpy(ends.astype(np.int32))
     return Microbatch(
         model_inputs,
         [image for rendered, _ in samples for image in rendered.images],
@@ -118,7 +129,21 @@ def pack(
         max(lengths),
         to_device(torch.from_numpy(_side_by_side([targets for _, targets in samples], 0)), device),
         own_lengths,
+        feature_tokens=[
+            begin + one
+            for begin, (rendered, _) in zip(ends, samples, strict=False)
+            for one in _features(rendered, family)
+        ],
     )
+
+
+def _features(rendered: Rendered, family: Family) -> Iterator[np.ndarray]:
+    """Yield for each image the tokens whose embeddings its features replace."""
+    if family.vision is None:
+        return
+    for span in rendered.spans:
+        own = rendered.token_ids_T[span.offset : span.offset + span.num_tokens]
+        yield span.offset + np.flatnonzero(own == family.vision.feature_id)
 
 
 def loss_inputs(

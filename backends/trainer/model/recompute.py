@@ -1,7 +1,8 @@
 """Activation memory model; picks how many layers to checkpoint so that a microbatch fits.
 
 Measured at start on made-up text, so that it holds for any architecture: a microbatch takes a constant and an amount
-per token, less for each checkpointed layer, which saves its input alone.
+per token, less for each checkpointed layer, which saves its input alone. Tokens are a rank's own: where several compute
+a microbatch together, those of its slice.
 """
 
 import math
@@ -123,16 +124,17 @@ class Memory:
         """Tokens of the largest microbatch that takes this part of all memory without checkpointing."""
         return max(0, int((part * self._limit_bytes - self._costs.constant) / self._costs.per_token))
 
-    def prepare(self, num_tokens: int) -> None:
-        """Checkpoint as many layers as a microbatch of this many tokens needs."""
-        self._recompute(self._costs.layers_for(num_tokens, self._free_bytes))
+    def layers_for(self, num_tokens: int) -> int:
+        """Return how many layers to checkpoint so that a microbatch of this many tokens fits now."""
+        return self._costs.layers_for(num_tokens, self._free_bytes)
 
     def prepare_least(self) -> None:
         """Checkpoint all layers, and empty the allocator's cache."""
-        self._recompute(self._costs.num_layers)
+        self.prepare(self._costs.num_layers)
         torch.cuda.empty_cache()
 
-    def _recompute(self, num_layers: int) -> None:
+    def prepare(self, num_layers: int) -> None:
+        """Checkpoint this many layers from the next microbatch on."""
         self.recomputes = num_layers > 0
         self._recomputation.use(num_layers)
 

@@ -54,8 +54,9 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], devi
     tolerance = _TOLERANCE[scorer.model.dtype]
     if not _agree(alone, own, tolerance):
         average = (torch.cat(alone) - torch.cat(own)).abs().mean().item()
+        divided = f" with its tokens divided over {scorer.context.size} ranks" if scorer.context.size > 1 else ""
         raise BackendFailed(
-            f"{type(scorer.model).__name__} is not supported: its own log probabilities and those of its last"
+            f"{type(scorer.model).__name__} is not supported{divided}: its own log probabilities and those of its last"
             f" hidden state through its head differ by {average:.3g} nats on average"
         )
     return _agree(scored(*samples).split([len(one) for one in alone]), alone, tolerance)

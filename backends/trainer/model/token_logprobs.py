@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from backends.families.logits import LogitTransform, logit_transform
 from backends.kernels.autograd import Context
-from backends.trainer.distributed import Root
+from backends.kernels.exchange import group_name
+from backends.trainer.distributed import ALONE, Root, World
 from backends.trainer.lora.linear import (
     LoraLinear,
     add_lora_gradients,
@@ -23,6 +24,7 @@ from backends.trainer.lora.linear import (
     scaled,
 )
 from backends.trainer.model import attention
+from backends.trainer.model.context import gather_tokens, slice_of, slice_tokens
 from backends.trainer.model.packing import Microbatch
 from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.vision import ImageEncoder
@@ -46,13 +48,17 @@ class Scorer(nn.Module):
         vision: ImageEncoder | None,
         weights: TrainedWeights[Any],
         router_replay: RouterReplay | None = None,
+        context: World = ALONE,
     ) -> None:
+        """`context` has the ranks that compute a microbatch together."""
         super().__init__()
         self._root = root
         self._vision = vision
         self._transform = logit_transform(root.model.config.get_text_config())
         self.weights = weights
         self.router_replay = router_replay
+        self.context = context
+        self._group = None if context.group is None else group_name(context.group)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -64,7 +70,12 @@ class Scorer(nn.Module):
 
         With `gradient` backward is faster, and must then get just the gradient that this function gives.
         """
-        return cast(Tensor, self._root(self._scored, batch, scales_TR, gradient))
+        if self._group is None:
+            return cast(Tensor, self._root(self._scored, batch, scales_TR, gradient))
+        num_tokens = len(batch.targets_TK)
+        own, own_scales_SR = slice_tokens(batch, scales_TR, self.context)
+        shifted = None if gradient is None else _from(gradient, slice_of(num_tokens, self.context).start)
+        return gather_tokens(self._root(self._scored, own, own_scales_SR, shifted), num_tokens, self.context)
 
     def _scored(self, batch: Microbatch, scales_TR: Tensor, gradient: "TokenGradient | None") -> Tensor:
         self.weights.use(scales_TR)
@@ -75,7 +86,8 @@ class Scorer(nn.Module):
             image_inputs: dict[str, Tensor] = {}
             if self._vision is not None:
                 image_inputs = forward.enter_context(self._vision.shown(batch, scales_TR.device))
-            extra = attention.varlen_arguments(batch.cu_seqlens, batch.cu_seqlens_host, batch.max_seqlen)
+            lengths = batch.cu_seqlens, batch.cu_seqlens_host, batch.max_seqlen
+            extra = attention.varlen_arguments(*lengths, self._group)
             output = self.model.base_model(**batch.model_inputs, **extra, **image_inputs, use_cache=False)
         head, hidden_TH = self.model.get_output_embeddings(), output.last_hidden_state[0]
         if isinstance(head, LoraLinear):
@@ -88,6 +100,11 @@ class TokenGradient(Protocol):
 
     def __call__(self, logprobs_TK: Tensor, begin: int) -> Tensor:
         """[T, K], from the log probabilities of the microbatch's tokens from `begin` on."""
+
+
+def _from(gradient: TokenGradient, first: int) -> TokenGradient:
+    """Return the gradient of a slice of a microbatch, which begins at token `first`."""
+    return lambda logprobs_TK, begin: gradient(logprobs_TK, first + begin)
 
 
 def target_logprobs(  # noqa: PLR0913

@@ -108,7 +108,7 @@ class ImageEncoder:
         if not images:
             yield {}
             return
-        self._next = self._features(images, batch.tower_scales or [None] * len(images), device)
+        self._next = self._features(batch, device)
         # The forward gets the features from `_give`.
         yield self._tower.announce(images, device)
         if self._next is not None:
@@ -130,16 +130,19 @@ class ImageEncoder:
         given, self._next = self._next, None
         return given
 
-    def _features(
-        self, images: Sequence[RenderedImage], scales: Sequence[Tensor | None], device: torch.device
-    ) -> object:
-        """The features as the model's own get_image_features returns them. `scales` as `Microbatch.tower_scales`."""
+    def _features(self, batch: Microbatch, device: torch.device) -> object:
+        """The features as the model's own get_image_features returns them."""
+        images = batch.images
+        scales = batch.tower_scales or [None] * len(images)
         found: dict[tuple[str, int], ImageFeatures] = {}
         for own in {id(scales_R): scales_R for scales_R in scales}.values():
             distinct = {image.hash: image for image, of in zip(images, scales, strict=True) if of is own}
             features = self._frozen(distinct, device) if own is None else self._trained(distinct, own, device)
             found |= {(name, id(own)): one for name, one in features.items()}
-        return self._tower.output([found[image.hash, id(of)] for image, of in zip(images, scales, strict=True)])
+        shown = [found[image.hash, id(of)] for image, of in zip(images, scales, strict=True)]
+        if batch.feature_parts is not None:
+            shown = [_cut(one, part) for one, part in zip(shown, batch.feature_parts, strict=True)]
+        return self._tower.output(shown)
 
     def _frozen(self, images: Mapping[str, RenderedImage], device: torch.device) -> dict[str, ImageFeatures]:
         self._compute([image for name, image in images.items() if name not in self], device)
@@ -172,6 +175,11 @@ class ImageEncoder:
     def _adapted(self, images: Sequence[RenderedImage], scales_R: Tensor, device: torch.device) -> list[ImageFeatures]:
         with self._weights.in_tower(scales_R):
             return self._tower.compute(images, device)
+
+
+def _cut(features: ImageFeatures, tokens: slice) -> ImageFeatures:
+    """Return some of an image's features; where they are tiles of several tokens, as tiles of one."""
+    return tuple(part.flatten(0, -2)[tokens].view(-1, *(1,) * (part.ndim - 2), part.shape[-1]) for part in features)
 
 
 def _groups(images: Iterable[RenderedImage]) -> list[list[RenderedImage]]:

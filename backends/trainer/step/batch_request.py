@@ -128,17 +128,17 @@ Members = dict[BatchRequest, list[int]]
 
 
 def plan_batch(
-    loss_input: ForwardBackwardInput, world_size: int, max_tokens: int, longest: int
+    loss_input: ForwardBackwardInput, side_by_side: int, max_tokens: int, longest: int
 ) -> list[list[list[int]]]:
     """`plan_steps` with microbatches of `max_tokens`. Raises InvalidInput for a datum of more than `longest` tokens."""
     of_datums = lengths(loss_input)
     for index, length in enumerate(of_datums):
         if length > longest:
             raise InvalidInput(f"datum {index}: {length} tokens, but the GPU's memory is enough for {longest}")
-    return plan_steps(of_datums, world_size, min(max_tokens, longest))
+    return plan_steps(of_datums, side_by_side, min(max_tokens, longest))
 
 
-def choose_microbatches(requests: Sequence[BatchRequest], world_size: int, max_tokens: int) -> list[Members]:
+def choose_microbatches(requests: Sequence[BatchRequest], side_by_side: int, max_tokens: int) -> list[Members]:
     """Each rank's next microbatch: what the first request has planned, and as far as there is room what the others have
     left, in their order."""
     first = requests[0]
@@ -148,7 +148,7 @@ def choose_microbatches(requests: Sequence[BatchRequest], world_size: int, max_t
         if first.exclusive or other.exclusive or other.backward != first.backward:
             continue
         for index in other.left:
-            rank = min(range(world_size), key=used.__getitem__)
+            rank = min(range(side_by_side), key=used.__getitem__)
             if used[rank] + other.lengths[index] <= max_tokens and _ranks_fit(chosen[rank], other):
                 chosen[rank].setdefault(other, []).append(index)
                 used[rank] += other.lengths[index]

@@ -1,7 +1,7 @@
 """Forward and backward of a packed microbatch, which may hold datums of several models.
 
 Ranks compute their microbatches side by side. Before each forward they agree that its inputs are there: if the base is
-sharded, one rank's error past that point would leave the others waiting.
+sharded, or ranks have slices of one microbatch, one rank's error past that point would leave the others waiting.
 
 T tokens of a microbatch, K targets of a token, P requests of a microbatch, R summed ranks of their models
 """
@@ -17,8 +17,10 @@ from torch import Tensor
 from backends.inputs.rendering import Rendered
 from backends.protocol import BackendFailed, InvalidInput
 from backends.trainer.base_model import BaseModel
-from backends.trainer.distributed import World, agreed, agreed_each, microbatch_s, to_broadcast
-from backends.trainer.model.packing import Microbatch, loss_inputs, pack
+from backends.trainer.distributed import World, agreed, agreed_each, largest, microbatch_s, to_broadcast
+from backends.trainer.model.context import slice_of
+from backends.trainer.model.packing import Microbatch, loss_inputs, num_padding, pack
+from backends.trainer.model.recompute import Memory
 from backends.trainer.model.router_replay import RouterReplay
 from backends.trainer.model.token_logprobs import TokenGradient
 from backends.trainer.optimizer import all_finite
@@ -56,16 +58,16 @@ class MicrobatchRunner:
         """
         requests = list(dict.fromkeys(one for members in chosen for one in members))
         self._keep_waiting(max(self._limit_s(members) for members in chosen))
-        own = chosen[self._world.rank]
+        own = chosen[self._world.microbatch]
         rendered, errors = self._rendered(own)
         failures: Failures = {one: errors[one.number] for one in requests if one.number in errors}
         if failures:
             return failures
         # Decoded while the device computes.
-        self._prefetch({one: one.next_on(self._world.rank, besides=own.get(one, ())) for one in requests})
+        following = {one: one.next_on(self._world.microbatch, besides=own.get(one, ())) for one in requests}
+        self._prefetch(following, self._elsewhere(following))
         if self._base.memory is not None and requests[0].backward:
-            # The same on all ranks: what is recomputed is all-gathered again.
-            self._base.memory.prepare(max(_num_tokens(members) for members in chosen))
+            self._base.memory.prepare(self._recomputed_layers(self._base.memory, chosen))
         try:
             with torch.set_grad_enabled(requests[0].backward):
                 failures = self._computed(own, rendered, requests)
@@ -79,6 +81,13 @@ class MicrobatchRunner:
             if self._base.vision is not None:
                 self._base.vision.trim()
         return failures
+
+    def _recomputed_layers(self, memory: Memory, chosen: Sequence[Members]) -> int:
+        """Number of layers to recompute: the same on all ranks that wait for each other, for what is recomputed is
+        all-gathered or exchanged again."""
+        most = max(_num_tokens(members) for members in chosen)
+        layers = memory.layers_for(-(-most // self._world.num_slices))
+        return largest(layers, self._world) if self._base.is_coupled else layers
 
     def cancel_prefetch(self) -> None:
         """Release prefetched images: no request is in flight, and one that failed may have left some."""
@@ -94,27 +103,46 @@ class MicrobatchRunner:
         vision, renderer, device = self._base.vision, self._base.renderer, self._world.device
         # In a sharded base the tower is all-gathered with the rest, when the microbatch is computed.
         begins = device.type == "cuda" and not self._base.is_sharded
-        self._prefetch(members)
+        elsewhere = self._elsewhere(members)
+        self._prefetch(members, elsewhere)
 
         def render(one: BatchRequest, indices: list[int]) -> list[Rendered]:
-            rendered, known = [], self._known(one)
+            rendered, known = [], self._known(one, elsewhere)
             for i in indices:
                 rendered.append(renderer.render(one.data[i].model_input, f"datum {i}", known))
                 if vision is not None and begins and not one.model.config.train_vision:
                     with renderer.prefetch_paused():
-                        vision.begin(rendered[-1].images, device)
+                        vision.begin([image for image in rendered[-1].images if image.hash not in elsewhere], device)
             return rendered
 
         return agreed_each({one.number: partial(render, one, indices) for one, indices in members.items()}, self._world)
 
-    def _prefetch(self, members: Members) -> None:
-        for one, indices in members.items():
-            self._base.renderer.prefetch([one.data[index].model_input for index in indices], self._known(one))
+    def _elsewhere(self, members: Members) -> set[str]:
+        """Hashes of images of which this rank's slice of the microbatch has no token."""
+        if self._world.num_slices == 1:
+            return set()
+        lengths = [one.lengths[index] for one, index in _datums(members)]
+        tokens = slice_of(sum(lengths) + num_padding(lengths, self._base.weights.token_multiple), self._world.context)
+        here, all_images, begin = set[str](), set[str](), 0
+        for one, index in _datums(members):
+            for name, span in self._base.renderer.image_spans(one.data[index].model_input):
+                first = begin + span.offset
+                all_images.add(name)
+                if first < tokens.stop and tokens.start < first + span.num_tokens:
+                    here.add(name)
+            begin += one.lengths[index]
+        return all_images - here
 
-    def _known(self, one: BatchRequest) -> Container[str]:
-        """Hashes of images whose pixels are not needed."""
-        trained = one.model.config.train_vision
-        return () if trained or self._base.vision is None else self._base.vision
+    def _prefetch(self, members: Members, elsewhere: Container[str]) -> None:
+        for one, indices in members.items():
+            inputs = [one.data[index].model_input for index in indices]
+            self._base.renderer.prefetch(inputs, self._known(one, elsewhere))
+
+    def _known(self, one: BatchRequest, elsewhere: Container[str]) -> Container[str]:
+        """Hashes of images whose pixels are not needed: of those `elsewhere`, and of those that the tower has seen."""
+        if one.model.config.train_vision or self._base.vision is None:
+            return elsewhere
+        return _Either(elsewhere, self._base.vision)
 
     def _computed(
         self, members: Members, rendered: dict[int, list[Rendered]], requests: Sequence[BatchRequest]
@@ -122,12 +150,12 @@ class MicrobatchRunner:
         """Raises _CulpritUnknown if several requests may have harmed one another."""
         try:
             packed = agreed(lambda: self._packed(members, rendered), self._world)
-            if self._base.is_sharded:
+            if self._base.is_coupled:
                 observed = self._forward_backward(members, packed)
             else:
                 observed = agreed(lambda: self._in_memory(members, packed), self._world)
         except Exception as error:  # one microbatch's failure must not stop the others
-            if self._base.is_sharded and not isinstance(error, (InvalidInput, BackendFailed)):
+            if self._base.is_coupled and not isinstance(error, (InvalidInput, BackendFailed)):
                 raise  # the others wait in a collective
             return _culprit(requests, to_broadcast(error))
         return self._collected(members, observed, requests)
@@ -189,8 +217,7 @@ class MicrobatchRunner:
         return torch.stack(observed)
 
     def _share_logprobs(self, members: Members, logprobs_TK: Tensor, sample_lengths: Sequence[int]) -> None:
-        datums = [(one, index) for one, indices in members.items() for index in indices]
-        for (one, index), part in zip(datums, logprobs_TK.split(list(sample_lengths)), strict=True):
+        for (one, index), part in zip(_datums(members), logprobs_TK.split(list(sample_lengths)), strict=True):
             target = targets(one.data[index])
             width = target.shape[1] if target.ndim == 2 else 1
             one.share.logprobs[index] = part[:, :width].reshape(target.shape).numpy()
@@ -272,6 +299,22 @@ def _culprit(requests: Sequence[BatchRequest], error: Exception) -> Failures:
     if len(requests) > 1:
         raise _CulpritUnknown
     return {requests[0]: error}
+
+
+@dataclass(frozen=True)
+class _Either:
+    """What one of two containers has."""
+
+    first: Container[str]
+    second: Container[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.first or name in self.second
+
+
+def _datums(members: Members) -> list[tuple[BatchRequest, int]]:
+    """The datums of a microbatch in the order of its tokens."""
+    return [(one, index) for one, indices in members.items() for index in indices]
 
 
 def _num_tokens(members: Members) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -242,3 +243,25 @@ def test_what_a_refusal_suggests_is_accepted_and_one_step_less_is_not(
             longer = {"max_context_length": one.settings["max_context_length"] + 1024}
             with pytest.raises(BackendFailed):
                 make_plan([shape(name)], config.model_copy(update=longer), machine(gpus), "cuda")
+
+
+def test_a_context_takes_of_each_gpu_a_ranks_slice_of_it() -> None:
+    settings = {"max_context_length": 131_072, "max_lora_rank": 32, "models_at_once": 1}
+    alone, halves = plan("4b", "H200:2", **settings), plan("4b", "H200:2", **settings, context_parallel=2)
+    whole, half = (part(found, "trainer", "microbatch or optim_step") for found in (alone, halves))
+    size, demand = shape("4b"), halves.demands["4b"]
+    assert half == size.activation_bytes(65_536, recomputes=True) + 65_536 * size.exchanged_token_bytes
+    assert 0.5 < half / whole < 0.6
+    assert (demand.slice_tokens, halves.layouts["4b"].trainer) == (65_536, (0, 1))
+    assert part(halves, "trainer", "graphs") == 0 < part(alone, "trainer", "graphs")
+
+
+def test_a_context_that_fits_no_gpu_fits_several_that_divide_it_and_the_refusal_says_so() -> None:
+    settings = {"max_context_length": 262_144, "max_lora_rank": 32, "models_at_once": 1}
+    size = replace(shape("4b"), context_parallels=(1, 2, 4))
+    config = BackendConfig(**settings)  # type: ignore[arg-type]
+    with pytest.raises(BackendFailed, match=r"nearest that fits: --context-parallel 2 or --max-context \d+"):
+        plan_or_suggest([size], config, machine("H200:2"), "cuda")
+    assert plan("4b", "H200:2", **settings, context_parallel=2).demands["4b"].context == 262_144
+    with pytest.raises(BackendFailed, match="8 ranks on CUDA need as many GPUs; torch sees 2"):
+        plan("4b", "H200:2", context_parallel=8)

@@ -17,7 +17,7 @@ from backends.configure.placement import make_plan, placement
 from backends.families.coverage import LoraMatrices, Numbers
 from backends.model_spec import Device, Mesh, Placement
 from backends.protocol import BackendFailed
-from tests.models import make_tiny_gpt_oss, make_tiny_vl
+from tests.models import make_tiny_gpt_oss, make_tiny_qwen3_5, make_tiny_vl
 from tests.specs import tiny_spec
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -291,6 +291,29 @@ def test_models_that_ranks_of_an_engine_would_compute_wrongly_are_refused_by_nam
     experts = make_tiny_vl(tmp_path / "moe", moe=True)
     with pytest.raises(BackendFailed, match=r"tensor_parallel 2 .* wrong parts of a mixture's adapters"):
         find("a", experts, config, machine)
+
+
+def test_slices_of_microbatches_are_refused_by_name_where_ranks_cannot_compute_them(
+    tiny_vl: Path, tmp_path: Path
+) -> None:
+    machine = Machine(64 * GIB)
+    config = BackendConfig(models={"a": str(tiny_vl)}, device="cpu", context_parallel=2)
+    mesh = describe_models(config, machine)["a"].spec.mesh
+    assert mesh == Mesh(shard=2, context=2)
+    four = describe_models(config.model_copy(update={"ranks": 4, "base_copies": 1}), machine)["a"].spec
+    assert four.mesh == Mesh(replicate=4, context=2) and four.numerics["context_parallel"] == "2"
+    for settings, reason in (
+        ({"full": True}, r"context_parallel 2 .* with backend.full each rank has samples of its own"),
+        (
+            {"context_parallel": 4},
+            r"context_parallel 4 .* its 2 heads cannot be divided evenly; set it to a divisor of 2",
+        ),
+        ({"ranks": 3}, r"3 ranks .* cannot be divided into groups of 2 \(setting backend.context_parallel\)"),
+    ):
+        with pytest.raises(BackendFailed, match=reason):
+            describe_models(config.model_copy(update=settings), machine)
+    linear = config.model_copy(update={"models": {"a": str(make_tiny_qwen3_5(tmp_path / "model"))}})
+    assert describe_models(linear, machine)["a"].spec.mesh.context == 2
 
 
 @pytest.mark.parametrize(

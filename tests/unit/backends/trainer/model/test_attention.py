@@ -36,7 +36,7 @@ def test_a_model_whose_attention_does_not_get_packed_lengths_is_refused(
 ) -> None:
     source = make_tiny_of(kind, tmp_path / "model")
     found = registered(name)
-    monkeypatch.setattr("backends.trainer.model.attention.implementation", lambda *_: found)
+    monkeypatch.setattr("backends.trainer.model.attention.implementation", lambda *_, **__: found)
     with pytest.raises(
         BackendFailed, match=rf"^{architecture} is not supported: .* does not get the lengths of packed samples"
     ):
