@@ -54,7 +54,7 @@ def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(fa
         save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path, {"format": "pt"})
     spec = held(replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16"), tmp_path / "base")
     mapped = map_views(spec.base_socket(None), ALONE.device)
-    with Files(source) as files:
+    with Files(source, torch.bfloat16) as files:
         assert mapped.keys() == set(files.names())
         for name, tensor in mapped.items():
             assert tensor.equal(files.tensor(name).to(tensor.dtype)), name

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, Mxfp4Config, PreTrainedModel
+from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from backends.base_weights.mapped import BaseTensors, JoinedViews, checked_tensors
+from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, TensorInFile, checked_tensors
 from backends.families.biased_experts import lay_out_experts
 from backends.families.family import Family
-from backends.families.gpt_oss import is_quantised
+from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
 from backends.formats.model_files import tensor_bytes
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
@@ -73,18 +73,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
-        arguments: dict[str, object] = {
-            "dtype": dtype,
-            "attn_implementation": attention_name,
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,  # they are named below
-        }
-        if is_quantised(AutoConfig.from_pretrained(config.directory)):
-            arguments["quantization_config"] = Mxfp4Config(dequantize=True)
-        if tensors is None:
-            model, found = family.model_class.from_pretrained(config.directory, **arguments)
-        else:
-            model, found = _made_of(tensors, family, config.directory, arguments)
+        model, found = _model(config, family, tensors, {"dtype": dtype, "attn_implementation": attention_name})
     finally:
         hook.remove()
     _check(found, config.directory)
@@ -109,16 +98,37 @@ def _mapped(config: ModelSpec, world: World, dtype: torch.dtype) -> BaseTensors:
     return checked_tensors(Path(config.directory), base_socket, world.device, dtype)
 
 
-def _made_of(
-    tensors: BaseTensors, family: Family, directory: str, arguments: dict[str, object]
+def _model(
+    spec: ModelSpec, family: Family, tensors: BaseTensors | None, arguments: dict[str, object]
 ) -> tuple[PreTrainedModel, Found]:
-    """Have transformers make its model of these tensors, as it would of the files; return it and what it found."""
-    config = AutoConfig.from_pretrained(directory)
+    """Return transformers' model, and how it found the files to differ."""
+    # Mismatched sizes are named by `_check`.
+    arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    config = AutoConfig.from_pretrained(spec.directory)
+    if tensors is not None:
+        with JoinedViews(tensors.mapped):
+            return _made_of({**tensors.mapped, **tensors.own}, family, config, arguments)
+    if getattr(config, "quantization_config", None) is None:
+        return family.model_class.from_pretrained(spec.directory, **arguments)
+    if config.model_type == GPT_OSS:
+        arguments["quantization_config"] = Mxfp4Config(dequantize=True)
+        return family.model_class.from_pretrained(spec.directory, **arguments)
+    # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
+    with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
+        return _made_of({name: files.slice(name) for name in files.names()}, family, config, arguments)
+
+
+def _made_of(
+    state: Mapping[str, Tensor | TensorInFile],
+    family: Family,
+    config: PretrainedConfig,
+    arguments: dict[str, object],
+) -> tuple[PreTrainedModel, Found]:
+    """Have transformers make its model of these tensors, none of them quantised, as it would of the files."""
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model_class = type(family.model_class.from_config(config))
-    state = {**tensors.mapped, **tensors.own}
-    with JoinedViews(tensors.mapped):
-        model, found = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
+    model, found = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
     return model, found
 
 
