@@ -397,6 +397,43 @@ def quantise(directory: Path, quantised: Path) -> None:
     (quantised / "config.json").write_text(json.dumps(config))
 
 
+def quantise_in_blocks(directory: Path, quantised: Path) -> Path:
+    """Make of a model one in fp8 as published, block by block, and write what its numbers are into the first one's
+    files. Routers, the head, the tower and the first layer's keys stay as they are."""
+    shutil.copytree(directory, quantised)
+    (path,) = directory.glob("*.safetensors")
+    tensors = load_file(path)
+    packed = dict(tensors)
+    kept = ["lm_head", "model.visual", "model.layers.0.self_attn.k_proj"]
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if ".layers." not in name or tensor.dim() < 2 or module in kept or module.endswith(("mlp.gate", "conv1d")):
+            continue
+        *stacked, rows, columns = tensor.shape
+        weight = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+        scale = torch.empty(*stacked, -(-rows // 128), -(-columns // 128), dtype=torch.bfloat16)
+        for row in range(0, rows, 128):
+            for column in range(0, columns, 128):
+                block = (..., slice(row, row + 128), slice(column, column + 128))
+                step = (tensor[block].abs().amax((-2, -1)) / 440).bfloat16()
+                weight[block] = (tensor[block] / step[..., None, None]).to(torch.float8_e4m3fn)
+                scale[..., row // 128, column // 128] = step
+                tensor[block] = weight[block].float() * step.float()[..., None, None]
+        packed |= {name: weight, f"{name}_scale_inv": scale}
+    save_file(tensors, path, {"format": "pt"})
+    save_file(packed, quantised / path.name, {"format": "pt"})
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": kept,
+    }
+    (quantised / "config.json").write_text(json.dumps(config))
+    return quantised
+
+
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:
     """Placeholder tokens of images, as a config names them."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}

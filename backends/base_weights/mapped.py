@@ -62,7 +62,6 @@ class _File(Protocol):
         """Return a tensor that is not read yet."""
 
 
-
 @dataclass(frozen=True)
 class _InFp8:
     """A tensor in fp8, dequantised when it is read."""

@@ -1,7 +1,7 @@
 """Published fp8 in blocks: a scale for every 128 by 128 numbers of a matrix, in a tensor of its own beside it.
 
-Trainer, engine and the holder of a base dequantise with the one function here, each tensor as it is read: so all compute
-with the same numbers. Knows neither transformers nor vLLM.
+Trainer, engine and the holder of a base dequantise with the one function here, each tensor as it is read: so all
+compute with the same numbers. Knows neither transformers nor vLLM.
 
 N outputs, K inputs, I and J blocks of them
 """
@@ -50,8 +50,8 @@ def require_known(quantisation: Mapping[str, object], source: str) -> None:
 
 
 def check_files(directory: Path, source: str) -> None:
-    """Raise BackendFailed, naming the tensor, unless every one in fp8 has a scale for each of its blocks, and every scale
-    has its tensor. Reads the files' headers."""
+    """Raise BackendFailed, naming the tensor, unless every one in fp8 has a scale for each of its blocks, and every
+    scale has its tensor. Reads the files' headers."""
     layouts = tensor_layouts(directory)
     for name, (kind, shape) in layouts.items():
         scale = layouts.get(f"{name}{SCALE}")
