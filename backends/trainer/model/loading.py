@@ -108,14 +108,15 @@ def _model(
     if tensors is not None:
         with JoinedViews(tensors.mapped):
             return _made_of({**tensors.mapped, **tensors.own}, family, config, arguments)
-    if getattr(config, "quantization_config", None) is None:
-        return family.model_class.from_pretrained(spec.directory, **arguments)
-    if config.model_type == GPT_OSS:
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if is_quantised and config.model_type != GPT_OSS:
+        # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
+        with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
+            return _made_of({name: files.slice(name) for name in files.names()}, family, config, arguments)
+    if is_quantised:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
-        return family.model_class.from_pretrained(spec.directory, **arguments)
-    # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
-    with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
-        return _made_of({name: files.slice(name) for name in files.names()}, family, config, arguments)
+    model, found = family.model_class.from_pretrained(spec.directory, **arguments)
+    return model, found
 
 
 def _made_of(
