@@ -53,7 +53,7 @@ def check_files(directory: Path, source: str) -> None:
     """Raise BackendFailed, naming the tensor, unless every one in fp8 has a scale for each of its blocks, and every
     scale has its tensor. Reads the files' headers."""
     layouts = tensor_layouts(directory)
-    for name, (kind, shape) in layouts.items():
+    for name, (kind, shape) in sorted(layouts.items()):
         scale = layouts.get(f"{name}{SCALE}")
         wanted = [*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:])]
         fault = None

@@ -68,7 +68,7 @@ def test_scales_may_come_before_or_long_after_their_tensors() -> None:
     assert list(read) == ["other", "b", "a"] and read["other"] is other
     assert read["a"].equal(by_definition(weight, scale)) and read["b"].equal(read["a"])
     for half in pairs[:2]:
-        with pytest.raises(ValueError, match="tensors in fp8 or their scales are missing: [ab]$"):
+        with pytest.raises(ValueError, match=r"tensors in fp8 or their scales are missing: [ab]$"):
             list(in_full_precision([half], torch.float32))
 
 
