@@ -20,7 +20,7 @@ from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.model.loading import load
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
-from tests.models import EXPERTS, make_tiny_of, make_tiny_vl, quantise_in_blocks
+from tests.models import EXPERTS, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.trainers import (
     LORA,
@@ -42,14 +42,16 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
 }
+TRAINED = {**MODELS, "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True)}
+"""With one whose layers of linear attention the engine has in bfloat16 alone on the CPU."""
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=TRAINED)
 def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The dequantised model, and the one in fp8."""
     directory = tmp_path_factory.mktemp("fp8")
-    source = MODELS[request.param](directory / "whole")
+    source = TRAINED[request.param](directory / "whole")
     return source, quantise_in_blocks(source, directory / "quantised")
 
 
@@ -99,6 +101,7 @@ def test_the_trainer_has_the_numbers_of_transformers_own_dequantisation(make, dt
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sources", MODELS, indirect=True)
 async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path: Path) -> None:
     _, quantised = sources
     rank, renderer = trainer(quantised), make_renderer(quantised)

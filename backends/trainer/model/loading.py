@@ -7,6 +7,7 @@ transformers can read is sharded, and only the tensor at hand is ever whole.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +20,18 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, TensorInFile, checked_tensors
+from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
 from backends.families.biased_experts import lay_out_experts
 from backends.families.family import Family
 from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
+from backends.formats.block_fp8 import SCALE
 from backends.formats.model_files import tensor_bytes
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root, World, shard
 from backends.trainer.model import attention
+from backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
 
 log = logging.getLogger(__name__)
 _MAX_NAMES = 5
@@ -105,14 +108,18 @@ def _model(
     # Mismatched sizes are named by `_check`.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     config = AutoConfig.from_pretrained(spec.directory)
-    if tensors is not None:
-        with JoinedViews(tensors.mapped):
-            return _made_of({**tensors.mapped, **tensors.own}, family, config, arguments)
     is_quantised = getattr(config, "quantization_config", None) is not None
-    if is_quantised and config.model_type != GPT_OSS:
+    is_fp8 = is_quantised and config.model_type != GPT_OSS
+    if tensors is not None:
+        state: Mapping[str, Tensor] = {**tensors.mapped, **tensors.own}
+        with JoinedViews(tensors.mapped):  # which joins nothing in transformers' threads
+            state = {name: one[...] for name, one in with_stacked_experts(state).items()} if is_fp8 else state
+            return _made_of(state, family, config, arguments)
+    if is_fp8:
         # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
         with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
-            return _made_of({name: files.slice(name) for name in files.names()}, family, config, arguments)
+            slices = {name: files.slice(name) for name in files.names()}
+            return _made_of(with_stacked_experts(slices), family, config, arguments)
     if is_quantised:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
     model, found = family.model_class.from_pretrained(spec.directory, **arguments)
@@ -120,7 +127,7 @@ def _model(
 
 
 def _made_of(
-    state: Mapping[str, Tensor | TensorInFile],
+    state: Mapping[str, Readable],
     family: Family,
     config: PretrainedConfig,
     arguments: dict[str, object],
@@ -227,22 +234,29 @@ def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def _loaded_name(name: str) -> str:
+    """Return the name under which transformers may load a tensor of the files with others."""
+    return stack_name(name.removesuffix(SCALE))
+
+
 @contextmanager
 def reporting_progress(directory: Path, progress: Progress) -> Iterator[None]:
     """Inside, report to `progress` the bytes that transformers has loaded of the files in `directory`, in place of its
     own progress bar."""
-    sizes = tensor_bytes(directory)
+    sizes: Counter[str] = Counter()
+    for key, size in tensor_bytes(directory).items():
+        sizes[_loaded_name(key)] += size
 
     def hook(bar: Callable[..., object], args: tuple[Parameters], kwargs: dict[str, object]) -> object:
         return each(args[0]) if kwargs.get("desc") == _LOADING else bar(*args, **kwargs)
 
     def each(parameters: Parameters) -> Iterator[tuple[str, LoadedParameter]]:
         for name, mapping in parameters:
-            read = [key for keys in mapping.layer_targets.values() for key in keys]
+            read = {_loaded_name(key) for keys in mapping.layer_targets.values() for key in keys}
             yield name, mapping  # and goes on when it is loaded
             progress.loaded(sum(sizes.get(key, 0) for key in read))
 
-    progress.does("reads weights", sum(sizes.values()))
+    progress.does("reads weights", sizes.total())
     before = set_tqdm_hook(hook)
     try:
         yield
