@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from backends.families.registry import find_family
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.model.loading import load
+from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import EXPERTS, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
 from tests.sampling import ATOL, request, sample, sampler_config
@@ -41,17 +42,16 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3 MoE": partial(make_tiny_of, "qwen3_moe", **{**EXPERTS, **WIDE, "moe_intermediate_size": 160}),
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
+    "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
 }
-TRAINED = {**MODELS, "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True)}
-"""With one whose layers of linear attention the engine has in bfloat16 alone on the CPU."""
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=MODELS)
 def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The dequantised model, and the one in fp8."""
     directory = tmp_path_factory.mktemp("fp8")
-    source = TRAINED[request.param](directory / "whole")
+    source = MODELS[request.param](directory / "whole")
     return source, quantise_in_blocks(source, directory / "quantised")
 
 
@@ -101,15 +101,17 @@ def test_the_trainer_has_the_numbers_of_transformers_own_dequantisation(make, dt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sources", MODELS, indirect=True)
 async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path: Path) -> None:
     _, quantised = sources
-    rank, renderer = trainer(quantised), make_renderer(quantised)
+    renderer = make_renderer(quantised)
+    # In which alone the engine has linear attention on the CPU.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.has_linear_attention else "float32"
+    rank = TrainerRank(replace(config(quantised), dtype=dtype), World(0, 1, torch.device("cpu")))
     for name in ("fresh", "a"):
         rank.create_model(name, LORA)
     perturb(rank, "a")
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
-    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True))
+    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype))
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):
@@ -118,7 +120,8 @@ async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path:
             ids = renderer.render(text, "prompt").token_ids_T
             targets = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}
             (expected,) = logprobs(rank, [Datum(model_input=text, loss_fn_inputs=targets)], name)
-            assert np.abs(np.array(present(response.prompt_logprobs)[1:]) - expected[:-1]).max() < ATOL
+            apart = np.abs(np.array(present(response.prompt_logprobs)[1:]) - expected[:-1])
+            assert apart.max() < ATOL if dtype == "float32" else apart.mean() < 0.03
     finally:
         await running.stop()
 
