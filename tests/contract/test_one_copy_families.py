@@ -78,7 +78,7 @@ def test_a_base_in_fp8_is_held_and_mapped_dequantised(moe: bool, tmp_path: Path)
     spec = replace(sampler_config(quantised, tmp_path / "scratch"), dtype="bfloat16", is_quantised=True)
     spec = held(spec, tmp_path / "base")
     mapped = map_views(spec.base_socket(None), ALONE.device)
-    with Files(source, torch.bfloat16) as files:
+    with Files(quantised, torch.bfloat16) as files:
         assert mapped.keys() == set(files.names())
         for name, tensor in mapped.items():
             assert tensor.equal(files.tensor(name).to(tensor.dtype)), name
