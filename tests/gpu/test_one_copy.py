@@ -115,9 +115,7 @@ async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: s
 
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("moe", [False, True])
-async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(
-    copies: int, moe: bool, tmp_path: Path
-) -> None:
+async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(copies: int, moe: bool, tmp_path: Path) -> None:
     quantised = quantise_in_blocks(make_tiny_vl(tmp_path / "model", moe=moe), tmp_path / "quantised")
     spec = replace(spec_of(quantised, tmp_path / "scratch"), is_quantised=True, base_copies=copies)
     async with Parts(spec) as parts:
