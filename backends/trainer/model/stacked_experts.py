@@ -11,15 +11,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from backends.base_weights.mapped import TensorInFile
-
-Readable = Tensor | TensorInFile
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")
 _STACKS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+
+class Readable(Protocol):
+    """A tensor, or one that is read when it is indexed."""
+
+    def __getitem__(self, index: EllipsisType, /) -> Tensor:
+        """Read all of it."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,7 @@ class _Stack:
     parts: Sequence[Sequence[Readable]]
     """The experts' gates and their ups, or their downs."""
 
-    def __getitem__(self, index: EllipsisType) -> Tensor:
-        del index  # transformers reads all of it
+    def __getitem__(self, index: EllipsisType, /) -> Tensor:
         stacks = [torch.stack([one[...] for one in part]) for part in self.parts]
         return stacks[0] if len(stacks) == 1 else torch.cat(stacks, 1)
 
@@ -41,10 +45,10 @@ def stack_name(name: str) -> str:
     return name if found is None else f"{found['experts']}.{_STACKS[found['matrix']]}"
 
 
-def with_stacked_experts(state: Mapping[str, Readable]) -> dict[str, Readable | _Stack]:
+def with_stacked_experts(state: Mapping[str, Readable]) -> dict[str, Readable]:
     """Put stacks in the place of experts, which are numbered from 0. Where a matrix is missing they stay, and the model
     then lacks their stack."""
-    stacked: dict[str, Readable | _Stack] = {}
+    stacked: dict[str, Readable] = {}
     experts: defaultdict[str, dict[tuple[str, int], str]] = defaultdict(dict)
     for name, tensor in state.items():
         if found := _EXPERT.fullmatch(name):
