@@ -84,6 +84,8 @@ class ModelSpec(BaseModelInfo):
     choose."""
     tensor_parallel: int = 1
     """Ranks of each engine, which have its weights between them."""
+    is_quantised: bool = False
+    """True if trainer and engine dequantise the base as they read its files."""
     base_copies: int = 2
     """2: trainer and engine have a copy of the base each; 1: they map one that another process holds."""
     base_dir: Path | None = None

@@ -6,7 +6,7 @@ nothing: here they range over about -9 .. -2.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -398,6 +398,56 @@ def quantise(directory: Path, quantised: Path) -> None:
     config = json.loads((quantised / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (quantised / "config.json").write_text(json.dumps(config))
+
+
+def quantise_in_blocks(directory: Path, quantised: Path) -> Path:
+    """Make of a model one in fp8 as published, block by block and expert by expert, and write what its numbers are into
+    the first one's files. Routers, the head, the tower and the first layer's keys stay as they are."""
+    shutil.copytree(directory, quantised)
+    (path,) = directory.glob("*.safetensors")
+    config = json.loads((quantised / "config.json").read_text())
+    tensors, packed = load_file(path), {}
+    kept = ["lm_head", "model.visual", "model.layers.0.self_attn.k_proj"]
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if ".layers." not in name or tensor.dim() < 2 or module in kept or module.endswith(("mlp.gate", "conv1d")):
+            packed[name] = tensor
+            continue
+        for matrix_name, matrix in _matrices(name, tensor, inputs_first=config["model_type"] == "qwen3_vl_moe"):
+            rows, columns = matrix.shape
+            weight = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(-(-rows // 128), -(-columns // 128), dtype=torch.bfloat16)
+            for row in range(0, rows, 128):
+                for column in range(0, columns, 128):
+                    block = (slice(row, row + 128), slice(column, column + 128))
+                    step = (matrix[block].abs().amax() / 440).bfloat16()
+                    weight[block] = (matrix[block] / step).to(torch.float8_e4m3fn)
+                    scale[row // 128, column // 128] = step
+                    matrix[block] = weight[block].float() * step.float()
+            packed |= {matrix_name: weight, f"{matrix_name}_scale_inv": scale}
+    save_file(tensors, path, {"format": "pt"})
+    save_file(packed, quantised / path.name, {"format": "pt"})
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": kept,
+    }
+    (quantised / "config.json").write_text(json.dumps(config))
+    return quantised
+
+
+def _matrices(name: str, tensor: torch.Tensor, *, inputs_first: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of a tensor's matrices, those of a stack of experts one by one, with the names that they have alone."""
+    if tensor.dim() == 2:
+        yield name, tensor
+        return
+    experts, _, last = name.rpartition(".")
+    for number, one in enumerate(tensor.mT if inputs_first else tensor):
+        parts = zip(("gate_proj", "up_proj"), one.chunk(2), strict=True) if last == "gate_up_proj" else [(last, one)]
+        for part, matrix in parts:
+            yield f"{experts}.{number}.{part}.weight", matrix
 
 
 def _token_ids(ids: dict[str, int]) -> dict[str, int]:

@@ -116,6 +116,15 @@ NOTES = """
   been loaded: in transformers their attention does not get the lengths of packed samples. So are models that scale or
   cap their logits, except Granite and Gemma 2: of Cohere the engine has no adapters for the head.
 - Gemma 2 is refused in bfloat16 on CUDA: no kernel there has the cap of its attention's scores and a backward.
+- fp8 in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`), of every kind: trainer and
+  engine dequantise each tensor as they read it, with one function, and compute in the precision of any other base; in
+  memory it has twice the size of the files, as the plan says. The engine's own fp8 is not used, for it rounds
+  activations too. Edges that 128 does not divide, modules that were not converted, and experts that the files have
+  one by one are taken as they are. Tested for Qwen3, its MoE, Qwen3-VL, its MoE and Qwen3.5 MoE with files that are
+  made so, on the CPU; no published ones have been loaded yet, and CUDA has not run it. An adapter is trained on the
+  dequantised numbers: beside an engine that computes in fp8 its scores differ, by what nobody has measured. fp8 with
+  one scale for a tensor, static activations, other blocks or scales, compressed-tensors, and all other quantisation
+  are refused by name, and so is `--full`.
 - gpt-oss: its weights in MXFP4 are dequantised to bfloat16 by trainer and engine when they are loaded, to four times
   the size of the files. Sinks, routers and all biases are frozen. Each expert's gate, up and down have adapters of
   their own, saved as `w1`, `w3`, `w2`; vLLM itself takes one of gate and up together for this kind, so merge what you

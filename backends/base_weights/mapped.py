@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.base_weights.name_map import View
 from backends.base_weights.shared_memory import SharedTensor
+from backends.formats.block_fp8 import BLOCK, SCALE, dequantised
 from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ _SAMPLED = 1 << 14
 _ROWS = 4
 """Rows of each block that is compared."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorInFile(Protocol):
@@ -59,14 +61,37 @@ class _File(Protocol):
     def get_slice(self, name: str) -> TensorInFile:
         """Return a tensor that is not read yet."""
 
-    def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor."""
+
+@dataclass(frozen=True)
+class _InFp8:
+    """A tensor in fp8, dequantised when it is read."""
+
+    weight: TensorInFile
+    scale: TensorInFile
+    dtype: torch.dtype
+
+    def get_shape(self) -> list[int]:
+        return self.weight.get_shape()
+
+    def get_dtype(self) -> str:
+        return _NAMES[self.dtype]
+
+    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> Tensor:
+        if index is Ellipsis:
+            return dequantised(self.weight[...], self.scale[...], self.dtype)
+        # Rows of a part of a stack: those of their blocks that come before are dequantised too.
+        *stacked, rows = index
+        first = rows.start // BLOCK
+        weight = self.weight[(*stacked, slice(first * BLOCK, rows.stop))]
+        scale = self.scale[(*stacked, slice(first, -(-rows.stop // BLOCK)))]
+        return dequantised(weight, scale, self.dtype)[..., rows.start - first * BLOCK :, :]
 
 
 class Files:
-    """The tensors of a model's safetensors files, by name."""
+    """The tensors of a model's safetensors files, by name; those in fp8 as if they were in `dtype`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._opened = ExitStack()
         self._by_name: dict[str, _File] = {}
         index = directory / "model.safetensors.index.json"
@@ -84,7 +109,7 @@ class Files:
 
     def layouts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and type of each tensor of a type that models compute in."""
-        slices = {name: self.slice(name) for name in self._by_name}
+        slices = {name: self.slice(name) for name in self.names()}
         return {
             name: (tuple(one.get_shape()), _DTYPES[one.get_dtype()])
             for name, one in slices.items()
@@ -92,16 +117,18 @@ class Files:
         }
 
     def names(self) -> list[str]:
-        """Return all names."""
-        return list(self._by_name)
+        """Return all names but those of scales."""
+        return [name for name in self._by_name if not name.endswith(SCALE)]
 
     def slice(self, name: str) -> TensorInFile:
         """Return a tensor whose parts are read when they are indexed."""
-        return self._by_name[name].get_slice(name)
+        scale = f"{name}{SCALE}"
+        own = self._by_name[name].get_slice(name)
+        return own if scale not in self._by_name else _InFp8(own, self._by_name[scale].get_slice(scale), self._dtype)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""
-        return self._by_name[name].get_tensor(name)
+        return self.slice(name)[...]
 
 
 def map_views(base_socket: Path, device: torch.device) -> dict[str, Tensor]:
@@ -156,7 +183,7 @@ def checked_tensors(directory: Path, base_socket: Path, device: torch.device, dt
     """
     views = map_views(base_socket, device)
     mapped, own = {}, {}
-    with Files(directory) as files:
+    with Files(directory, dtype) as files:
         layouts = files.layouts()
         for name in files.names():
             view = views.get(name)

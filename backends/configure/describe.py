@@ -16,6 +16,7 @@ from backends.families import gpt_oss
 from backends.families.coverage import Numbers, check_coverage, image_token_numbers
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
+from backends.formats import block_fp8
 from backends.formats.model_files import (
     BYTES_PER_NUMBER,
     check_tokenizer,
@@ -138,9 +139,11 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     is_proved = dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster
     longest = config.max_context_length or CONTEXTS[device][0]
     check_rotation(text_config, min(text_config.max_position_embeddings, longest), source)
+    is_quantised = getattr(renderer.config, "quantization_config", None) is not None
     if config.full:
-        _check_full(numbers, source)
+        _check_full(numbers, source, is_quantised=is_quantised)
     count_parameters(directory)  # refuses a directory without weights
+    block_fp8.check_files(directory, source)
     size = replace(
         model_size(name, renderer.config, numbers, dtype),
         can_be_captured=not renderer.family.has_linear_attention,
@@ -163,6 +166,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         device=device,
         dtype=dtype,
         weight_bytes=size.base_bytes,
+        is_quantised=is_quantised,
         max_context_length=min(size.longest_context, longest),
         max_lora_rank=config.max_lora_rank or LORA_RANKS[0],
         adapter_bytes=_ADAPTER_NUMBER_BYTES * numbers.adapter,
@@ -242,8 +246,13 @@ def _exchanged_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> 
     return int(2 * 2 * (heads + key_heads) * head_width(text_config) * number_bytes)
 
 
-def _check_full(numbers: Numbers, source: str) -> None:
+def _check_full(numbers: Numbers, source: str, *, is_quantised: bool) -> None:
     """Raise BackendFailed for models that do not train all weights."""
+    if is_quantised:
+        raise BackendFailed(
+            f"{source}: training all weights (setting backend.full) of a quantised base is not supported: what is"
+            " trained is in full precision, and its config would say otherwise; serve the model's files in bfloat16"
+        )
     if numbers.stacks:
         raise BackendFailed(
             f"{source}: training all weights (setting backend.full) is supported neither of experts nor of linear"

@@ -37,11 +37,6 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors of a matrix in MXFP4."""
 
 
-def is_quantised(config: PretrainedConfig) -> bool:
-    """Return whether the files of a model are."""
-    return getattr(config, "quantization_config", None) is not None
-
-
 def require_known(config: PretrainedConfig, source: str) -> None:
     """Raise BackendFailed, naming the config's field, for what the engine computes otherwise or without a word."""
     quantisation = getattr(config, "quantization_config", None) or {}

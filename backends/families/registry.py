@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from backends.families import gpt_oss, internvl, qwen3_vl, smolvlm, text
 from backends.families.family import Family
-from backends.families.gpt_oss import is_quantised
+from backends.formats import block_fp8
 from backends.protocol import BackendFailed
 
 WITH_IMAGES: dict[str, Callable[[PretrainedConfig, str], Family]] = {
@@ -32,8 +32,9 @@ _TOOL_PARSERS = {
 def find_family(config: PretrainedConfig, source: str) -> Family:
     """Return the family of the model in the directory `source`. Raises BackendFailed for a model that none covers."""
     (architecture, *_) = config.architectures or [""]
-    if is_quantised(config) and architecture != gpt_oss.ARCHITECTURE:
-        raise BackendFailed(f"{source}: quantised weights are not supported; serve the model in bfloat16 or float32")
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is not None and architecture != gpt_oss.ARCHITECTURE:
+        block_fp8.require_known(quantisation, source)
     if architecture in WITH_IMAGES:
         return WITH_IMAGES[architecture](config, source)
     if architecture in _REASONS:

@@ -94,6 +94,11 @@ def tensor_bytes(directory: Path) -> dict[str, int]:
     return {tensor.name: tensor.num_bytes for path in _weight_files(directory) for tensor in _read_header(path)}
 
 
+def tensor_layouts(directory: Path) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of each tensor in the safetensors files, as they name them."""
+    return {one.name: (one.dtype, one.shape) for path in _weight_files(directory) for one in _read_header(path)}
+
+
 def fingerprint(directory: Path) -> str:
     """Hash that identifies a base model: 64 hexadecimal digits.
 

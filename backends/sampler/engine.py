@@ -7,7 +7,6 @@ import vllm
 from transformers import GenerationConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from backends.families import gpt_oss
 from backends.families.family import Vision
 from backends.families.lora_names import ENGINE_MODULES
 from backends.formats.model_files import kv_bytes_per_token
@@ -125,7 +124,7 @@ def _config_changes(config: ModelSpec) -> dict[str, object]:
     if config.device == "cuda":
         # Logits of 16 to 32 rounded to bfloat16 are 0.03 nats off on average. No copy of the head's weights is made.
         changes["head_dtype"] = "float32"
-    if config.arch == gpt_oss.MODEL_TYPE:
+    if config.is_quantised:
         changes["quantization_config"] = None  # weights are dequantised as they are read
     return changes
 

@@ -70,7 +70,7 @@ class WeightHolder(WeightCacheDaemon):  # type: ignore[misc]
             self._shared = share(_parameters(self._loaded).values())
         else:
             super().load_model()
-        with Files(Path(self._spec.directory)) as files:
+        with Files(Path(self._spec.directory), self.vllm_config.model_config.dtype) as files:
             found = find_views(holder_config(self._spec), files)  # layers are registered with a configuration, once
         held = _parameters(self._loaded)
         self._views = {name: view for name, view in found.items() if view.fits(held[view.tensor])}

@@ -75,7 +75,7 @@ async def test_the_engine_scores_weights_in_mxfp4_as_the_trainer_and_refuses_con
         rank.create_model(name, LORA)
     perturb(rank, "a")
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
-    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), arch="gpt_oss"))
+    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True))
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):

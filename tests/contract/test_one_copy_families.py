@@ -18,7 +18,7 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec
 from backends.trainer.distributed import World
 from backends.trainer.model.loading import load
-from tests.models import FAMILIES, make_tiny_text, make_tiny_vl
+from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blocks
 from tests.sampling import sampler_config
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(fa
         save_file({name: one.bfloat16() for name, one in load_file(path).items()}, path, {"format": "pt"})
     spec = held(replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16"), tmp_path / "base")
     mapped = map_views(spec.base_socket(None), ALONE.device)
-    with Files(source) as files:
+    with Files(source, torch.bfloat16) as files:
         assert mapped.keys() == set(files.names())
         for name, tensor in mapped.items():
             assert tensor.equal(files.tensor(name).to(tensor.dtype)), name
@@ -68,6 +68,31 @@ def test_every_tensor_of_the_files_is_mapped_bitwise_and_makes_the_same_model(fa
         # What the trainer has in another precision than the engine is its own, and small.
         is_mapped = parameters[name].untyped_storage().data_ptr() == memory
         assert is_mapped or tensor.numel() < 1000, name
+
+
+@pytest.mark.usefixtures("_engine_parts")
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_base_in_fp8_is_held_and_mapped_dequantised(moe: bool, tmp_path: Path) -> None:
+    source = make_tiny_vl(tmp_path / "model", moe=moe)
+    quantised = quantise_in_blocks(source, tmp_path / "quantised")
+    for path in [*source.glob("*.safetensors"), *quantised.glob("*.safetensors")]:
+        tensors = {name: one.bfloat16() if one.dtype == torch.float32 else one for name, one in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+    spec = replace(sampler_config(quantised, tmp_path / "scratch"), dtype="bfloat16", is_quantised=True)
+    spec = held(spec, tmp_path / "base")
+    mapped = map_views(spec.base_socket(None), ALONE.device)
+    with Files(quantised, torch.bfloat16) as files:
+        assert mapped.keys() == set(files.names())
+        for name, tensor in mapped.items():
+            assert tensor.equal(files.tensor(name).to(tensor.dtype)), name
+    kind = Renderer(str(source), image_cache_bytes=0, max_image_pixels=10**7).family
+    ours = load(spec, kind, ALONE, is_sharded=False).model
+    wanted = load(replace(spec, directory=str(source), base_dir=None), kind, ALONE, is_sharded=False).model
+    memory = next(iter(mapped.values())).untyped_storage().data_ptr()
+    parameters = dict(ours.named_parameters())
+    for name, tensor in wanted.named_parameters():
+        assert parameters[name].equal(tensor) and parameters[name].dtype == tensor.dtype, name
+        assert parameters[name].untyped_storage().data_ptr() == memory or tensor.numel() < 1000, name
 
 
 def held(spec: ModelSpec, directory: Path) -> ModelSpec:

@@ -28,7 +28,7 @@ from backends.trainer.client import TrainerClient
 from benchmarks.gpu import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, scoring_datum
-from tests.models import make_tiny_of, make_tiny_vl
+from tests.models import make_tiny_of, make_tiny_vl, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
 
@@ -57,7 +57,10 @@ class Parts:
         self.base = BaseWeights(spec)
         self.trainer = TrainerClient(self.base.spec, self.base.mapped_by(launch_trainer))
         self.sampler = SamplerPool(self.base.spec, self.base.mapped_by(launch_sampler))
-        self.socket = self.base.spec.base_socket(0)
+
+    @property
+    def socket(self) -> Path:
+        return self.base.spec.base_socket(0)
 
     async def __aenter__(self) -> "Parts":
         await asyncio.gather(self.base.start(ignore_loading), self.trainer.start(), self.sampler.start())
@@ -142,13 +145,31 @@ async def test_every_tensor_is_mapped_bitwise_and_trainer_equals_sampler(kind: s
     }[kind](tmp_path / "model")
     async with Parts(spec_of(source, tmp_path / "scratch")) as parts:
         mapped = map_views(parts.socket, DEVICE)
-        with Files(source) as files:
+        with Files(source, torch.bfloat16) as files:
             assert mapped.keys() == set(files.names())
             for name, tensor in mapped.items():
                 assert tensor.cpu().equal(files.tensor(name).to(tensor.dtype)), name
         del mapped
         found = await parts.difference(source)
         print(f"{kind}: mean {found.mean():.4f}, largest {found.max():.4f} nats")
+        assert found.mean() < MEAN and found.max() < LARGEST
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("moe", [False, True])
+async def test_a_base_in_fp8_is_the_same_for_trainer_and_sampler(copies: int, moe: bool, tmp_path: Path) -> None:
+    quantised = quantise_in_blocks(make_tiny_vl(tmp_path / "model", moe=moe), tmp_path / "quantised")
+    spec = replace(spec_of(quantised, tmp_path / "scratch"), is_quantised=True, base_copies=copies)
+    async with Parts(spec) as parts:
+        if copies == 1:
+            mapped = map_views(parts.socket, DEVICE)
+            with Files(quantised, torch.bfloat16) as files:
+                assert mapped.keys() == set(files.names())
+                for name, tensor in mapped.items():
+                    assert tensor.cpu().equal(files.tensor(name).to(tensor.dtype)), name
+            del mapped
+        found = await parts.difference(quantised)
+        print(f"fp8, {copies} copies: mean {found.mean():.4f}, largest {found.max():.4f} nats")
         assert found.mean() < MEAN and found.max() < LARGEST
 
 

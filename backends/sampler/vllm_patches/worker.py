@@ -25,6 +25,7 @@ from backends.patches import for_device, require_as_written
 from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
+from backends.sampler.vllm_patches.block_fp8 import dequantise_fp8
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
 from backends.sampler.vllm_patches.gpt_oss import lay_out_experts
 from backends.sampler.vllm_patches.heads import give_heads_adapters
@@ -64,6 +65,7 @@ def _patch_process() -> None:
     targets.COUNT_BATCH.replace(_count_batch)
     register_norms()
     lay_out_experts()
+    dequantise_fp8()
     give_heads_adapters()
     if is_cpu:
         patch_cpu()

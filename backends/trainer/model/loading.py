@@ -7,6 +7,7 @@ transformers can read is sharded, and only the tensor at hand is ever whole.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,19 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, Mxfp4Config, PreTrainedModel
+from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from backends.base_weights.mapped import BaseTensors, JoinedViews, checked_tensors
+from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
 from backends.families.biased_experts import lay_out_experts
 from backends.families.family import Family
-from backends.families.gpt_oss import is_quantised
+from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
+from backends.formats.block_fp8 import SCALE
 from backends.formats.model_files import tensor_bytes
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root, World, shard
 from backends.trainer.model import attention
+from backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
 
 log = logging.getLogger(__name__)
 _MAX_NAMES = 5
@@ -74,18 +77,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
-        arguments: dict[str, object] = {
-            "dtype": dtype,
-            "attn_implementation": attention_name,
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,  # they are named below
-        }
-        if is_quantised(AutoConfig.from_pretrained(config.directory)):
-            arguments["quantization_config"] = Mxfp4Config(dequantize=True)
-        if tensors is None:
-            model, found = family.model_class.from_pretrained(config.directory, **arguments)
-        else:
-            model, found = _made_of(tensors, family, config.directory, arguments)
+        model, found = _model(config, family, tensors, {"dtype": dtype, "attn_implementation": attention_name})
     finally:
         hook.remove()
     _check(found, config.directory)
@@ -110,16 +102,42 @@ def _mapped(config: ModelSpec, world: World, dtype: torch.dtype) -> BaseTensors:
     return checked_tensors(Path(config.directory), base_socket, world.device, dtype)
 
 
-def _made_of(
-    tensors: BaseTensors, family: Family, directory: str, arguments: dict[str, object]
+def _model(
+    spec: ModelSpec, family: Family, tensors: BaseTensors | None, arguments: dict[str, object]
 ) -> tuple[PreTrainedModel, Found]:
-    """Have transformers make its model of these tensors, as it would of the files; return it and what it found."""
-    config = AutoConfig.from_pretrained(directory)
+    """Return transformers' model, and how it found the files to differ."""
+    # Mismatched sizes are named by `_check`.
+    arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    config = AutoConfig.from_pretrained(spec.directory)
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    is_fp8 = is_quantised and config.model_type != GPT_OSS
+    if tensors is not None:
+        state: Mapping[str, Tensor] = {**tensors.mapped, **tensors.own}
+        with JoinedViews(tensors.mapped):  # which joins nothing in transformers' threads
+            state = {name: one[...] for name, one in with_stacked_experts(state).items()} if is_fp8 else state
+            return _made_of(state, family, config, arguments)
+    if is_fp8:
+        # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
+        with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
+            slices = {name: files.slice(name) for name in files.names()}
+            return _made_of(with_stacked_experts(slices), family, config, arguments)
+    if is_quantised:
+        arguments["quantization_config"] = Mxfp4Config(dequantize=True)
+    model, found = family.model_class.from_pretrained(spec.directory, **arguments)
+    return model, found
+
+
+def _made_of(
+    state: Mapping[str, Readable],
+    family: Family,
+    config: PretrainedConfig,
+    arguments: dict[str, object],
+) -> tuple[PreTrainedModel, Found]:
+    """Have transformers make its model of these tensors, none of them quantised, as it would of the files."""
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model_class = type(family.model_class.from_config(config))
-    state = {**tensors.mapped, **tensors.own}
-    with JoinedViews(tensors.mapped):
-        model, found = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
+    model, found = model_class.from_pretrained(None, config=config, state_dict=state, **arguments)
     return model, found
 
 
@@ -217,22 +235,29 @@ def as_sharded(shard: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def _loaded_name(name: str) -> str:
+    """Return the name under which transformers may load a tensor of the files with others."""
+    return stack_name(name.removesuffix(SCALE))
+
+
 @contextmanager
 def reporting_progress(directory: Path, progress: Progress) -> Iterator[None]:
     """Inside, report to `progress` the bytes that transformers has loaded of the files in `directory`, in place of its
     own progress bar."""
-    sizes = tensor_bytes(directory)
+    sizes: Counter[str] = Counter()
+    for key, size in tensor_bytes(directory).items():
+        sizes[_loaded_name(key)] += size
 
     def hook(bar: Callable[..., object], args: tuple[Parameters], kwargs: dict[str, object]) -> object:
         return each(args[0]) if kwargs.get("desc") == _LOADING else bar(*args, **kwargs)
 
     def each(parameters: Parameters) -> Iterator[tuple[str, LoadedParameter]]:
         for name, mapping in parameters:
-            read = [key for keys in mapping.layer_targets.values() for key in keys]
+            read = {_loaded_name(key) for keys in mapping.layer_targets.values() for key in keys}
             yield name, mapping  # and goes on when it is loaded
             progress.loaded(sum(sizes.get(key, 0) for key in read))
 
-    progress.does("reads weights", sum(sizes.values()))
+    progress.does("reads weights", sizes.total())
     before = set_tqdm_hook(hook)
     try:
         yield

@@ -48,7 +48,7 @@ def test_swapped_halves_are_noticed(tmp_path: Path, shape: tuple[int, ...]) -> N
     right = torch.randn(shape)
     save_file({"w": right}, tmp_path / "model.safetensors")
     swapped = torch.cat(right.chunk(2, -2)[::-1], -2)
-    with Files(tmp_path) as files:
+    with Files(tmp_path, torch.float32) as files:
         require_same("w", right, shape, files.slice("w"))
         with pytest.raises(BackendFailed, match="w is not what the files say"):
             require_same("w", swapped, shape, files.slice("w"))
@@ -59,7 +59,7 @@ def test_swapped_halves_are_noticed(tmp_path: Path, shape: tuple[int, ...]) -> N
 def test_weights_are_compared_in_the_precision_in_which_they_are_held(tmp_path: Path) -> None:
     right = torch.randn(600, 40)
     save_file({"w": right}, tmp_path / "model.safetensors")
-    with Files(tmp_path) as files:
+    with Files(tmp_path, torch.float32) as files:
         require_same("w", right.bfloat16(), (600, 40), files.slice("w"))
 
 

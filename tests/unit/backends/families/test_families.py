@@ -141,11 +141,6 @@ def test_gpt_oss_is_refused_by_name_where_the_engine_would_pass_over_its_config(
         find_family(model, "dir")
 
 
-def test_quantised_weights_of_other_kinds_are_refused() -> None:
-    with pytest.raises(BackendFailed, match="dir: quantised weights are not supported"):
-        find_family(config("qwen3", quantization_config={"quant_method": "mxfp4"}), "dir")
-
-
 def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_ignore() -> None:
     layers = {"use_sliding_window": True, "sliding_window": 32}
     for layer_types in (None, ["full_attention"] * 2 + ["sliding_attention"] * 2):
@@ -180,7 +175,25 @@ def test_a_model_that_generates_no_text_is_refused() -> None:
         check_coverage(find_family(model, "dir"), model, "dir")
 
 
-def test_quantised_weights_are_refused() -> None:
-    model = config("qwen3", quantization_config={"quant_method": "fp8"})
-    with pytest.raises(BackendFailed, match="dir: quantised weights are not supported"):
+BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("quant_method", "mxfp4"),
+        ("quant_method", "compressed-tensors"),
+        ("quant_method", None),
+        ("weight_block_size", None),
+        ("weight_block_size", [64, 128]),
+        ("activation_scheme", "static"),
+        ("fmt", "e5m2"),
+        ("scale_fmt", "ue8m0"),
+    ],
+)
+def test_quantised_weights_are_refused_by_name_unless_in_fp8_by_blocks(field: str, value: object) -> None:
+    find_family(config("qwen3", quantization_config=BLOCK_FP8), "dir")
+    model = config("qwen3", quantization_config={**BLOCK_FP8, field: value})
+    wanted = rf"dir: quantised weights with quantization_config\.{field} {re.escape(str(value))} are not supported: .+"
+    with pytest.raises(BackendFailed, match=wanted):
         find_family(model, "dir")

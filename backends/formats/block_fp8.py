@@ -1,0 +1,101 @@
+"""Published fp8 in blocks: a scale for every 128 by 128 numbers of a matrix, in a tensor of its own beside it.
+
+Trainer, engine and the holder of a base dequantise with the one function here, each tensor as it is read: so all
+compute with the same numbers. Knows neither transformers nor vLLM.
+
+N outputs, K inputs, I and J blocks of them
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from backends.formats.model_files import tensor_layouts
+from backends.protocol import BackendFailed
+
+BLOCK = 128
+SCALE = "_scale_inv"
+"""Ending of a scale's name, behind its tensor's."""
+_WEIGHT, _SCALES = "F8_E4M3", ("F32", "BF16", "F16")
+"""Types in the files."""
+_METHOD = "fp8"
+_KNOWN: dict[str, tuple[object, str]] = {
+    "weight_block_size": ([BLOCK, BLOCK], "one scale for a tensor, or for other blocks, has no test here"),
+    "activation_scheme": ("dynamic", "trainer and engine compute with activations that are not rounded to fp8"),
+    "fmt": ("e4m3", "its numbers have another meaning"),
+    "scale_fmt": ("float", "scales that are powers of two in a byte have no test here"),
+}
+"""Fields of a config's quantization_config with the only value that is supported, and the reason why no other is. Files
+that do not name one mean it, but for the block."""
+
+
+def require_known(quantisation: Mapping[str, object], source: str) -> None:
+    """Raise BackendFailed, naming the field, for weights that are quantised otherwise."""
+    method = quantisation.get("quant_method")
+    if method != _METHOD:
+        raise BackendFailed(
+            f"{source}: quantised weights with quantization_config.quant_method {method} are not supported: trainer and"
+            f" engine dequantise {_METHOD} in blocks alone (and gpt-oss's mxfp4); serve the model's {_METHOD} files, or"
+            " those in bfloat16 or float32"
+        )
+    for field, (known, reason) in _KNOWN.items():
+        value = quantisation.get(field)
+        if value != known and (value is not None or field == "weight_block_size"):
+            raise BackendFailed(
+                f"{source}: quantised weights with quantization_config.{field} {value} are not supported: {reason}; it"
+                f" has to be {known}. Serve the model's files in bfloat16 or float32"
+            )
+
+
+def check_files(directory: Path, source: str) -> None:
+    """Raise BackendFailed, naming the tensor, unless every one in fp8 has a scale for each of its blocks, and every
+    scale has its tensor. Reads the files' headers."""
+    layouts = tensor_layouts(directory)
+    for name, (kind, shape) in sorted(layouts.items()):
+        scale = layouts.get(f"{name}{SCALE}")
+        wanted = [*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:])]
+        fault = None
+        if name.endswith(SCALE):
+            if layouts.get(name.removesuffix(SCALE), ("", []))[0] != _WEIGHT:
+                fault = f"is the scale of no tensor in {_WEIGHT}"
+        elif kind.startswith("F8") and kind != _WEIGHT:
+            fault = f"is in {kind}, and of fp8 only {_WEIGHT} is supported"
+        elif kind == _WEIGHT and scale is None:
+            fault = f"is in {_WEIGHT}, and {name}{SCALE} is missing"
+        elif kind == _WEIGHT and scale is not None and (scale[0] not in _SCALES or scale[1] != wanted):
+            fault = f"has a scale {scale[0]} {scale[1]} in place of {wanted} in {', '.join(_SCALES)}"
+        if fault is not None:
+            raise BackendFailed(f"{source}: {name} {fault}")
+
+
+def dequantised(weight_NK: Tensor, scale_IJ: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., N, K]: each number times its block's scale, multiplied in float32 and rounded once. The last blocks have as
+    many numbers as are left; a stack of matrices has its scales in a stack."""
+    num_outputs, num_inputs = weight_NK.shape[-2:]
+    whole_NK = torch.empty(weight_NK.shape, dtype=dtype, device=weight_NK.device)
+    for block in range(-(-num_outputs // BLOCK)):
+        rows = slice(block * BLOCK, (block + 1) * BLOCK)
+        scale_K = scale_IJ[..., block, :].float().repeat_interleave(BLOCK, -1)[..., :num_inputs]
+        whole_NK[..., rows, :] = weight_NK[..., rows, :].float() * scale_K[..., None, :]
+    return whole_NK
+
+
+def in_full_precision(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the files' tensors by name, those in fp8 dequantised as soon as their scale has come. Raises ValueError if
+    one of the two never comes."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        is_scale = name.endswith(SCALE)
+        if not is_scale and tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+            continue
+        matrix = name.removesuffix(SCALE)
+        found = halves.setdefault(matrix, {})
+        found["scale" if is_scale else "weight"] = tensor
+        if len(found) == 2:
+            del halves[matrix]
+            yield matrix, dequantised(found["weight"], found["scale"], dtype)
+    if halves:
+        raise ValueError(f"tensors in fp8 or their scales are missing: {', '.join(sorted(halves))}")

@@ -1,0 +1,131 @@
+"""Bases as they are published in fp8, from the trainer to the engine: all compute with the dequantised numbers.
+
+pytest tests/contract/test_block_fp8.py
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
+
+from api_schemas.inputs import Datum
+from backends.families.registry import find_family
+from backends.sampler.pool import SamplerPool
+from backends.trainer.distributed import World
+from backends.trainer.model.loading import load
+from backends.trainer.rank import TrainerRank
+from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
+from tests.models import EXPERTS, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
+from tests.sampling import ATOL, request, sample, sampler_config
+from tests.trainers import (
+    LORA,
+    config,
+    forward_backward,
+    gradients,
+    logprobs,
+    perturb,
+    reference_logprobs,
+    trainer,
+)
+
+WIDE = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 320}
+"""Sizes that 128 does not divide."""
+EVEN = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 384}
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "Qwen3": partial(make_tiny_of, "qwen3", **WIDE),
+    "Qwen3 MoE": partial(make_tiny_of, "qwen3_moe", **{**EXPERTS, **WIDE, "moe_intermediate_size": 160}),
+    "Qwen3-VL": make_tiny_vl,
+    "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
+    "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
+}
+TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The dequantised model, and the one in fp8."""
+    directory = tmp_path_factory.mktemp("fp8")
+    source = MODELS[request.param](directory / "whole")
+    return source, quantise_in_blocks(source, directory / "quantised")
+
+
+def test_trainer_scores_and_gradients_are_those_of_the_dequantised_base(sources) -> None:
+    source, quantised = sources
+    renderer = make_renderer(quantised)
+    inputs = MIXED if renderer.takes_images else TEXTS
+    data = [datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())]
+    found = {}
+    for directory in sources:
+        rank = trainer(directory)
+        rank.create_model("m", LORA)
+        fresh = logprobs(rank, data)
+        perturb(rank, "m")
+        forward_backward(rank, "m", cross_entropy(data))
+        found[directory] = fresh, gradients(rank, "m")
+    model = _transformers(source, renderer.takes_images)
+    for item, got, whole in zip(data, found[quantised][0], found[source][0], strict=True):
+        assert np.array_equal(got, whole)
+        with torch.no_grad():
+            np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
+    (_, got), (_, wanted) = found[quantised], found[source]
+    assert got.keys() == wanted.keys() and any(tensor.any() for tensor in got.values())
+    assert all(got[name].equal(wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(make_tiny_of, "qwen3", **EVEN),
+        partial(make_tiny_of, "qwen3_moe", **{**EXPERTS, **EVEN, "moe_intermediate_size": 128}),
+        make_tiny_vl,
+    ],
+)
+def test_the_trainer_has_the_numbers_of_transformers_own_dequantisation(make, dtype: str, tmp_path: Path) -> None:
+    quantised = quantise_in_blocks(make(tmp_path / "whole"), tmp_path / "quantised")
+    renderer = make_renderer(quantised)
+    options: dict[str, Any] = {"quantization_config": FineGrainedFP8Config(dequantize=True), "dtype": dtype}
+    wanted = dict(_transformers(quantised, renderer.takes_images, **options).named_parameters())
+    spec = replace(config(quantised), dtype=dtype)
+    family = find_family(renderer.config, str(quantised))
+    got = dict(load(spec, family, World(0, 1, torch.device("cpu")), is_sharded=False).model.named_parameters())
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert got[name].dtype == tensor.dtype and got[name].equal(tensor), name
+
+
+@pytest.mark.slow
+async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path: Path) -> None:
+    _, quantised = sources
+    renderer = make_renderer(quantised)
+    # In which alone the engine has linear attention on the CPU.
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.has_linear_attention else "float32"
+    rank = TrainerRank(replace(config(quantised), dtype=dtype), World(0, 1, torch.device("cpu")))
+    for name in ("fresh", "a"):
+        rank.create_model(name, LORA)
+    perturb(rank, "a")
+    rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
+    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype))
+    await running.start()
+    try:
+        for name, weights in (("fresh", None), ("a", tmp_path / "a")):
+            text = prompt(words(40, 1))
+            response = await sample(running, request(text, {"max_tokens": 1}, prompt_logprobs=True), weights)
+            ids = renderer.render(text, "prompt").token_ids_T
+            targets = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}
+            (expected,) = logprobs(rank, [Datum(model_input=text, loss_fn_inputs=targets)], name)
+            apart = np.abs(np.array(present(response.prompt_logprobs)[1:]) - expected[:-1])
+            assert apart.max() < ATOL if dtype == "float32" else apart.mean() < 0.03
+    finally:
+        await running.stop()
+
+
+def _transformers(source: Path, takes_images: bool, **options: Any):
+    kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    return kind.from_pretrained(source, **options).eval()

@@ -1,0 +1,118 @@
+"""Weights in block fp8: dequantised as their definition says, and refused where a half is missing."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from backends.base_weights.mapped import Files
+from backends.config import BackendConfig
+from backends.configure.describe import find
+from backends.configure.memory_plan import Machine
+from backends.formats.block_fp8 import check_files, dequantised, in_full_precision
+from backends.formats.model_files import fingerprint
+from backends.protocol import BackendFailed
+from tests.models import make_tiny_text, quantise_in_blocks
+
+QUERIES = "model.layers.1.self_attn.q_proj.weight"
+
+
+def made(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight and its scales."""
+    generator = torch.Generator().manual_seed(seed)
+    *stacked, rows, columns = shape
+    weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(*stacked, -(-rows // 128), -(-columns // 128), generator=generator) + 0.01
+    return weight, scale
+
+
+def by_definition(weight: Tensor, scale: Tensor) -> Tensor:
+    """Number by number, in float64, which no product of the two exceeds, rounded to float32."""
+    rows, columns = (np.arange(size) // 128 for size in weight.shape[-2:])
+    each = scale.double().numpy()[..., rows[:, None], columns]
+    return torch.from_numpy((weight.double().numpy() * each).astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (129, 127), (300, 200), (3, 160, 290)])
+def test_every_number_has_the_scale_of_its_block_also_at_edges(shape: tuple[int, ...]) -> None:
+    weight, scale = made(*shape)
+    wanted = by_definition(weight, scale)
+    assert dequantised(weight, scale, torch.float32).equal(wanted)
+    assert dequantised(weight, scale, torch.bfloat16).equal(wanted.bfloat16())
+    halved = scale.bfloat16()
+    assert dequantised(weight, halved, torch.float32).equal(by_definition(weight, halved))
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (3, 300, 200)])
+def test_rows_of_a_file_are_those_of_the_whole(shape: tuple[int, ...], tmp_path: Path) -> None:
+    weight, scale = made(*shape)
+    save_file({"w": weight, "w_scale_inv": scale, "other": torch.ones(3)}, tmp_path / "model.safetensors")
+    with Files(tmp_path, torch.bfloat16) as files:
+        assert files.names() == ["other", "w"]
+        assert files.layouts() == {"other": ((3,), torch.float32), "w": (shape, torch.bfloat16)}
+        whole = files.tensor("w")
+        assert whole.equal(dequantised(weight, scale, torch.bfloat16))
+        for begin in (0, 126, 130, 255, 296):
+            index = (*(slice(1, 2) for _ in shape[:-2]), slice(begin, begin + 4))
+            assert files.slice("w")[index].equal(whole[index]), begin
+
+
+def test_scales_may_come_before_or_long_after_their_tensors() -> None:
+    weight, scale = made(130, 140)
+    other = torch.ones(2)
+    pairs = [("a", weight), ("b_scale_inv", scale), ("other", other), ("b", weight), ("a_scale_inv", scale)]
+    read = dict(in_full_precision(pairs, torch.float32))
+    assert list(read) == ["other", "b", "a"] and read["other"] is other
+    assert read["a"].equal(by_definition(weight, scale)) and read["b"].equal(read["a"])
+    for half in pairs[:2]:
+        with pytest.raises(ValueError, match=r"tensors in fp8 or their scales are missing: [ab]$"):
+            list(in_full_precision([half], torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({f"{QUERIES}_scale_inv": None}, "is in F8_E4M3, and .*_scale_inv is missing"),
+        ({QUERIES: torch.ones(64, 64)}, "is the scale of no tensor in F8_E4M3"),
+        ({QUERIES: torch.ones(64, 64).to(torch.float8_e5m2)}, "is in F8_E5M2, and of fp8 only F8_E4M3 is supported"),
+        ({f"{QUERIES}_scale_inv": torch.ones(1)}, r"has a scale F32 \[1\] in place of \[1, 1\]"),
+        ({f"{QUERIES}_scale_inv": torch.ones(1, 1, dtype=torch.uint8)}, r"has a scale U8 \[1, 1\] in place of"),
+    ],
+)
+def test_files_whose_scales_do_not_fit_are_refused_by_the_tensors_name(
+    changes: dict[str, Tensor | None], fault: str, tmp_path: Path
+) -> None:
+    directory = quantise_in_blocks(make_tiny_text(tmp_path / "whole"), tmp_path / "quantised")
+    check_files(directory, "source")
+    path = directory / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: one for name, one in tensors.items() if one is not None}, path, {"format": "pt"})
+    with pytest.raises(BackendFailed, match=rf"source: {QUERIES}(_scale_inv)? {fault}"):
+        check_files(directory, "source")
+    with pytest.raises(BackendFailed, match=rf"source: {QUERIES}(_scale_inv)? {fault}"):
+        find("a", directory, BackendConfig(models={"a": "source"}, device="cpu"), Machine(64 << 30))
+
+
+def test_the_plan_counts_a_base_in_fp8_as_it_is_in_memory_and_it_is_not_trained_whole(tmp_path: Path) -> None:
+    whole = make_tiny_text(tmp_path / "whole")
+    quantised = quantise_in_blocks(whole, tmp_path / "quantised")
+    config, machine = BackendConfig(models={"a": "source"}, device="cpu"), Machine(64 << 30)
+    wanted, found = (find("a", directory, config, machine) for directory in (whole, quantised))
+    assert found.size == wanted.size and found.spec.weight_bytes == wanted.spec.weight_bytes
+    assert found.spec.is_quantised and not wanted.spec.is_quantised
+    with pytest.raises(
+        BackendFailed, match=r"source: .* \(setting backend.full\) of a quantised base is not supported"
+    ):
+        find("a", quantised, config.model_copy(update={"full": True}), machine)
+
+
+def test_another_scale_is_another_base(tmp_path: Path) -> None:
+    directory = quantise_in_blocks(make_tiny_text(tmp_path / "whole"), tmp_path / "quantised")
+    before, path = fingerprint(directory), directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{QUERIES}_scale_inv"] *= 2
+    save_file(tensors, path, {"format": "pt"})
+    assert fingerprint(directory) != before
