@@ -66,61 +66,66 @@ REFUSED = {
 }
 HEAD = """# Models
 
-`make models` writes this page, and a test compares it with the server. A kind of model that is not in the table is refused at start,
-unless it is a dense text decoder of transformers. In this case, the start checks that LoRA covers every weight, and that the trainer's
-scores equal the model's own.
+`make models` writes this page, and a test compares it with the server. A kind of model that is not in the table is
+refused at start, unless it is a dense text decoder of transformers. In this case, the start checks that LoRA covers
+every weight, and that the trainer's scores equal the model's own.
 
-The tests train and sample each kind in the table with a random model of about 0.3 M parameters. These results agree to 1e-4 nats in
-float32: the trainer's and transformers', packed and single samples, the trainer's and those of saved weights merged into transformers,
-and the sampler's and the trainer's, with adapters and images. For the sampler of Qwen3.5 and Qwen3-Next, which runs in bfloat16, the
-mean difference is at most 0.03 nats and the largest 0.2. docs/performance.md has figures of larger models.
+The tests train and sample each kind in the table with a random model of about 0.3 M parameters. These results agree to
+1e-4 nats in float32: the trainer's and transformers', packed and single samples, the trainer's and those of saved
+weights merged into transformers, and the sampler's and the trainer's, with adapters and images. For the sampler of
+Qwen3.5 and Qwen3-Next, which runs in bfloat16, the mean difference is at most 0.03 nats and the largest 0.2.
+docs/performance.md has figures of larger models.
 
 | kind | architecture | images | experts | `train_attn` | `train_mlp` | `train_unembed` | frozen |
 |---|---|---|---|---|---|---|---|
 """
 NOTES = """
 - **Inputs.** Video and audio are refused for every kind.
-- **Vision tower.** `model.visual` is frozen by default. With `--train-vision`, its linear layers and those of its mergers are trained.
-  The embedding of patches stays frozen. Trainer and engine agree on trained towers for the kinds that have one.
-- **Experts.** Each of an expert's three matrices has its own adapter of the full rank. A model of rank r has r x experts x layers x 3
-  pairs. Routers and the gates of shared experts are frozen.
-- **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample. These layers are
-  not compiled and not part of CUDA graphs yet; they compute transformers' equations in torch.
-- **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts. For PEFT and vLLM they have the names of
-  the model's own files, expert by expert. The cookbook's tools can build and merge them, except for Mixtral, whose files have other
-  names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads the exports of Qwen3 MoE and Mixtral. For other kinds with experts, and for
-  models that also have layers without experts, it omits a part without an error: merge these exports.
-- **InternVL** must have transformers' own form (`-hf`) and a dense decoder. An image consists of up to 12 tiles and one tile of the
-  whole image, between `<img>` and `</img>`. On CUDA its engine has run.
-- **SmolVLM** divides images into tiles too, with their positions as text and with `<fake_token_around_image>`. The first SmolVLM
-  (`Idefics3ForConditionalGeneration`) is served like SmolVLM2, by the same class of the engine; the tests only compare its trainer with
-  transformers. SmolVLM's engine has not run on CUDA yet.
-- **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the vendor's parts.
-- **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. Linear attention on a CPU is only
-  in bfloat16.
-- **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a CPU: 0.015 (experts),
-  0.017 and 0.17 (Qwen3-Next). Engine and trainer: 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035 (Qwen3-VL MoE), 0.013 and 0.058
-  (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE), at most 0.014 and 0.052 with trained towers (Qwen3-VL, Qwen3-VL MoE, Qwen2.5-VL), 0.010 and
-  0.032 with all weights trained.
-- **Qwen3-VL-30B-A3B** was tested on an H200 as a random model with 12 of its 48 layers: it trains, samples and recovers. Engine and
-  trainer differ by 0.037 nats on average and by 0.50 at most, since rounding alone sends a fifth of its tokens to other experts. With
-  `--replay-routing` they differ by 0.008 and 0.083 (docs/performance.md).
-- **Position embeddings.** Every rope type of transformers is served. But if the longest sample of a microbatch exceeds the model's
-  original length, `longrope` and `dynamic` rotate all tokens of the microbatch by that sample's length. The engine then differs for
-  short texts, by 2.6 nats on a tiny model. So a server whose context exceeds the original length refuses these models. Within it,
-  trainer and engine are correct.
-- **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine ignores these. On
-  CUDA, the start compares FlashAttention's windows with their definition; no engine has run with windows there yet. Attention in chunks
-  and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused after loading, since their attention in
-  transformers does not get the lengths of packed samples.
-- **Logits.** Models that scale or cap their logits are refused, except Granite and Gemma 2. For Cohere, the engine has no adapters of the
-  head.
+- **Vision tower.** `model.visual` is frozen by default. With `--train-vision`, its linear layers and those of its
+  mergers are trained. The embedding of patches stays frozen. Trainer and engine agree on trained towers for the kinds
+  that have one.
+- **Experts.** Each of an expert's three matrices has its own adapter of the full rank. A model of rank r has r x
+  experts x layers x 3 pairs. Routers and the gates of shared experts are frozen.
+- **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample.
+  These layers are not compiled and not part of CUDA graphs yet; they compute transformers' equations in torch.
+- **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts. For PEFT and vLLM they
+  have the names of the model's own files, expert by expert. The cookbook's tools can build and merge them, except for
+  Mixtral, whose files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads the exports of Qwen3 MoE and
+  Mixtral. For other kinds with experts, and for models that also have layers without experts, it omits a part without
+  an error: merge these exports.
+- **InternVL** must have transformers' own form (`-hf`) and a dense decoder. An image consists of up to 12 tiles and one
+  tile of the whole image, between `<img>` and `</img>`. On CUDA its engine has run.
+- **SmolVLM** divides images into tiles too, with their positions as text and with `<fake_token_around_image>`. The
+  first SmolVLM (`Idefics3ForConditionalGeneration`) is served like SmolVLM2, by the same class of the engine; the tests
+  only compare its trainer with transformers. SmolVLM's engine has not run on CUDA yet.
+- **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
+  vendor's parts.
+- **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. Linear
+  attention on a CPU is only in bfloat16.
+- **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
+  CPU: 0.015 (experts), 0.017 and 0.17 (Qwen3-Next). Engine and trainer: 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035
+  (Qwen3-VL MoE), 0.013 and 0.058 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE), at most 0.014 and 0.052 with trained towers
+  (Qwen3-VL, Qwen3-VL MoE, Qwen2.5-VL), 0.010 and 0.032 with all weights trained.
+- **Qwen3-VL-30B-A3B** was tested on an H200 as a random model with 12 of its 48 layers: it trains, samples and
+  recovers. Engine and trainer differ by 0.037 nats on average and by 0.50 at most, since rounding alone sends a fifth
+  of its tokens to other experts. With `--replay-routing` they differ by 0.008 and 0.083 (docs/performance.md).
+- **Position embeddings.** Every rope type of transformers is served. But if the longest sample of a microbatch exceeds
+  the model's original length, `longrope` and `dynamic` rotate all tokens of the microbatch by that sample's length. The
+  engine then differs for short texts, by 2.6 nats on a tiny model. So a server whose context exceeds the original
+  length refuses these models. Within it, trainer and engine are correct.
+- **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
+  ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
+  windows there yet. Attention in chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and
+  Nemotron are refused after loading, since their attention in transformers does not get the lengths of packed samples.
+- **Logits.** Models that scale or cap their logits are refused, except Granite and Gemma 2. For Cohere, the engine has
+  no adapters of the head.
 - **Gemma 2** is refused in bfloat16 on CUDA: no kernel there has both the cap of its attention scores and a backward.
-- **gpt-oss.** Trainer and engine dequantise its MXFP4 weights to bfloat16 at load, to four times the size of the files. Sinks, routers
-  and all biases are frozen. Each expert's gate, up and down have their own adapters, saved as `w1`, `w3` and `w2`. vLLM itself expects
-  one adapter of gate and up together for this kind, so merge the weights for use in other programs. Completions and samples are served.
-  Conversations (such as `/v1/chat/completions`) are refused, since vLLM would write them in another format than the model's template,
-  and would download this format. Its kernels on CUDA have not run yet.
+- **gpt-oss.** Trainer and engine dequantise its MXFP4 weights to bfloat16 at load, to four times the size of the files.
+  Sinks, routers and all biases are frozen. Each expert's gate, up and down have their own adapters, saved as `w1`, `w3`
+  and `w2`. vLLM itself expects one adapter of gate and up together for this kind, so merge the weights for use in other
+  programs. Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM
+  would write them in another format than the model's template, and would download this format. Its kernels on CUDA have
+  not run yet.
 
 ## Refused
 
