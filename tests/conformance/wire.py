@@ -12,7 +12,7 @@ from tinker.lib._jwt_auth import jwt_claims
 
 from tinker_server.auth.key import Key, hash_of
 
-BACKGROUND = ("/session_heartbeat", "/telemetry", "/client/dynamic_config", "/retrieve_future")
+BACKGROUND = ("/session_heartbeat", "/telemetry", "/auth/token", "/client/dynamic_config", "/retrieve_future")
 """Requests that the SDK sends at times of its own, or repeats."""
 KEPT_BYTES = 1 << 20
 
