@@ -100,13 +100,13 @@ def test_every_block_of_the_pages_is_followed_by_a_test_or_says_why_not() -> Non
 
 
 def test_the_commands_of_the_page_on_several_machines_are_understood() -> None:
-    text = (ROOT / "docs/cluster.md").read_text()
+    text = (ROOT / "docs/cluster.md").read_text().replace("NAME=DIRECTORY", "tinker-server/tiny-vl")
     commands = [shlex.split(one) for one in re.findall(r"^\$ tinker-server (.*)$", text, re.MULTILINE)]
     commands += [shlex.split(one) for one in re.findall(r"`tinker-server (leave .*?)`", text)]
     assert [one[0] for one in commands] == ["serve", "join", "leave"]
     serve, join, leave = map(parse, commands)
     assert read_settings(serve).backend.cluster_address == "10.0.0.1"
-    assert (join.server, join.token_file, join.model) == (leave.server, leave.token_file, ["NAME"])
+    assert (join.address, join.token_file, join.model) == (leave.address, leave.token_file, ["NAME"])
 
 
 def test_the_scrape_of_the_page_on_metrics_has_the_fields_of_the_deployed_one() -> None:
