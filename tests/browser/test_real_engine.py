@@ -24,6 +24,8 @@ NAME = "tinker-server/tiny-vl"
 TITLE = "ten classes of photographs"
 STEPS, MEASURED = 24, 6
 """Steps of the run, and the steps after which its held-out photographs are measured."""
+SPLITS = (("train", 120), ("test", 10))
+"""Photographs to train on and to measure."""
 WIDE: ViewportSize = {"width": 1280, "height": 860}
 Picture = Callable[[Page, str], None]
 
@@ -66,21 +68,30 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     folder = tmp_path_factory.mktemp("real")
     key, root_key = keys.add(folder / "keys", "alice"), keys.add(folder / "keys", "root", is_admin=True)
     running = Server(folder / "data", {NAME: SEEING}, keys_file=folder / "keys").start()
-    service = tinker.ServiceClient(base_url=running.base_url, api_key=key)
-    learn(running.base_url, key, service, "a first try", 3)
-    training = learn(running.base_url, key, service, TITLE, STEPS)
-    path = training.save_weights_for_sampler("for-chat").result().path
-    training.save_state("step-24").result()
-    sampler, talk = service.create_sampling_client(model_path=path).result(), conversation()
+    try:
+        learn(running.base_url, key, "a first try", 3)
+        training = learn(running.base_url, key, TITLE, STEPS)
+        path = training.save_weights_for_sampler("for-chat").result().path
+        training.save_state(f"step-{STEPS}").result()
+        ask(running.base_url, key, path)
+        yield Real(running.base_url, key, root_key, training.model_id, path)
+    finally:
+        code = running.stop()
+    assert code == 0, running.log.read_text()[-4000:]
+
+
+def ask(url: str, key: str, path: str) -> None:
+    """Sample names of six photographs, which are then on the page of samples."""
+    sampler = tinker.ServiceClient(base_url=url, api_key=key).create_sampling_client(model_path=path).result()
+    talk = conversation()
     params = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[talk.end_token])
     for photo in photographs("test", 6):
         sampler.sample(talk.prompt(photo), num_samples=1, sampling_params=params).result()
-    yield Real(running.base_url, key, root_key, training.model_id, path)
-    assert running.stop() == 0, running.log.read_text()[-4000:]
 
 
-def learn(url: str, key: str, service: tinker.ServiceClient, name: str, steps: int) -> tinker.TrainingClient:
+def learn(url: str, key: str, name: str, steps: int) -> tinker.TrainingClient:
     """Train on ten photographs a step, and report the loss of ten others."""
+    service = tinker.ServiceClient(base_url=url, api_key=key)
     training = service.create_lora_training_client(NAME, rank=16, seed=1, user_metadata={"name": name}).result()
     talk = conversation()
     seen, unseen = ([talk.datum(photo) for photo in photographs(split, count)] for split, count in SPLITS)
@@ -92,15 +103,9 @@ def learn(url: str, key: str, service: tinker.ServiceClient, name: str, steps: i
             loss = training.forward(unseen, "cross_entropy").result().metrics["loss:sum"]
             counted = sum(float(one.loss_fn_inputs["weights"].to_numpy().sum()) for one in unseen)
             body = {"step": step, "metrics": {"test/nll": loss / counted}}
-            answer = httpx.post(
-                f"{url}/api/v1/training_runs/{training.model_id}/metrics", json=body, headers={"X-API-Key": key}
-            )
-            assert answer.status_code == 200, answer.text
+            url_of_run = f"{url}/api/v1/training_runs/{training.model_id}"
+            httpx.post(f"{url_of_run}/metrics", json=body, headers={"X-API-Key": key}).raise_for_status()
     return training
-
-
-SPLITS = (("train", 120), ("test", 10))
-"""Photographs to train on and to measure."""
 
 
 def test_the_pages_of_a_real_run_are_whole_in_light_dark_and_narrow(
