@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime
 
-from api_schemas.base import Response
+from api_schemas.base import Request, Response
 from api_schemas.fields import BaseModelName, ProjectId, SessionId
 from api_schemas.listing import Metadata
 
@@ -141,6 +141,17 @@ class ApiKeyDetails(Response):
     """The organization."""
     user_details: User
     """The user."""
+
+
+class AuthTokenRequest(Request):
+    """The key is in the header; the body is empty."""
+
+
+class AuthTokenResponse(Response):
+    """A token for the key of the request."""
+
+    jwt: str
+    """The token, which may be sent in the key's place."""
 
 
 class ApiKeyResponse(Response):

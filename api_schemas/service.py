@@ -25,6 +25,8 @@ class ClientConfigResponse(Response):
     """Whether forward passes are sent as forward_backward with forward_only."""
     create_model_via_load_weights: bool = True
     """Whether load_weights may create a model."""
+    pjwt_auth_enabled: bool = True
+    """Whether the SDK exchanges its key for a token, whose claims `whoami` reads."""
 
 
 class DynamicConfigResponse(Response):

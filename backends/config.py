@@ -18,82 +18,86 @@ class BackendConfig(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     models: dict[str, str] = {}
-    """Served base models: public name to a local directory or a hub id. Two names may share a source."""
+    """Served base models: each public name with a local directory or a hub id. Two names may have the same source."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; auto takes CUDA if torch sees a GPU."""
     ranks: int | None = Field(default=None, ge=1)
-    """Trainer processes per base model; absent: one for each of trainer_gpus, else context_parallel, on CUDA more if it
-    does not fit. They shard the base (FSDP2) unless each has room for all of it, and always a model's masters and
-    moments."""
+    """Trainer processes for each base model. If absent: one for each of trainer_gpus, else context_parallel, or on CUDA
+    as many as the model needs. They shard the base (FSDP2) unless each has room for all of it. They always shard a
+    model's masters and moments."""
     context_parallel: int = Field(default=1, ge=1)
-    """Trainer ranks that compute each packed microbatch together, a slice of its tokens each: a context takes as many
-    times less memory of each GPU. Divides ranks and the model's heads; not with full."""
+    """Trainer ranks that compute each packed microbatch together, each a slice of its tokens. Activations on each GPU
+    are smaller by this factor. It must divide ranks and the model's heads, and excludes full."""
     trainer_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Numbers of the GPUs that trainers may use; absent: any."""
+    """Numbers of the GPUs that trainers may use. If absent: any GPU."""
     engines: int | None = Field(default=None, ge=1)
-    """vLLM engines per base model; absent: one on CPU, on CUDA one for each of sampler_gpus, else of its trainer's
-    GPUs, that has room for it."""
+    """vLLM engines for each base model. If absent: one on a CPU; on CUDA one on each of sampler_gpus, else on each GPU
+    of the model's trainer, that has room for it."""
     sampler_gpus: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Numbers of the GPUs that engines may use, the trainers' or others; absent: any, the trainers' first."""
+    """Numbers of the GPUs that engines may use, which may be the trainers'. If absent: any GPU, first those of the
+    trainers."""
     tensor_parallel: int | None = Field(default=None, ge=1)
-    """GPUs, or on CPU processes, that have the weights of each engine between them; absent: one, on CUDA more if an
-    engine does not fit."""
+    """GPUs, or processes on a CPU, over which the weights of each engine are divided. If absent: one, or on CUDA as
+    many as an engine needs."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the frozen base; auto is float32 on CPU and bfloat16 on CUDA. Adapters and the residual stream are
-    float32."""
+    """Precision of the frozen base. auto is float32 on a CPU and bfloat16 on CUDA. Adapters and the residual stream are
+    always float32."""
     max_context_length: int | None = Field(default=None, ge=16)
-    """Largest sequence in tokens; absent: the model's own, at most 8192 on CPU and 32768 on CUDA, less there if
-    memory is small."""
+    """Longest sequence in tokens. If absent: the model's own length, at most 8192 on a CPU and 32768 on CUDA, or less
+    on CUDA if memory is small."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256] | None = None
-    """Largest rank a client may ask for; trainer and engines have memory for it; absent: 128, or less if memory is
-    small."""
+    """Largest LoRA rank that a client may ask for. Trainer and engines reserve memory for it. If absent: 128, or less
+    if memory is small."""
     models_at_once: int | None = Field(default=None, ge=1, le=64)
-    """LoRA models of the largest rank that the trainer has memory for; absent: as many as fit, at most 8. More, or
-    smaller ones, take the memory that microbatches leave."""
+    """LoRA models of the largest rank for which the trainer reserves memory. If absent: as many as fit, at most 8.
+    Further or smaller models use memory of the microbatches."""
     train_vision: bool = False
     """Train the vision tower too, except in models whose user_metadata has train_vision false."""
     replay_routing: bool = False
     """In mixtures of experts, send sampled tokens to the same experts in training as in the sampler."""
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = None
-    """Published loss that answers stable_reinforce, whose own formula is not published; absent: it is refused."""
+    """Published loss that is computed for stable_reinforce, whose own formula is not published. If absent:
+    stable_reinforce is refused."""
     base_copies: Literal[1, 2] | None = None
-    """Copies of a base on a GPU: 2, the trainer's and the engine's; or 1, which a third process holds for both. Absent:
-    1 on CUDA in bfloat16, where trainer and engine are on one GPU and each has the whole base."""
+    """Copies of a base on a GPU: 2, of trainer and engine; or 1, which a third process holds for both. If absent: 1 on
+    CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base."""
     full: bool = False
     """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
-    """Tokens of one forward pass on a rank in training, a longer datum running alone; absent: 1024 on CPU, 16384 on
+    """Tokens of one forward pass on a rank in training. A longer datum runs alone. If absent: 1024 on a CPU, 16384 on
     CUDA."""
     max_concurrent_samples: int = Field(default=256, ge=1)
-    """Sequences that an engine decodes at once; more wait. Eight more are reserved for owners with none running."""
+    """Sequences that an engine decodes at once. Further sequences wait. Eight more are reserved for owners without a
+    running sequence."""
     adapter_slots: int | None = Field(default=None, ge=1, le=64)
-    """Adapters an engine decodes with at once, each with memory for the largest rank; more share the slots. Absent: as
-    many as models_at_once."""
+    """Adapters with which an engine decodes at once, each with memory for the largest rank. Further adapters take turns
+    in these slots. If absent: as many as models_at_once."""
     kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
-    """KV cache of an engine; absent: two whole contexts, at least 512 MiB, on CPU; on CUDA a context, and what the plan
-    leaves over."""
+    """KV cache of an engine. If absent: on a CPU two whole contexts, at least 512 MiB; on CUDA one context, and part of
+    the remaining memory."""
     image_cache_bytes: int = Field(default=512 << 20, ge=0)
-    """Images cached per process, by content: pixels in the sampler, the vision tower's output in the trainer."""
+    """Size of the image cache of each process: pixels in the sampler, features of the vision tower in the trainer."""
     max_image_pixels: int = Field(default=50_000_000, ge=1)
-    """Larger images are refused before they are decoded."""
+    """Largest number of pixels of an image. Larger images are refused before they are decoded."""
     max_images_per_prompt: int = Field(default=64, ge=1)
-    """Images in one sampling prompt."""
+    """Largest number of images in one sampling prompt."""
     cluster: bool = False
-    """Let other machines join, which sample and train too; needs the extra `cluster`."""
+    """Let other machines join, which then sample and train too. Needs the extra `cluster`."""
     cluster_gradients: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which adapters' gradients travel between the machines of a trainer."""
+    """Precision in which the machines of a trainer exchange gradients of adapters."""
     cluster_address: str | None = None
-    """Address of this machine by which the others reach it; absent: the one by which it reaches its network."""
+    """Address by which other machines reach this one. If absent: the address by which this machine reaches its
+    network."""
     cluster_port: int = Field(default=8100, ge=1024, le=65533)
-    """Port at which other machines join; Ray takes the two behind it, and free ones."""
+    """Port at which other machines join. Ray uses the next two ports, and free ones."""
     cluster_token_file: Path = Path("cluster-token")
-    """File of the secret with which other machines join, made at the first start."""
+    """File of the secret with which other machines join. It is created at the first start."""
     cluster_ray_address: str | None = None
-    """HOST:PORT, or `auto`, of a Ray cluster that exists, whose machines join by themselves; absent: RAY_ADDRESS, else
-    a Ray of the server's own."""
+    """HOST:PORT, or `auto`, of an existing Ray cluster, whose machines join by themselves. If absent: RAY_ADDRESS, else
+    the server starts its own Ray."""
     scratch_dir: Path = Path("scratch")
-    """Directory of the sampler's own links to adapters in use, emptied at start, and of compiled kernels, kept.
-    Machines of a Ray cluster that exists have theirs at the same path, each in nodes/NAME."""
+    """Directory of the sampler's links to adapters in use, which are deleted at start, and of compiled kernels, which
+    are kept. Machines of an existing Ray cluster use the same path, each in nodes/NAME."""
 
 
 @dataclass(frozen=True)

@@ -24,29 +24,28 @@ MODELS = {
 COUNTS = (1, 2, 4, 8)
 HEAD = """# Hardware
 
-Choose a model, then read the smallest number of cards that serves it with the default settings. The server trains and
-samples the model on these cards at the same time.
+The table shows, for each model and card, the smallest number of cards that can serve the model with the default
+settings. The server trains and samples the model on these cards at the same time.
 
-A cell has the number of cards, the longest context, and the largest LoRA rank with the number of models of this rank
-that train at once. A dash means that eight cards of one machine are too few.
+A cell shows the number of cards, the longest context, the largest LoRA rank, and the number of models of this rank that
+train at once. A dash means that eight cards of one machine are too few.
 
 """
 NOTES = """
-- **These are plans, not measurements.** `make hardware` writes this page from the memory plan, and a test holds the
-  page to the plan. Weights, adapters, slots and cache are exact. The rest is estimated from one H200.
-  [Performance](performance.md) has what was measured.
-- **Your own model:** `tinker-server doctor --model NAME=DIRECTORY --gpu CARD:COUNT` makes the same plan from its
-  files, with every part on every card. It needs no GPU. CARD is one of the names in the table.
-- **More than fits by default:** a shorter context, a smaller rank, or more cards. A refusal names
-  the nearest settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the
-  options.
-- **Several cards** hold the parts of one model: the trainer and the engine on cards of their own, or a model that is
-  divided. Cards beyond the number in the cell are idle until `--ranks N` trains on N cards; then every card with room
-  has an engine too. The log and `doctor` name the idle ones, and the N that uses them.
-- **Disk:** the model's files, and what you save. An adapter of rank 32 on 4 billion parameters has {adapter_gib:.2f}
-  GiB, and with its optimizer {state_gib:.2f} GiB.
-- **A CPU** serves every kind of model too, slowly. The small model that comes with the server took 4.1 GiB of main
-  memory with the demo's client. `doctor` without `--gpu` plans for the machine that it runs on.
+- **These are plans, not measurements.** `make hardware` writes this page from the memory plan, and a test compares the
+  page with the plan. The sizes of weights, adapters, slots and cache are exact. All other sizes are estimated from one
+  H200. [Performance](performance.md) lists measurements.
+- **Your own model:** `tinker-server doctor --model NAME=DIRECTORY --gpu CARD:COUNT` makes the same plan from the
+  model's files, and prints every part on every card. It needs no GPU. CARD is one of the names in the table.
+- **If a model does not fit:** use a shorter context, a smaller rank, or more cards. The refusal names the nearest
+  settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the options.
+- **Several cards** hold one model in parts: the trainer and the engine have separate cards, or the model is divided
+  over the cards. Further cards are idle until `--ranks N` trains on N cards. Then every card with room has an engine
+  too. The log and `doctor` name idle cards, and the N that uses them.
+- **Disk** is needed for the model's files and for saved weights. An adapter of rank 32 on 4 billion parameters has
+  {adapter_gib:.2f} GiB, or {state_gib:.2f} GiB with its optimizer.
+- **A CPU** can serve every kind of model, slowly. The server with its small model and the demo's client took 4.1 GiB of
+  main memory. `doctor` without `--gpu` plans for the machine that it runs on.
 """
 
 

@@ -66,71 +66,78 @@ REFUSED = {
 }
 HEAD = """# Models
 
-Made by `make models`; a test holds this page to what the server says. A kind that is not below is refused at start by
-name, unless it is a dense text decoder of transformers. The start then checks that LoRA reaches every weight of it, and
-that the trainer's scores equal the model's own.
+`make models` writes this page, and a test compares it with the server. A kind of model that is not in the table is
+refused at start, unless it is a dense text decoder of transformers. In this case, the start checks that LoRA covers
+every weight, and that the trainer's scores equal the model's own.
 
-Each kind below is trained and sampled in the tests as a random model of about 0.3 M parameters: trainer = transformers,
-packed = alone, saved weights merged into transformers = trainer, sampler = trainer with adapters and images, to 1e-4
-nats in float32 (the sampler of Qwen3.5 and Qwen3-Next: bfloat16, 0.03 in the mean and 0.2 at most). Figures
-of larger models are in docs/performance.md.
+The tests train and sample each kind in the table with a random model of about 0.3 M parameters. These results agree to
+1e-4 nats in float32: the trainer's and transformers', packed and single samples, the trainer's and those of saved
+weights merged into transformers, and the sampler's and the trainer's, with adapters and images. For the sampler of
+Qwen3.5 and Qwen3-Next, which runs in bfloat16, the mean difference is at most 0.03 nats and the largest 0.2.
+docs/performance.md has figures of larger models.
 
 | kind | architecture | images | experts | `train_attn` | `train_mlp` | `train_unembed` | frozen |
 |---|---|---|---|---|---|---|---|
 """
 NOTES = """
-- Video and audio are refused for every kind.
-- `model.visual` is frozen by default. A server started with `--train-vision` trains its linears and its mergers';
-  the embedding of patches stays frozen. Trainer and engine agree on it for the kinds that have it.
-- An expert's three matrices have adapters of their own, each of the full rank: a model of rank r has r x experts x
-  layers x 3 pairs. Routers and the gates of shared experts are frozen.
-- Samples of all kinds share packed microbatches. Layers of linear attention begin anew at each sample; they are neither
-  compiled nor part of CUDA graphs yet, and run by transformers' equations in torch.
-- Exported weights: tinker names, `mlp.experts.w1`, `w3`, `w2` as stacks over experts; saved for PEFT and vLLM under the
-  names of the model's own files, expert by expert. The cookbook's tools build and merge them, except Mixtral's, whose
-  files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads those of Qwen3 MoE and Mixtral; for
-  other kinds with experts, and layers without experts among them, it silently omits a part: merge those.
-- InternVL in transformers' own form (`-hf`), with a dense decoder. Its image is up to 12 tiles and one of the whole,
-  between `<img>` and `</img>`. SmolVLM's is tiles too, with their positions as text and `<fake_token_around_image>`.
-  The first SmolVLM (`Idefics3ForConditionalGeneration`) is served like SmolVLM2, by the same class of the engine; the
-  tests compare only its trainer with transformers. On CUDA InternVL's engine has run, and SmolVLM's has not yet.
-- Qwen3.5's `in_proj_qkv` is exported whole, not in the vendor's three parts; so is Qwen3-Next's `in_proj_qkvz`.
-- On the CPU vLLM 0.32 has no kernel for experts with adapters; the server brings a plain one. Linear attention is in
-  bfloat16 alone there. On an H200, mean and largest difference in bfloat16: the trainer's experts from the CPU's 0.015
-  nats, Qwen3-Next's 0.017 and 0.17; the engine from the trainer 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035 (Qwen3-VL
-  MoE), 0.013 and 0.058 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE); at most 0.014 and 0.052 where towers are trained
-  (Qwen3-VL, its MoE, Qwen2.5-VL), 0.010 and 0.032 where all weights are.
-- The shape of Qwen3-VL-30B-A3B with 12 of its 48 layers, random, trains, samples and recovers on an H200. Engine and
-  trainer are 0.037 nats apart there and 0.50 at most, for a fifth of its tokens go to other experts by rounding alone;
-  with `--replay-routing` 0.008 and 0.083 (docs/performance.md).
-
-- Every rope type of transformers is served. `longrope` and `dynamic` rotate all tokens of a microbatch by its
-  longest sample if that is beyond the model's original length, and the engine then differs on short texts, by 2.6 nats
-  on a tiny model. Within that length trainer and engine are right; a server with a longer context refuses them.
-- `--context-parallel N` serves every kind here whose tokens see only those before them, or a window of these, if N
-  divides its heads. On the CPU the tests compare Qwen3-VL, Mistral, Gemma 2, gpt-oss, Qwen3-Next, Qwen3.5, InternVL,
-  SmolVLM2 and a Qwen3 on two ranks with one rank. No GPU has run it yet.
-- Windows are served, but refused for Qwen2 MoE if only some layers have one: the engine ignores them. On CUDA the start
-  compares FlashAttention's windows with their definition; no engine has run with them there yet. Attention in
-  chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and Nemotron are refused when they have
-  been loaded: in transformers their attention does not get the lengths of packed samples. So are models that scale or
-  cap their logits, except Granite and Gemma 2: of Cohere the engine has no adapters for the head.
-- Gemma 2 is refused in bfloat16 on CUDA: no kernel there has the cap of its attention's scores and a backward.
-- fp8 in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`), of every kind: trainer and
-  engine dequantise each tensor as they read it, with one function, and compute in the precision of any other base; in
-  memory it has twice the size of the files, as the plan says. The engine's own fp8 is not used, for it rounds
-  activations too. Edges that 128 does not divide, modules that were not converted, and experts that the files have
-  one by one are taken as they are. Tested for Qwen3, its MoE, Qwen3-VL, its MoE and Qwen3.5 MoE with files that are
-  made so, on the CPU; no published ones have been loaded yet, and CUDA has not run it. An adapter is trained on the
-  dequantised numbers: beside an engine that computes in fp8 its scores differ, by what nobody has measured. fp8 with
-  one scale for a tensor, static activations, other blocks or scales, compressed-tensors, and all other quantisation
-  are refused by name, and so is `--full`.
-- gpt-oss: its weights in MXFP4 are dequantised to bfloat16 by trainer and engine when they are loaded, to four times
-  the size of the files. Sinks, routers and all biases are frozen. Each expert's gate, up and down have adapters of
-  their own, saved as `w1`, `w3`, `w2`; vLLM itself takes one of gate and up together for this kind, so merge what you
-  use elsewhere. Conversations (`/v1/chat/completions` and its kin) are refused, since vLLM would write them in another
-  format than the model's template and download that; completions and samples are served. Its kernels on CUDA have not
-  run yet.
+- **Inputs.** Video and audio are refused for every kind.
+- **Vision tower.** `model.visual` is frozen by default. With `--train-vision`, its linear layers and those of its
+  mergers are trained. The embedding of patches stays frozen. Trainer and engine agree on trained towers for the kinds
+  that have one.
+- **Experts.** Each of an expert's three matrices has its own adapter of the full rank. A model of rank r has r x
+  experts x layers x 3 pairs. Routers and the gates of shared experts are frozen.
+- **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample.
+  These layers are not compiled and not part of CUDA graphs yet; they compute transformers' equations in torch.
+- **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts. For PEFT and vLLM they
+  have the names of the model's own files, expert by expert. The cookbook's tools can build and merge them, except for
+  Mixtral, whose files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads the exports of Qwen3 MoE and
+  Mixtral. For other kinds with experts, and for models that also have layers without experts, it omits a part without
+  an error: merge these exports.
+- **InternVL** must have transformers' own form (`-hf`) and a dense decoder. An image consists of up to 12 tiles and one
+  tile of the whole image, between `<img>` and `</img>`. On CUDA its engine has run.
+- **SmolVLM** divides images into tiles too, with their positions as text and with `<fake_token_around_image>`. The
+  first SmolVLM (`Idefics3ForConditionalGeneration`) is served like SmolVLM2, by the same class of the engine; the tests
+  only compare its trainer with transformers. SmolVLM's engine has not run on CUDA yet.
+- **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
+  vendor's parts.
+- **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. Linear
+  attention on a CPU is only in bfloat16.
+- **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
+  CPU: 0.015 (experts), 0.017 and 0.17 (Qwen3-Next). Engine and trainer: 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035
+  (Qwen3-VL MoE), 0.013 and 0.058 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE), at most 0.014 and 0.052 with trained towers
+  (Qwen3-VL, Qwen3-VL MoE, Qwen2.5-VL), 0.010 and 0.032 with all weights trained.
+- **Qwen3-VL-30B-A3B** was tested on an H200 as a random model with 12 of its 48 layers: it trains, samples and
+  recovers. Engine and trainer differ by 0.037 nats on average and by 0.50 at most, since rounding alone sends a fifth
+  of its tokens to other experts. With `--replay-routing` they differ by 0.008 and 0.083 (docs/performance.md).
+- **Position embeddings.** Every rope type of transformers is served. But if the longest sample of a microbatch exceeds
+  the model's original length, `longrope` and `dynamic` rotate all tokens of the microbatch by that sample's length. The
+  engine then differs for short texts, by 2.6 nats on a tiny model. So a server whose context exceeds the original
+  length refuses these models. Within it, trainer and engine are correct.
+- **Context parallelism.** `--context-parallel N` serves every kind whose tokens see only earlier tokens, or a window of
+  these, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral, Gemma 2, gpt-oss,
+  Qwen3-Next, Qwen3.5, InternVL, SmolVLM2 and a Qwen3. No GPU has run it yet.
+- **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind.
+  Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision of any
+  other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is not used,
+  since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in
+  separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE and
+  Qwen3.5 MoE. No published file has been loaded yet, and no GPU has run this. An adapter is trained on the dequantised
+  numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one scale for a tensor,
+  static activations, other blocks or scales, compressed-tensors and all other quantisation are refused by name, and so
+  is `--full`.
+- **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
+  ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
+  windows there yet. Attention in chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and
+  Nemotron are refused after loading, since their attention in transformers does not get the lengths of packed samples.
+- **Logits.** Models that scale or cap their logits are refused, except Granite and Gemma 2. For Cohere, the engine has
+  no adapters of the head.
+- **Gemma 2** is refused in bfloat16 on CUDA: no kernel there has both the cap of its attention scores and a backward.
+- **gpt-oss.** Trainer and engine dequantise its MXFP4 weights to bfloat16 at load, to four times the size of the files.
+  Sinks, routers and all biases are frozen. Each expert's gate, up and down have their own adapters, saved as `w1`, `w3`
+  and `w2`. vLLM itself expects one adapter of gate and up together for this kind, so merge the weights for use in other
+  programs. Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM
+  would write them in another format than the model's template, and would download this format. Its kernels on CUDA have
+  not run yet.
 
 ## Refused
 

@@ -12,6 +12,7 @@ from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
+from tinker_server.auth.tokens import Tokens
 from tinker_server.chat.answering import Chats
 from tinker_server.dashboard import pages
 from tinker_server.errors import Superseded
@@ -223,6 +224,7 @@ def build_services(
         gallery=gallery,
         sample_files=sample_files,
         sign_ins=SignIns(settings.data_dir, keys),
+        tokens=Tokens(settings.data_dir, keys),
         backend=backend,
         admission=admission,
         storage=storage,

@@ -1,8 +1,8 @@
 """Errors of the server, each with its HTTP status and its category in a failed future.
 
 TinkerServerError
-├── Unauthenticated 401, BadRequest (BadField) 400, LinkRefused 403, SequenceConflict 400, ModelIdTaken 400
-├── OtherBaseModel 400, BodyTooLarge 413
+├── Unauthenticated (InvalidToken) 401, BadRequest (BadField) 400, LinkRefused 403, SequenceConflict 400
+├── ModelIdTaken 400, OtherBaseModel 400, BodyTooLarge 413
 ├── UnknownSession, UnknownModel, UnknownBaseModel, UnknownSampler, UnknownCheckpoint, UnknownUpload,
 │   UnknownFuture 404
 ├── ScopeRefused 403, AdministratorsOnly 403: the key is right, and may not do this
@@ -46,6 +46,10 @@ class Unauthenticated(TinkerServerError):
     """The request has no API key, or an unknown one."""
 
     status, category = 401, "user"
+
+
+class InvalidToken(Unauthenticated):
+    """The request has a token that is not valid, or no longer. The SDK gets another for its key, and sends it again."""
 
 
 class ScopeRefused(TinkerServerError):

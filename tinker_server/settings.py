@@ -18,61 +18,63 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 stands for every interface of the machine."""
+    """Address to listen on. 0.0.0.0 means every interface of the machine."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0 takes a free one."""
     data_dir: Path = Path("tinker-data")
     """Directory of the database, the checkpoints and the scratch files."""
     keys_file: Path | None = None
-    """File of the API keys, written by `tinker-server keys`; absent: `keys` in data_dir. No keys: loopback only."""
+    """File of the API keys, which `tinker-server keys` writes. If absent: `keys` in data_dir. Without keys: only
+    loopback."""
     database_url: str = ""
-    """SQLAlchemy URL with an async driver (sqlite+aiosqlite, postgresql+asyncpg); empty: SQLite in data_dir."""
+    """SQLAlchemy URL with an async driver (sqlite+aiosqlite, postgresql+asyncpg). If empty: SQLite in data_dir."""
     backend: BackendConfig = BackendConfig()
     """Served models, devices and limits of trainers and samplers."""
     max_body_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Largest request body, compressed or not; a larger one is answered 413."""
+    """Largest request body, compressed or not. A larger one is answered 413."""
     poll_hold_s: float = Field(default=30, gt=0, lt=45)
-    """Seconds that a poll for an unfinished result is held open; the SDK disconnects at 45 s."""
+    """Seconds for which a poll for an unfinished result is held open. The SDK disconnects at 45 s."""
     gap_grace_s: float = Field(default=5, ge=0)
-    """Seconds that a forward_backward waits for missing earlier sequence numbers, from the model's last arrival."""
+    """Seconds for which an operation waits for missing earlier numbers, counted from the model's latest arrival."""
     results_kept_s: float = Field(default=24 * 3600, ge=60)
-    """Seconds that results can be fetched; later polls are answered 410."""
+    """Seconds for which results can be fetched. Later polls are answered 410."""
     session_timeout_s: float = Field(default=900, ge=1)
     """Seconds without a heartbeat after which a session's models are moved from memory to disk."""
     unnamed_kept_s: float = Field(default=6 * 3600, gt=0)
     """Seconds that unnamed sampler weights are kept after their last use."""
     unnamed_per_model: int = Field(default=100, ge=1)
-    """Sets of unnamed sampler weights that are kept per model, beside those used in the last 10 minutes."""
+    """Sets of unnamed sampler weights that are kept for each model, beside those used in the last 10 minutes."""
     unnamed_bytes_per_owner: int = Field(default=50 << 30, ge=0)
-    """Bytes of unnamed sampler weights that are kept per owner, beside those used in the last 10 minutes."""
+    """Bytes of unnamed sampler weights that are kept for each owner, beside those used in the last 10 minutes."""
     snapshot_every_s: float = Field(default=600, gt=0)
     """Seconds between snapshots of a model in training, from which it is restored after a crash."""
     log_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Bytes of one model's log, which is replayed after a crash; beyond, its snapshot is taken."""
+    """Bytes of one model's log, which is replayed after a crash. Beyond this, a snapshot is taken."""
     synchronous: Literal["full", "normal"] = "full"
-    """Durability of SQLite: answers survive power loss (`full`, an fsync per commit) or only crashes (`normal`)."""
+    """Durability of SQLite: answers survive a power loss (`full`, an fsync for each commit) or only crashes
+    (`normal`)."""
     metrics_open: bool = False
     """Whether `/metrics` needs no key if the scraper is on this machine without a proxy in between."""
     otel_endpoint: str = Field(default="", pattern=r"^(https?://[^\s?#]+)?$")
-    """URL of a collector of OpenTelemetry traces (OTLP/HTTP), such as http://127.0.0.1:4318; empty: no traces."""
+    """URL of a collector of OpenTelemetry traces (OTLP/HTTP), such as http://127.0.0.1:4318. If empty: no traces."""
     steps_kept_s: float = Field(default=90 * 24 * 3600, ge=3600)
-    """Seconds that the steps of runs, which the dashboard plots, are kept."""
+    """Seconds for which the recorded steps of runs are kept. The dashboard plots them."""
     samples_shown: int = Field(default=50, ge=0)
-    """Latest samples per owner that the dashboard shows; 0: none."""
+    """Latest samples that the dashboard shows for each owner. 0: none."""
     samples_disk_bytes: int = Field(default=64 << 20, ge=0)
-    """Bytes of these samples that are kept on disk too, where they survive a restart; 0: none."""
+    """Bytes of these samples that are also kept on disk, where they survive a restart. 0: none."""
     cors_origins: list[str] = []
-    """Origins of web pages whose scripts may call the chat endpoints, such as https://chat.example; * for all."""
+    """Origins of web pages whose scripts may call the chat endpoints, such as https://chat.example. * means all."""
     image_hosts: list[str] = []
-    """Hosts that images may be fetched from by URL, with the port if the URL has one."""
+    """Hosts from which images may be fetched by URL, with the port if the URL has one."""
     image_directories: list[Path] = []
-    """Directories that every user of the server may have images read from by path."""
+    """Directories from which every user of the server may read images by path."""
     drain_s: float = Field(default=5, ge=0)
-    """Seconds that running work may continue after a stop signal; `docker stop` kills after 10 s."""
+    """Seconds for which running work may continue after a stop signal. `docker stop` kills after 10 s."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe lines of the server that are logged; of libraries only warnings and errors are."""
+    """Least severe level of the server's log lines. Of libraries, only warnings and errors are logged."""
     log_format: Literal["text", "json"] = "text"
-    """Format of the server's log lines; json: one object per line. Child processes write text."""
+    """Format of the server's log lines. json: one object for each line. Child processes write text."""
 
     def image_addresses(self) -> ImageAddresses:
         """Return the hosts and directories that images may be read from."""

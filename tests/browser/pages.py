@@ -66,3 +66,10 @@ class Watched:
             for one in found["violations"]
             if one["impact"] in SERIOUS
         ]
+
+
+def drawn(page: Page, curve: str = "loss") -> int:
+    """Points of a curve, once it is there."""
+    figure = page.locator(f"figure[data-curve={curve}]")
+    figure.locator("canvas").wait_for()
+    return int(figure.get_attribute("data-points") or 0)

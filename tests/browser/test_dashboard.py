@@ -1,12 +1,11 @@
 """The dashboard in a browser: Debian's chromium, driven by Playwright, on a server of fakes.
 
-`pytest tests/browser --pictures docs/pictures` also takes the pictures of the documentation.
+pytest tests/browser/test_dashboard.py
 """
 
 import base64
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -15,35 +14,14 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.browser.learning import ANSWER
-from tests.browser.pages import NARROW, PHOTO, Watched
+from tests.browser.pages import NARROW, PHOTO, Watched, drawn
 from tests.dashboard import Owner
 
 PHOTO_IN_BASE64 = base64.b64encode(PHOTO).decode()
-Picture = Callable[[Page, str], None]
-
-
-@pytest.fixture
-def picture(request: pytest.FixtureRequest) -> Picture:
-    """Takes one where pictures are asked for."""
-    folder: Path | None = request.config.getoption("--pictures", default=None)
-
-    def take(page: Page, name: str) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=folder / f"{name}.png", full_page=True)
-
-    return take
-
-
-def drawn(page: Page, curve: str = "loss") -> int:
-    """Points of a curve, once it is there."""
-    figure = page.locator(f"figure[data-curve={curve}]")
-    figure.locator("canvas").wait_for()
-    return int(figure.get_attribute("data-points") or 0)
 
 
 def test_a_wrong_key_is_refused_and_a_right_one_shows_the_owners_runs(
-    context: BrowserContext, owners: tuple[Owner, Owner], run_id: str, picture: Picture
+    context: BrowserContext, owners: tuple[Owner, Owner], run_id: str
 ) -> None:
     alice, _ = owners
     watched = Watched(context, alice.server.url)
@@ -52,7 +30,6 @@ def test_a_wrong_key_is_refused_and_a_right_one_shows_the_owners_runs(
     page.get_by_role("button", name="Sign in").click()
     expect(page.get_by_role("alert").first).to_contain_text("not known here")
     assert watched.violations() == []
-    picture(page, "sign-in")
     page.get_by_label("API key").fill(alice.key)
     page.keyboard.press("Enter")
     expect(page.get_by_role("row")).to_have_count(3)
@@ -115,9 +92,7 @@ def test_numbers_are_downloaded_as_csv_and_json(seen: Watched, run_id: str) -> N
         assert download.value.suggested_filename.endswith(name.lower())
 
 
-def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(
-    seen: Watched, owners: tuple[Owner, Owner], picture: Picture
-) -> None:
+def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(seen: Watched, owners: tuple[Owner, Owner]) -> None:
     alice, _ = owners
     run_id = alice.new_run()
     alice.save(run_id, 1, "mine")
@@ -137,7 +112,6 @@ def test_a_checkpoint_is_expired_and_deleted_and_each_asks_first(
         seen.answer("Download mine", yes=True)
     assert download.value.suggested_filename.endswith(".tar.gz")
     part.get_by_role("button", name="Delete").click()
-    picture(page, "delete")
     seen.answer("Delete mine for good?", yes=False)
     expect(part).to_contain_text("mine")
     part.get_by_role("button", name="Delete").click()
@@ -184,7 +158,7 @@ def test_what_is_on_its_way_does_not_take_the_asked_thing_away(seen: Watched, ow
     expect(part).to_contain_text("in 24 h")
 
 
-def test_a_sample_is_opened_with_its_photograph_and_its_tokens(seen: Watched, picture: Picture) -> None:
+def test_a_sample_is_opened_with_its_photograph_and_its_tokens(seen: Watched) -> None:
     page = seen.open("/samples")
     page.get_by_role("listitem").first.click()
     photo = page.get_by_role("img", name="Image 1 of the prompt")
@@ -194,11 +168,10 @@ def test_a_sample_is_opened_with_its_photograph_and_its_tokens(seen: Watched, pi
     assert tokens.count() > 20
     assert "nats" in (tokens.first.get_attribute("title") or "")
     assert len({tokens.nth(index).get_attribute("class") for index in range(tokens.count())}) > 2
-    picture(page, "sample")
 
 
 def test_a_photograph_is_talked_about_with_two_models_side_by_side(
-    seen: Watched, owners: tuple[Owner, Owner], tmp_path: Path, picture: Picture
+    seen: Watched, owners: tuple[Owner, Owner], tmp_path: Path
 ) -> None:
     alice, _ = owners
     (tmp_path / "photo.jpg").write_bytes(PHOTO)
@@ -213,7 +186,6 @@ def test_a_photograph_is_talked_about_with_two_models_side_by_side(
         expect(log.get_by_role("img", name="The image that was sent")).to_be_visible()
         expect(log.locator(".assistant")).not_to_be_empty()
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
-    picture(page, "playground")
     asked = [chat.body for chat in alice.server.backend.tiny.sampler.chats[-2:]]
     assert all((body["stream"], body["seed"], body["temperature"]) == (True, 7, 0.7) for body in asked)
     assert all(PHOTO_IN_BASE64 in json.dumps(body["messages"]) for body in asked)
@@ -268,9 +240,7 @@ def test_another_owners_things_are_not_there(seen: Watched, owners: tuple[Owner,
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_has_a_serious_fault_of_access(
-    seen: Watched, run_id: str, scheme: Literal["light", "dark"], picture: Picture
-) -> None:
+def test_no_page_has_a_serious_fault_of_access(seen: Watched, run_id: str, scheme: Literal["light", "dark"]) -> None:
     seen.page.emulate_media(color_scheme=scheme)
     paths = {"runs": "/", "run": f"/runs/{run_id}", "checkpoints": "/checkpoints"}
     paths |= {"samples": "/samples", "playground": "/playground"}
@@ -280,11 +250,9 @@ def test_no_page_has_a_serious_fault_of_access(
             drawn(page)
             page.locator("#checkpoints table").wait_for()
         assert seen.violations() == [], name
-        if name in ("runs", "run", "machine"):
-            picture(page, f"{name}-{scheme}")
 
 
-def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str, picture: Picture) -> None:
+def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str) -> None:
     seen.page.set_viewport_size(NARROW)
     for name, path in {
         "runs": "/",
@@ -302,8 +270,6 @@ def test_everything_is_reached_on_a_narrow_screen(seen: Watched, run_id: str, pi
         bar = page.get_by_role("navigation", name="Pages", exact=True)
         for link in ("Runs", "Checkpoints", "Samples", "Playground", "Machine"):
             expect(bar.get_by_role("link", name=link)).to_be_visible()
-        if name == "runs":
-            picture(page, f"{name}-narrow")
 
 
 def test_the_keyboard_alone_reaches_a_run_and_deletes_a_checkpoint(seen: Watched, owners: tuple[Owner, Owner]) -> None:

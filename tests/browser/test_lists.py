@@ -10,6 +10,7 @@ from tests.browser.learning import LearningBackend
 from tests.browser.pages import NARROW, Watched
 from tests.dashboard import PROTOBUF, Owner
 from tests.fake_server import forward_backward_body
+from tinker_server.auth import keys
 
 WIDE: ViewportSize = {"width": 1280, "height": 860}
 
@@ -181,3 +182,30 @@ def test_the_machine_draws_its_last_day(seen: Watched, owners: tuple[Owner, Owne
         expect(page.get_by_text("Nothing is recorded yet")).to_be_hidden()
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         assert seen.violations() == []
+
+
+def test_administrators_alone_have_the_page_of_owners_and_stop_a_run_there(
+    seen: Watched, owners: tuple[Owner, Owner]
+) -> None:
+    _, bob = owners
+    run_id = bob.new_run()
+    expect(seen.page.get_by_role("link", name="Owners")).to_have_count(0)
+    key = keys.add(bob.server.settings.resolved_keys_file(), "root", is_admin=True)
+    time.sleep(keys.RELOAD_S)
+    seen.page.get_by_role("button", name="Sign out").click()
+    page = seen.sign_in(key)
+    for size in (NARROW, WIDE):
+        page.set_viewport_size(size)
+        page.get_by_role("link", name="Owners").click()
+        expect(page.get_by_role("region", name="Owners", exact=True)).to_contain_text("bob")
+        expect(page.get_by_role("region", name="Keys")).to_contain_text("administrator")
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert seen.violations() == []
+    stop = page.get_by_role("button", name=f"Stop {run_id}")
+    stop.click()
+    seen.answer("Stop this run of bob", yes=False)
+    expect(stop).to_be_visible()
+    stop.click()
+    seen.answer("Stop this run of bob", yes=True)
+    expect(stop).to_have_count(0)
+    expect(page.get_by_role("row", name=re.compile(run_id[:8]))).to_contain_text("ended")

@@ -1,62 +1,151 @@
-"""The dashboard of a real server: a run with a real trainer, and a chat about a photograph with the real engine."""
+"""The dashboard of a real server: a run that learns from photographs, and chats with its weights by the real engine.
+
+`pytest tests/browser --pictures docs/pictures` also takes the pictures of the documentation.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import httpx
 import pytest
-from playwright.sync_api import BrowserContext, expect
+import tinker
+from playwright.sync_api import BrowserContext, Page, ViewportSize, expect
 from tinker import types
 
-from tests.browser.pages import Watched
-from tests.photographs import SEEING, photographs
+from tests.browser.pages import NARROW, Watched, drawn
+from tests.photographs import SEEING, conversation, photographs
 from tests.servers import Server
+from tinker_server.auth import keys
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NAME = "tinker-server/tiny-vl"
-TOKENS = np.arange(10, 41)
-DATUM = types.Datum(
-    model_input=types.ModelInput.from_ints(TOKENS[:-1].tolist()),
-    loss_fn_inputs={
-        "target_tokens": types.TensorData.from_numpy(TOKENS[1:]),
-        "weights": types.TensorData.from_numpy(np.ones(30, np.float32)),
-    },
-)
+TITLE = "ten classes of photographs"
+STEPS, MEASURED = 24, 6
+"""Steps of the run, and the steps after which its held-out photographs are measured."""
+SPLITS = (("train", 120), ("test", 10))
+"""Photographs to train on and to measure."""
+WIDE: ViewportSize = {"width": 1280, "height": 860}
+Picture = Callable[[Page, str], None]
+
+
+@dataclass(frozen=True)
+class Real:
+    """A server with a run of alice's."""
+
+    url: str
+    key: str
+    """Alice's."""
+    root_key: str
+    """An administrator's."""
+    run_id: str
+    path: str
+    """The weights of the run."""
+
+    def signed_in(self, context: BrowserContext, key: str | None = None) -> Watched:
+        watched = Watched(context, self.url)
+        watched.sign_in(key or self.key)
+        return watched
+
+
+@pytest.fixture
+def picture(request: pytest.FixtureRequest) -> Picture:
+    """Takes one where pictures are asked for."""
+    folder: Path | None = request.config.getoption("--pictures", default=None)
+
+    def take(page: Page, name: str) -> None:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=folder / f"{name}.png", full_page=True)
+
+    return take
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The base model that comes with the server: it knows photographs, and has a chat template."""
-    running = Server(tmp_path_factory.mktemp("seeing") / "data", {NAME: SEEING}).start()
-    yield running
-    assert running.stop() == 0, running.log.read_text()[-4000:]
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    """The base model that comes with the server learns the names of ten classes of photographs."""
+    folder = tmp_path_factory.mktemp("real")
+    key, root_key = keys.add(folder / "keys", "alice"), keys.add(folder / "keys", "root", is_admin=True)
+    running = Server(folder / "data", {NAME: SEEING}, keys_file=folder / "keys").start()
+    try:
+        learn(running.base_url, key, "a first try", 3)
+        training = learn(running.base_url, key, TITLE, STEPS)
+        path = training.save_weights_for_sampler("for-chat").result().path
+        training.save_state(f"step-{STEPS}").result()
+        ask(running.base_url, key, path)
+        yield Real(running.base_url, key, root_key, training.model_id, path)
+    finally:
+        code = running.stop()
+    assert code == 0, running.log.read_text()[-4000:]
 
 
-def test_a_run_is_drawn_and_its_weights_are_talked_to_about_a_photograph(
-    context: BrowserContext, seeing: Server, tmp_path: Path
-) -> None:
-    training = seeing.client().create_lora_training_client(NAME, rank=8).result()
-    for _ in range(4):
-        batch = training.forward_backward([DATUM], "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+def ask(url: str, key: str, path: str) -> None:
+    """Sample names of six photographs, which are then on the page of samples."""
+    sampler = tinker.ServiceClient(base_url=url, api_key=key).create_sampling_client(model_path=path).result()
+    talk = conversation()
+    params = types.SamplingParams(max_tokens=12, temperature=0.0, stop=[talk.end_token])
+    for photo in photographs("test", 6):
+        sampler.sample(talk.prompt(photo), num_samples=1, sampling_params=params).result()
+
+
+def learn(url: str, key: str, name: str, steps: int) -> tinker.TrainingClient:
+    """Train on ten photographs a step, and report the loss of ten others."""
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    training = service.create_lora_training_client(NAME, rank=16, seed=1, user_metadata={"name": name}).result()
+    talk = conversation()
+    seen, unseen = ([talk.datum(photo) for photo in photographs(split, count)] for split, count in SPLITS)
+    for step in range(steps):
+        batch = training.forward_backward(seen[step % 12 :: 12], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=2e-3)).result()
         batch.result()
-    path = training.save_weights_for_sampler("for-chat").result().path
-    watched = Watched(context, seeing.base_url)
-    page = watched.open(f"/runs/{path.removeprefix('tinker://').partition('/')[0]}")
-    figure = page.locator("figure[data-curve=loss]")
-    expect(figure).to_have_attribute("data-points", "4")
-    expect(page.locator("figure[data-curve=grad_norm]")).to_have_attribute("data-points", "4")
-    expect(page.locator("#checkpoints")).to_contain_text("for-chat")
-    page = watched.open("/machine")
-    expect(page.get_by_role("region", name=NAME).locator(".processes li")).to_have_count(2)
+        if step % MEASURED == MEASURED - 1:
+            loss = training.forward(unseen, "cross_entropy").result().metrics["loss:sum"]
+            counted = sum(float(one.loss_fn_inputs["weights"].to_numpy().sum()) for one in unseen)
+            body = {"step": step, "metrics": {"test/nll": loss / counted}}
+            url_of_run = f"{url}/api/v1/training_runs/{training.model_id}"
+            httpx.post(f"{url_of_run}/metrics", json=body, headers={"X-API-Key": key}).raise_for_status()
+    return training
+
+
+def test_the_pages_of_a_real_run_are_whole_in_light_dark_and_narrow(
+    context: BrowserContext, real: Real, picture: Picture
+) -> None:
+    watched = real.signed_in(context)
+    page = watched.page
+    paths = {"runs": "/", "run": f"/runs/{real.run_id}", "checkpoints": "/checkpoints", "samples": "/samples"}
+    for name, path in (paths | {"playground": "/playground", "machine": "/machine"}).items():
+        for form, scheme, size in (("light", "light", WIDE), ("dark", "dark", WIDE), ("narrow", "light", NARROW)):
+            page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+            page.set_viewport_size(size)
+            watched.open(path)
+            if name == "run":
+                assert drawn(page) == STEPS and drawn(page, "grad_norm") == STEPS
+                expect(page.get_by_role("heading", name=TITLE)).to_be_visible()
+                expect(page.locator("figure", has_text="test/nll")).to_be_visible()
+                expect(page.locator("#checkpoints")).to_contain_text("for-chat")
+            if name == "machine":
+                expect(page.get_by_role("region", name=NAME).locator(".processes li")).to_have_count(2)
+            assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], (name, form)
+            assert watched.violations() == [], (name, form)
+            picture(page, f"{name}-{form}")
+    watched.open("/samples").get_by_role("listitem").first.click()
+    expect(page.get_by_role("img", name="Image 1 of the prompt")).to_be_visible()
+    picture(page, "sample")
+    assert watched.elsewhere() == [] and watched.errors == []
+
+
+def test_two_models_are_asked_about_a_photograph(
+    context: BrowserContext, real: Real, tmp_path: Path, picture: Picture
+) -> None:
+    watched = real.signed_in(context)
     page = watched.open("/playground")
     (tmp_path / "photo.jpg").write_bytes(photographs("test", 3)[2].jpeg)
     page.get_by_label("Two models side by side").check()
-    page.get_by_role("region", name="Model 2").get_by_role("combobox").select_option(path)
+    page.get_by_role("region", name="Model 2").get_by_role("combobox").select_option(real.path)
     page.get_by_label("Log probabilities").check()
-    page.get_by_label("Message").fill("What is on this photograph?")
-    page.get_by_label("Maximum tokens").fill("8")
+    page.get_by_label("Message").fill("What is the name of the subject in this photo?")
+    page.get_by_label("Maximum tokens").fill("16")
     page.get_by_label("Image").set_input_files(tmp_path / "photo.jpg")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=60_000)
@@ -65,4 +154,21 @@ def test_a_run_is_drawn_and_its_weights_are_talked_to_about_a_photograph(
         expect(answer).not_to_be_empty()
         expect(answer).not_to_have_class("wrong")
         expect(answer.locator("span").first).to_have_attribute("title", re.compile(r"^-\d+\.\d{3} nats"))
+    picture(page, "playground")
+    assert watched.elsewhere() == [] and watched.errors == []
+
+
+def test_an_administrator_sees_all_owners_and_unloads_a_run(
+    context: BrowserContext, real: Real, picture: Picture
+) -> None:
+    watched = real.signed_in(context, real.root_key)
+    page = watched.page
+    page.get_by_role("link", name="Owners").click()
+    row = page.get_by_role("region", name="Runs of all owners").get_by_role("row", name=re.compile(real.run_id[:8]))
+    expect(row.first).to_contain_text("alice")
+    assert watched.violations() == []
+    picture(page, "owners")
+    page.get_by_role("button", name=f"Unload {real.run_id}").click()
+    watched.answer("Unload this run of alice?", yes=True)
+    expect(page.get_by_role("button", name=f"Unload {real.run_id}")).to_have_count(0)
     assert watched.elsewhere() == [] and watched.errors == []

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker import types
 from tinker.auth import raise_if_tinker_not_accessible
 
-from tests.conformance.wire import Wire, paths
+from tests.conformance.wire import Wire, is_of, paths
 from tests.fake_server import Running, datum
 from tests.servers import KEY
 
@@ -32,10 +32,18 @@ def test_001_first_use_asks_for_configurations_and_a_session(fake: Running, wire
         sampler = client.create_sampling_client(base_model="tiny").result()
         assert sampler.sample(PROMPT, 1, ONE_TOKEN).result().sequences[0].tokens == [100]
     seen = wire.requests[start:]
-    first = ["/client/config", "/client/dynamic_config", "/create_session", "/create_sampling_session", "/asample"]
+    first = [
+        "/client/config",
+        "/auth/token",
+        "/client/dynamic_config",
+        "/create_session",
+        "/create_sampling_session",
+        "/asample",
+    ]
     assert [one.path for one in seen if one.path in first] == first
     assert {one.status for one in seen if one.path in first} == {200}
-    assert {one.headers["x-api-key"] for one in seen} == {"tml-x"}
+    assert {one.headers["x-api-key"] for one in seen if one.path in first[:2]} == {"tml-x"}
+    assert all(is_of("tml-x", one) for one in seen)
 
 
 @pytest.mark.parametrize("key", ["sk-test", "x", "TML-upper"])
@@ -159,7 +167,7 @@ def test_010_the_accessibility_check_is_one_get(fake: Running, wire: Wire, monke
     monkeypatch.setenv("TINKER_API_KEY", "tml-check")
     start = len(wire.requests)
     raise_if_tinker_not_accessible()
-    mine = [one for one in wire.requests[start:] if one.headers.get("x-api-key") == "tml-check"]
+    mine = [one for one in wire.requests[start:] if is_of("tml-check", one)]
     gets = [(one.path, one.status) for one in mine if one.method == "GET"]
     assert gets == [("/get_server_capabilities", 200)]
     assert "/create_session" not in paths(mine)
@@ -179,9 +187,9 @@ def test_011_rest_and_admin_clients_open_no_session(fake: Running, wire: Wire) -
             client.list_sessions().result()
         else:
             client.get_current_checkpoint_storage_usage().result()
-        mine = [one.path for one in wire.requests[start:] if one.headers.get("x-api-key") == key]
-        assert mine[:2] == ["/client/config", "/client/dynamic_config"]
-        assert len([path for path in mine[2:] if path != "/telemetry"]) == 1
+        mine = [one.path for one in wire.requests[start:] if is_of(key, one)]
+        assert mine[:3] == ["/client/config", "/auth/token", "/client/dynamic_config"]
+        assert len([path for path in mine[3:] if path != "/telemetry"]) == 1
     assert tinker.RestClient(base_url=fake.url, api_key=KEY).list_sessions(limit=1000).result().sessions == sessions
 
 
@@ -217,14 +225,15 @@ def test_013_the_sdks_own_telemetry_is_accepted(fake: Running, wire: Wire) -> No
     with tinker.ServiceClient(base_url=fake.url, api_key="tml-telemetry") as client:
         client.holder.get_session_id()
     sent = [one for one in wire.requests[start:] if one.path == "/telemetry"]
-    mine = [one for one in sent if one.headers["x-api-key"] == "tml-telemetry"]
+    mine = [one for one in sent if is_of("tml-telemetry", one)]
     assert mine and all(one.status == 200 for one in mine)
     assert next(event["event"] for one in mine for event in one.json()["events"]) == "SESSION_START"
 
 
-def test_014_whoami_without_jwt_fails_on_the_client(fake: Running, wire: Wire) -> None:
+def test_014_whoami_names_the_keys_owner_and_asks_nothing_more(fake: Running, wire: Wire) -> None:
     rest = tinker.RestClient(base_url=fake.url, api_key=KEY)
     rest.list_sessions().result()
-    with wire.recording() as requests, pytest.raises(RuntimeError, match="JWT"):
-        rest.whoami().result()
-    assert requests() == []
+    with wire.recording() as requests:
+        identity = rest.whoami().result()
+    assert (identity.user_urn, identity.org_urn) == ("local", "tml:organization:tinker-server")
+    assert identity.email is None and requests() == []

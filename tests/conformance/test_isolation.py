@@ -34,6 +34,7 @@ OF_NOBODY = {
     "/create_session",
     "/external_weights_upload_start",
     "/auth/apikey/me",
+    "/auth/token",
     "/audit",
     "/billing/usage/events",
     "/billing/usage/checkpoints/current",
@@ -313,6 +314,38 @@ def test_024_a_key_that_was_handed_on_is_in_no_file(server: Guarded, mine: Mine)
 def test_102_signed_links_work_without_a_key(server: Guarded, mine: Mine) -> None:
     urls = rest(server, "alice").get_external_weights_urls(mine.exported).result().urls
     assert urls and all(httpx.get(url).status_code == 200 for url in urls.values())
+
+
+def test_014_the_sdk_gets_another_token_when_its_own_is_not_accepted(
+    server: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = rest(server, "alice")
+    assert client.whoami().result().user_urn == "alice"
+    monkeypatch.setattr(server.app.state.services.tokens, "_secret", b"of another data directory")
+    client.list_sessions().result()
+
+
+def test_003_a_wrong_token_is_401_and_a_token_gets_no_other(server: Guarded) -> None:
+    with http(server, server.keys["alice"]) as client:
+        token = client.post("/auth/token", json={}).json()["jwt"]
+    with http(server, token) as client:
+        assert client.get("/auth/apikey/me").json()["name"] == "alice"
+        assert client.post("/auth/token", json={}).status_code == 401
+    with http(server, token + "x") as client:
+        refused = client.get("/auth/apikey/me")
+    assert refused.status_code == 401 and 'error="invalid_token"' in refused.headers["www-authenticate"]
+
+
+def test_108_a_token_gives_up_its_key(server: Guarded) -> None:
+    key = keys.add(server.settings.resolved_keys_file(), "bob")
+    time.sleep(keys.RELOAD_S)
+    with http(server, key) as client:
+        token = client.post("/auth/token", json={}).json()["jwt"]
+    with http(server, token) as client:
+        assert client.delete("/auth/apikey/me").status_code == 204
+    for sent in (key, token):
+        with http(server, sent) as client:
+            assert client.get("/auth/apikey/me").status_code == 401
 
 
 def test_108_giving_a_key_up_ends_it_and_not_its_owner(server: Guarded) -> None:

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tinker.lib._jwt_auth import jwt_claims
 
-BACKGROUND = ("/session_heartbeat", "/telemetry", "/client/dynamic_config", "/retrieve_future")
+from tinker_server.auth.key import Key, hash_of
+
+BACKGROUND = ("/session_heartbeat", "/telemetry", "/auth/token", "/client/dynamic_config", "/retrieve_future")
 """Requests that the SDK sends at times of its own, or repeats."""
 KEPT_BYTES = 1 << 20
 
@@ -73,3 +76,9 @@ class Wire:
 
 def paths(requests: list[Seen]) -> list[str]:
     return [one.path for one in requests]
+
+
+def is_of(key: str, seen: Seen) -> bool:
+    """Whether a request carries a key, or a token that was made for it."""
+    sent = seen.headers.get("x-api-key", "")
+    return sent == key or (sent.startswith("eyJ") and jwt_claims(sent)["key"] == Key("", hash_of(key)).fingerprint)

@@ -29,6 +29,7 @@ from tests.dashboard import Owner, with_keys
 from tests.fake_server import Running
 from tests.photographs import photographs
 from tinker_server.auth import keys
+from tinker_server.auth.key import hash_of
 from tinker_server.auth.sign_ins import COOKIE, SignIns
 from tinker_server.dashboard.pages import ROUTERS
 from tinker_server.dashboard.pages.runs import PER_PAGE
@@ -155,7 +156,7 @@ def test_a_removed_key_a_changed_cookie_and_an_old_one_open_nothing(tmp_path: Pa
     expires, rest = cookie.split(".", 1)
     assert sign_ins.owner(f"{int(expires) + 1}.{rest}") is None
     assert sign_ins.owner(cookie[:-1] + ("0" if cookie[-1] != "0" else "1")) is None
-    known.revoke(key)
+    known.revoke(hash_of(key))
     assert sign_ins.owner(cookie) is None
 
 

@@ -2,10 +2,15 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import yaml
+
+from tinker_server.command_line import parse, read_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +58,62 @@ def sections(page: Path) -> set[str]:
     """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+QUICKSTART, GUIDE, CODE = "tests/e2e/test_quickstart.py", "tests/e2e/test_operating.py", "tests/e2e/test_docs.py"
+SETTINGS, HERE = "tests/unit/tinker_server/test_settings.py", "tests/unit/test_docs.py"
+RUN = {
+    ("README.md", ""): "tests/e2e/test_demo.py",
+    ("docs/chat.md", "bash"): CODE,
+    ("docs/chat.md", "python"): CODE,
+    ("docs/cluster.md", "console"): HERE,
+    ("docs/dashboard.md", "python"): CODE,
+    ("docs/dashboard.md", "yaml"): HERE,
+    ("docs/index.md", "console"): QUICKSTART,
+    ("docs/index.md", "python"): QUICKSTART,
+    ("docs/operating.md", "console"): GUIDE,
+    ("docs/own-data.md", "python"): CODE,
+    ("docs/rl.md", "python"): CODE,
+    ("docs/settings.md", "toml"): SETTINGS,
+    ("docs/training.md", "python"): CODE,
+    ("docs/vision.md", "python"): CODE,
+}
+"""The test that follows the blocks of a page, by their language."""
+NOT_RUN = {
+    ("docs/caltech101.md", "console"): "the recipe takes minutes; `make acceptance` runs it with fewer photographs",
+    ("docs/cookbook.md", ""): "needs the cookbook; `make acceptance` runs its recipes",
+    ("docs/dashboard.md", ""): "needs the cookbook",
+    ("docs/operating.md", ""): "the configuration of a proxy, which needs a name in DNS",
+}
+
+
+def test_every_block_of_the_pages_is_followed_by_a_test_or_says_why_not() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")]
+    found = {
+        (str(page.relative_to(ROOT)), language)
+        for page in pages
+        for language, _ in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    }
+    assert found == RUN.keys() | NOT_RUN.keys() and RUN.keys().isdisjoint(NOT_RUN)
+    for (page, _), test in RUN.items():
+        assert test == "tests/e2e/test_demo.py" or test == CODE or Path(page).name in (ROOT / test).read_text(), page
+
+
+def test_the_commands_of_the_page_on_several_machines_are_understood() -> None:
+    text = (ROOT / "docs/cluster.md").read_text().replace("NAME=DIRECTORY", "tinker-server/tiny-vl")
+    commands = [shlex.split(one) for one in re.findall(r"^\$ tinker-server (.*)$", text, re.MULTILINE)]
+    commands += [shlex.split(one) for one in re.findall(r"`tinker-server (leave .*?)`", text)]
+    assert [one[0] for one in commands] == ["serve", "join", "leave"]
+    serve, join, leave = map(parse, commands)
+    assert read_settings(serve).backend.cluster_address == "10.0.0.1"
+    assert (join.address, join.token_file, join.model) == (leave.address, leave.token_file, ["NAME"])
+
+
+def test_the_scrape_of_the_page_on_metrics_has_the_fields_of_the_deployed_one() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/dashboard.md").read_text(), re.DOTALL)
+    deployed = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+    (job,), (known,) = yaml.safe_load(block)["scrape_configs"], deployed["scrape_configs"]
+    assert job.keys() <= known.keys() and job["authorization"].keys() <= known["authorization"].keys()
 
 
 def test_every_extra_that_is_installed_somewhere_exists_and_no_package_is_named_that_no_index_has() -> None:

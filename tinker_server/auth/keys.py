@@ -109,9 +109,8 @@ class Keys:
         found = self.find(token)
         return "" if found is None or found.scope != "all" else found.name
 
-    def revoke(self, key: str) -> None:
-        """Remove one key from the file. Raises OSError if the file cannot be written."""
-        hashed = hash_of(key)
+    def revoke(self, hashed: str) -> None:
+        """Remove the key with this hash from the file. Raises OSError if the file cannot be written."""
         if hashed not in self._known:
             return
         with _locked(self._path):

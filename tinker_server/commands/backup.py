@@ -25,7 +25,7 @@ from tinker_server.store.directories import hold, link
 ABOUT = "backup.json"
 FORMAT = 1
 TRIES = 5
-KEPT_FILES = ("keys", "link-secret")
+KEPT_FILES = ("keys", "link-secret", "token-secret")
 """Further files of the data directory that are copied."""
 _ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")
 """Name that `written_aside` gives a directory until it is complete."""

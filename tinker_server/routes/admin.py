@@ -11,6 +11,8 @@ from api_schemas.admin import (
     ApiKeyResponse,
     AuditEntryInfo,
     AuditResponse,
+    AuthTokenRequest,
+    AuthTokenResponse,
     CheckpointUsage,
     EventType,
     Organization,
@@ -25,11 +27,23 @@ from api_schemas.admin import (
     User,
 )
 from api_schemas.listing import from_unix
+from tinker_server.auth.key import hash_of
 from tinker_server.auth.links import VALID_S
-from tinker_server.errors import BadRequest, KeysReadOnly, UnknownSession
+from tinker_server.errors import BadRequest, KeysReadOnly, Unauthenticated, UnknownSession
 from tinker_server.store.catalog import DEFAULT_PROJECT
 from tinker_server.store.usage import HOUR_S
-from tinker_server.web.deps import ApiKey, Audit, Caller, CatalogDep, Server, ServerUrl, Sessions, SignedLinks, UsageDep
+from tinker_server.web.deps import (
+    ApiKey,
+    Audit,
+    Caller,
+    CatalogDep,
+    KnownKey,
+    Server,
+    ServerUrl,
+    Sessions,
+    SignedLinks,
+    UsageDep,
+)
 from tinker_server.web.parameters import ProjectInQuery, SessionIdInPath
 from tinker_server.web.refusals import refused
 
@@ -127,6 +141,14 @@ async def export_trace(
     return TraceExportResponse(url=f"{url}/{links.sign(f'traces/{session_id}', int(time.time()) + VALID_S)}")
 
 
+@router.post("/auth/token")
+async def make_token(_: AuthTokenRequest, sent: ApiKey, key: KnownKey, server: Server) -> AuthTokenResponse:
+    """Return a token for the key of this request, valid for a day. A token gets no other one."""
+    if hash_of(sent) != key.hashed:
+        raise Unauthenticated("a token was sent; send the API key itself")
+    return AuthTokenResponse(jwt=server.tokens.make(key))
+
+
 @router.get("/auth/apikey/me")
 async def get_api_key(caller: Caller, server: Server) -> ApiKeyResponse:
     """Return the owner that the key of this request belongs to."""
@@ -136,10 +158,10 @@ async def get_api_key(caller: Caller, server: Server) -> ApiKeyResponse:
 
 
 @router.delete("/auth/apikey/me", status_code=204, responses=refused(KeysReadOnly))
-async def delete_api_key(key: ApiKey, server: Server) -> Response:
+async def delete_api_key(key: KnownKey, server: Server) -> Response:
     """Revoke the key of this request. Its data stay with the other keys of its name."""
     try:
-        server.keys.revoke(key)
+        server.keys.revoke(key.hashed)
     except OSError as error:
         raise KeysReadOnly(f"the keys of this server cannot be changed from here: {error.strerror}") from None
     return Response(status_code=204)

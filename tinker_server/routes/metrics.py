@@ -6,10 +6,9 @@ import ipaddress
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tinker_server.auth.keys import Keys
 from tinker_server.errors import ScopeRefused
 from tinker_server.routes.metrics_collect import Reading, read
-from tinker_server.web.deps import AppSettings, Server
+from tinker_server.web.deps import AppSettings, Server, Services
 from tinker_server.web.gate import known
 
 router = APIRouter()
@@ -21,17 +20,17 @@ _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 async def get_metrics(http: Request, server: Server, settings: AppSettings) -> Response:
     """Return all metrics in Prometheus' text format."""
     if not (settings.metrics_open and _is_on_this_machine(http)):
-        require_key(http, server.keys)
+        require_key(http, server)
     reading: Reading = await read(server)
     return Response(await asyncio.to_thread(generate_latest, reading), media_type=CONTENT_TYPE_LATEST)
 
 
-def require_key(http: Request, keys: Keys) -> None:
+def require_key(http: Request, server: Services) -> None:
     """Require a key in X-API-Key, or as the bearer token that Prometheus sends. Raises Unauthenticated,
     ScopeRefused."""
     given = http.headers.get("authorization", "")
     bearer = given[len(_BEARER) :] if given.lower().startswith(_BEARER) else None
-    key = known(http.headers.get("x-api-key") or bearer, keys)
+    key = known(http.headers.get("x-api-key") or bearer, server.keys, server.tokens)
     if key.scope == "sample":
         raise ScopeRefused(f"the API key {key.id} of {key.name} has the scope sample, which does not include /metrics")
 

@@ -13,6 +13,7 @@ from tinker_server.auth.key_uses import KeyUses
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.links import Links
 from tinker_server.auth.sign_ins import SignIns
+from tinker_server.auth.tokens import Tokens
 from tinker_server.chat.answering import Chats
 from tinker_server.errors import AdministratorsOnly
 from tinker_server.models.admission import Admission
@@ -76,6 +77,7 @@ class Services:
     gallery: Gallery
     sample_files: SampleFiles
     sign_ins: SignIns
+    tokens: Tokens
     backend: Backend
     admission: Admission
     storage: Storage
@@ -104,6 +106,15 @@ async def api_key(key: Annotated[str | None, Security(_KEY)]) -> str:
 ApiKey = Annotated[str, Depends(api_key)]
 
 
+async def known_key(request: Request, _: ApiKey) -> Key:
+    """Return the request's key, as the gate found it."""
+    key: Key = request.state.key
+    return key
+
+
+KnownKey = Annotated[Key, Depends(known_key)]
+
+
 async def caller(request: Request, _: ApiKey) -> str:
     """Return the owner of the request's key, as the gate found it."""
     owner: str = request.state.owner
@@ -113,14 +124,13 @@ async def caller(request: Request, _: ApiKey) -> str:
 Caller = Annotated[str, Depends(caller)]
 
 
-async def administrator(request: Request, caller: Caller) -> str:
+async def administrator(key: KnownKey) -> str:
     """Return the administrator's own name. Raises AdministratorsOnly for any other key."""
-    key: Key = request.state.key
     if not key.is_admin:
         raise AdministratorsOnly(
             f"the API key {key.id} of {key.name} is no administrator's: `tinker-server keys add NAME --admin` makes one"
         )
-    return caller
+    return key.name
 
 
 Administrator = Annotated[str, Depends(administrator)]

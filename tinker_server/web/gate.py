@@ -19,7 +19,16 @@ from api_schemas.wire import PROTOBUF
 from tinker_server.auth.key import Key
 from tinker_server.auth.keys import Keys
 from tinker_server.auth.sign_ins import COOKIE, TOKEN_HEADER, SignIns
-from tinker_server.errors import BodyTooLarge, Busy, ForeignHost, ScopeRefused, TinkerServerError, Unauthenticated
+from tinker_server.auth.tokens import Tokens
+from tinker_server.errors import (
+    BodyTooLarge,
+    Busy,
+    ForeignHost,
+    InvalidToken,
+    ScopeRefused,
+    TinkerServerError,
+    Unauthenticated,
+)
 from tinker_server.observability.metrics import Metrics
 from tinker_server.web import vendors
 from tinker_server.web.handlers import RETRY_AFTER_S, answer
@@ -34,10 +43,15 @@ OPEN = tuple(API + path for path in ("healthz", "files/", "archives/", "traces/"
 """Paths that need no key: the health check, and signed links."""
 OWN_KEY = "auth/apikey/me"
 """Path at which every key may ask for itself, and revoke itself."""
+TOKEN = "eyJ"
+"""Beginning of every token: its head is the encoded beginning of a JSON object."""
+INVALID_TOKEN = {"WWW-Authenticate": 'Bearer error="invalid_token"'}
+"""Header with which the SDK gets a new token for its key (RFC 6750)."""
 SAMPLING = frozenset(
     {
         "client/config",
         "client/dynamic_config",
+        "auth/token",
         "telemetry",
         "get_server_capabilities",
         "create_session",
@@ -119,6 +133,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         keys: Keys = scope["app"].state.services.keys
+        tokens: Tokens = scope["app"].state.services.tokens
         headers = Headers(scope=scope)
         try:
             if keys.is_open:
@@ -128,11 +143,12 @@ class Gate:
             ):
                 sent = headers.get("x-api-key") or (None if vendor is None else _bearer(headers))
                 signed_in = self._signed_in(scope, headers) if vendor is not None and sent is None else None
-                key = signed_in or known(sent, keys)
+                key = signed_in or known(sent, keys, tokens)
                 require_scope(key, scope["path"], is_chat=vendor is not None)
                 scope.setdefault("state", {}).update(key=key, owner=key.name)
         except TinkerServerError as error:
-            await answer(scope["path"], error.status, error, str(error))(scope, receive, send)
+            extra = INVALID_TOKEN if isinstance(error, InvalidToken) else None
+            await answer(scope["path"], error.status, error, str(error), extra)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -238,11 +254,13 @@ def _bearer(headers: Headers) -> str | None:
     return key.strip() if kind.lower() == "bearer" else None
 
 
-def known(sent: str | None, keys: Keys) -> Key:
-    """Return the key that a request has sent. Raises Unauthenticated."""
+def known(sent: str | None, keys: Keys, tokens: Tokens) -> Key:
+    """Return the key that a request has sent, itself or as a token. Raises Unauthenticated."""
     if not sent:
         raise Unauthenticated("the header X-API-Key is missing")
-    found = keys.find(sent)
+    found = keys.find(sent) or (tokens.find(sent) if sent.startswith(TOKEN) else None)
+    if found is None and sent.startswith(TOKEN):
+        raise InvalidToken("the token was not made here, has expired, or its API key was removed")
     if found is None:
         what = "begins with neither 'tml-' nor 'eyJ'" if keys.is_open else "is not known here, or has expired"
         raise Unauthenticated(f"the API key {what}")

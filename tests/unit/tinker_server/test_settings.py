@@ -283,6 +283,15 @@ def test_the_settings_page_lists_every_setting() -> None:
     assert table == list(documented(Settings))
 
 
+def test_the_file_of_the_settings_page_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/settings.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "settings.toml").write_text(block.replace("/models/Qwen3-VL-4B-Instruct", str(tmp_path)))
+    settings = read_settings(parse(["serve", "--config", str(tmp_path / "settings.toml")]))
+    assert (settings.port, settings.drain_s, settings.backend.max_lora_rank) == (8000, 20, 64)
+    assert settings.backend.models == {"Qwen/Qwen3-VL-4B-Instruct": str(tmp_path)}
+
+
 def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["tinker-server", "--version"])
     with pytest.raises(SystemExit) as ended:

@@ -54,7 +54,7 @@ def test_keys_are_added_revoked_and_removed_while_a_server_runs(tmp_path: Path) 
     known = Keys(file)
     second = keys.add(file, "alice")
     assert known.owner_of(second) == "alice"
-    known.revoke(first)
+    known.revoke(hash_of(first))
     assert known.owner_of(first) is None and known.owner_of(second) == "alice"
     assert Keys(file).owner_of(first) is None
     assert keys.remove(file, "alice") == 1 and known.owner_of(second) is None
@@ -120,7 +120,7 @@ def test_keys_added_at_once_all_work(tmp_path: Path) -> None:
     assert [known.owner_of(key) for key in added] == [f"name{number % 3}" for number in range(24)]
     with ThreadPoolExecutor(12) as pool:
         more = pool.map(lambda number: keys.add(file, "new"), range(12))
-        gone = pool.map(known.revoke, added)
+        gone = pool.map(known.revoke, map(hash_of, added))
     list(gone)
     known = Keys(file)
     assert {known.owner_of(key) for key in added} == {None} and {known.owner_of(key) for key in more} == {"new"}
