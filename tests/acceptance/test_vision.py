@@ -1,5 +1,6 @@
 """The image classifier: training from its defaults, resuming, evaluating."""
 
+import json
 import re
 
 import pytest
@@ -29,4 +30,17 @@ def test_vlm_classifier(cookbook: Cookbook, shows, pytestconfig: pytest.Config) 
     shows(
         f"vlm_classifier.train and .eval, {101 if whole else 10} classes",
         f"test NLL {nll[0]:.2f} -> {nll[-1]:.2f}, accuracy {accuracy[0]:.2f} -> {accuracy[-1]:.2f}, of 200 {found:.3f}",
+    )
+
+
+def test_a_sweep_of_examples_per_class_is_evaluated(cookbook: Cookbook, shows) -> None:
+    directory, results = cookbook.folder / "runs" / "vlm-sweep", cookbook.folder / "runs" / "vlm-sweep.json"
+    sizes = ("examples_per_class=[8,16]", "num_repeats=1", "learning_rate=3e-3", "num_parallel=2")
+    cookbook.run("vlm_classifier.sweep", f"experiment_dir={directory}", *MODEL[1:], *sizes)
+    where = (f"experiment_dir={directory}", f"output_file={results}", "n_eval=60", "max_parallel_evals=2")
+    cookbook.run("vlm_classifier.eval_sweep", *where, *MODEL[1:])
+    found = {one["examples_per_class"]: one["accuracy"] for one in json.loads(results.read_text()).values()}
+    assert set(found) == {8, 16} and max(found.values()) > 0.3, "ten classes, of which chance finds one"
+    shows(
+        "vlm_classifier.sweep and .eval_sweep", f"accuracy {found[8]:.2f} of 8, {found[16]:.2f} of 16 photographs each"
     )
