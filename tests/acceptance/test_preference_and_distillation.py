@@ -10,6 +10,7 @@ from tests.acceptance.recipes import Cookbook, Run
 DELETE = "behavior_if_log_dir_exists=delete"
 
 
+@pytest.mark.quick
 def test_dpo(cookbook: Cookbook, shows) -> None:
     run = cookbook.train("preference.dpo.train", DELETE, "batch_size=16", "max_steps=4", "learning_rate=1e-3")
     loss = run.column("dpo_loss")
@@ -40,6 +41,7 @@ def test_rlhf_pipeline(cookbook: Cookbook, shows) -> None:
     shows("preference.rlhf.rlhf_pipeline: SFT, reward model, RL", f"KL sampler to trainer {kl[0]:.1e}")
 
 
+@pytest.mark.quick
 def test_off_policy_reasoning(cookbook: Cookbook, shows) -> None:
     sizes = ("batch_size=16", "max_prompts=64", "buffer_size=64", "max_steps=3", "eval_every=0")
     run = cookbook.train("distillation.off_policy_reasoning", DELETE, *sizes)

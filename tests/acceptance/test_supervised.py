@@ -17,6 +17,7 @@ def assert_saved(run: Run) -> None:
     assert last["state_path"].startswith("tinker://") and last["sampler_path"].startswith("tinker://")
 
 
+@pytest.mark.quick
 def test_sl_loop(cookbook: Cookbook, shows) -> None:
     run = cookbook.train("sl_loop", "batch_size=16", "max_steps=4", "learning_rate=3e-3", "save_every=2")
     nll = run.column("train_mean_nll")

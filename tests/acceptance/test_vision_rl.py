@@ -10,6 +10,7 @@ EXAMPLES = ROOT / "examples" / "vision_rl"
 MODEL = ("model_name=Qwen/Qwen3-VL-30B-A3B-Instruct", f"model_dir={ROOT / 'tinker_server' / 'tiny_vl'}")
 
 
+@pytest.mark.quick
 def test_two_turns_of_squares_are_learned_and_measured_again(cookbook: Cookbook, shows) -> None:
     log_dir = cookbook.folder / "runs" / "squares"
     sizes = ("warm_steps=32", "rl_steps=4", "validation_groups=64", "eval_every=4")
