@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,24 +163,22 @@ def table(soak: Soak) -> list[str]:
     return lines
 
 
-def write(out: Path, soak: Soak, lines: Sequence[str]) -> None:
-    """Write OUT.csv and OUT.md."""
+def write_values(path: Path, soak: Soak) -> None:
+    """Write all values, a line for each time."""
     names = sorted({name for _, values in soak.rows for name in values})
-    with out.with_suffix(".csv").open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["second", *(f"{part}: {measure}" for part, measure in names)])
         for at_s, values in soak.rows:
             writer.writerow([round(at_s), *(round(values.get(name, 0.0), 3) for name in names)])
-    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 
-def run(data_dir: Path, minutes: float, settle_minutes: float) -> tuple[Soak, list[str]]:
-    """Start the server, have the tenants work, and read; also return the lines that say how much was done."""
+def run(soak: Soak, data_dir: Path, minutes: float) -> list[str]:
+    """Start the server, have the tenants work, and read; return the lines that say how much was done."""
     keys_file = data_dir.with_name("keys")
     tenants_keys = [keys.add(keys_file, name) for name in ("alice", "bob", "carol", "dan")]
     server = Server(data_dir, {MODEL: DIRECTORIES[TINY_VL]}, keys_file=keys_file, **RETENTION).start()
-    soak, api = Soak(60 * settle_minutes), psutil.Process(server.process.pid)
-    began = time.monotonic()
+    api, began = psutil.Process(server.process.pid), time.monotonic()
     try:
         with Tenants(server.base_url, tenants_keys) as tenants:
             while (at_s := time.monotonic() - began) < 60 * minutes:
@@ -190,9 +187,10 @@ def run(data_dir: Path, minutes: float, settle_minutes: float) -> tuple[Soak, li
                 time.sleep(SAMPLE_S)
     finally:
         code = server.stop()
+    tenants.raise_errors()
     assert code == 0, f"the server ended with {code}:\n{server.log.read_text()[-4000:]}"
     turns = ", ".join(f"{name} {number}" for name, number in tenants.num_turns.items())
-    return soak, [f"{minutes:g} minutes, slopes after {settle_minutes:g}; {tenants.num_operations} operations.", turns]
+    return [f"{minutes:g} minutes, slopes after {soak.settle_s / 60:g}; {tenants.num_operations} operations.", turns]
 
 
 def main() -> None:
@@ -204,10 +202,14 @@ def main() -> None:
     given = parser.parse_args()
     if given.minutes - given.settle_minutes < 3:
         parser.error("--minutes must be at least 3 more than --settle-minutes")
-    with tempfile.TemporaryDirectory() as folder:
-        soak, said = run(Path(folder) / "data", given.minutes, given.settle_minutes)
+    soak = Soak(60 * given.settle_minutes)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            said = run(soak, Path(folder) / "data", given.minutes)
+    finally:
+        write_values(given.out.with_suffix(".csv"), soak)
     lines = [*said, "", *table(soak)]
-    write(given.out, soak, lines)
+    given.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     growing = [name for name, found in soak.slopes().items() if soak.verdict(name, found) == "GROWS"]
     print(f"grows: {growing}; replaced: {sorted(soak.replaced)}" if growing or soak.replaced else "nothing grows")

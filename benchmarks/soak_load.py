@@ -1,6 +1,6 @@
 """The mixed work of `soak.py`: tenants that train, sample, chat, save, pause, end sessions, look on and send rubbish.
 
-Nothing that they make is kept for long: weights have no name or a time to live, and what they create they delete.
+Nothing that they make is kept for long: weights have no name, or are deleted, and sessions end.
 """
 
 import base64
@@ -17,7 +17,6 @@ from tests.chaos.client import Client, Model, batch, tokens, well
 from tests.servers import MODEL
 from tests.squares import COLOURS, square
 
-TTL_S = 60
 PAUSE_S = 0.2
 """Between two turns of a tenant: two cores are for the server, and not for what waits for it."""
 SLEEP_S = 90
@@ -69,11 +68,11 @@ class Churner:
         model = Model(self.client, session_id, 0)
         model.create()
         model.train((1, 2))
-        path = model.do("/save_weights", path="state", ttl_seconds=TTL_S)["path"]
-        model.load(path, model.state)
-        model.do("/save_weights_for_sampler", path="sampler", ttl_seconds=TTL_S)
-        run_id, kind, name = path.removeprefix("tinker://").split("/")
-        self._http.delete(f"/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}").raise_for_status()
+        saved = [model.do(f"/{kind}", path="latest")["path"] for kind in ("save_weights", "save_weights_for_sampler")]
+        model.load(saved[0], model.state)
+        for path in saved:
+            run_id, _, name = path.removeprefix("tinker://").partition("/")
+            self._http.delete(f"/api/v1/training_runs/{run_id}/checkpoints/{name}").raise_for_status()
         reason = {"reason": {"type": "completed"}}
         self._http.post(f"/api/v1/sessions/{session_id}/finish", json=reason).raise_for_status()
 
