@@ -73,7 +73,7 @@ class Churner:
         for path in saved:
             run_id, _, name = path.removeprefix("tinker://").partition("/")
             self._http.delete(f"/api/v1/training_runs/{run_id}/checkpoints/{name}").raise_for_status()
-        reason = {"reason": {"type": "completed"}}
+        reason = {"reason": {"type": "success"}}
         self._http.post(f"/api/v1/sessions/{session_id}/finish", json=reason).raise_for_status()
 
 
