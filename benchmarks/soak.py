@@ -95,8 +95,9 @@ def of_disk(data_dir: Path) -> Values:
             size_bytes = path.lstat().st_blocks * 512
         except FileNotFoundError:
             continue  # it has just been deleted
-        top = path.relative_to(data_dir).parts[0]
-        found["database" if top.startswith("tinker-server.db") else top, "MiB"] += size_bytes / MIB
+        top = data_dir / path.relative_to(data_dir).parts[0]
+        part = top.name if top.is_dir() else "database" if top.name.startswith("tinker-server.db") else "other files"
+        found[part, "MiB"] += size_bytes / MIB
     found["log", "MiB"] = data_dir.with_suffix(".log").stat().st_size / MIB
     return dict(found)
 
@@ -105,6 +106,7 @@ def of_database(data_dir: Path) -> Values:
     """Return the rows of each table and of results that can be fetched, and the MiB that expired operations have."""
     with closing(sqlite3.connect(f"file:{data_dir / 'tinker-server.db'}?mode=ro", uri=True, timeout=30)) as database:
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        tables = [name for name in tables if name not in ("alembic_version", "lease")]  # one row each
         found = {(name, "rows"): _number(database, f'SELECT count(*) FROM "{name}"') for name in tables}
         found["fetchable results", "rows"] = _number(database, f"SELECT count(*) FROM futures WHERE NOT {_EXPIRED}")
         found["expired bodies", "MiB"] = _number(
@@ -158,7 +160,7 @@ def table(soak: Soak) -> list[str]:
     """Return the lines of the table, in Markdown."""
     lines = ["| measure | of | mean | slope an hour | its error | verdict |", "|---|---|---|---|---|---|"]
     for name, found in soak.slopes().items():
-        figures = f"{found.mean:.1f} | {found.per_hour:+.2f} | {found.error_per_hour:.2f}"
+        figures = f"{found.mean:.1f} | {found.per_hour:+z.2f} | {found.error_per_hour:.2f}"
         lines.append(f"| {name[1]} | {name[0]} | {figures} | {soak.verdict(name, found)} |")
     return lines
 

@@ -4,6 +4,7 @@ Nothing that they make is kept for long: weights have no name, or are deleted, a
 """
 
 import base64
+import io
 import random
 import threading
 import time
@@ -12,17 +13,17 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import httpx
+from PIL import Image
 
 from tests.chaos.client import Client, Model, batch, tokens, well
 from tests.servers import MODEL
-from tests.squares import COLOURS, square
 
 PAUSE_S = 0.2
 """Between two turns of a tenant: two cores are for the server, and not for what waits for it."""
 SLEEP_S = 90
 """A sleeper is silent for longer than `session_timeout_s`: its model goes to disk and comes back."""
 PAGES = ("/", "/runs", "/machine", "/machine/now", "/samples", "/checkpoints")
-IMAGE_TOKENS = 25
+SIDE, IMAGE_TOKENS = 160, 25
 
 
 class Work(Protocol):
@@ -47,7 +48,7 @@ class Trainer:
         """Take a step on text and one on a new picture, then hand the weights over and sample."""
         self._turns += 1
         self._model.train((self._turns % 7 + 1, 8))
-        jpeg = square(random.choice(list(COLOURS)), random.randrange(2**31))
+        jpeg = new_picture()
         self._model.do("/forward_backward", forward_backward_input=picture_batch(jpeg))
         self._model.do("/optim_step", adam_params={"learning_rate": 1e-4})
         saved = self._model.do("/save_weights_for_sampler", sampling_session_seq_id=self._turns)
@@ -102,7 +103,7 @@ class Chatter:
     def turn(self) -> None:
         """Hold one chat."""
         self._turns += 1
-        url = f"data:image/jpeg;base64,{base64.b64encode(square('red', random.randrange(2**31))).decode()}"
+        url = f"data:image/jpeg;base64,{base64.b64encode(new_picture()).decode()}"
         asked = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What colour is it?"}]
         body = {"model": MODEL, "messages": [{"role": "user", "content": asked}], "max_tokens": 8, "stream": True}
         with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -129,6 +130,13 @@ class Onlooker:
             self._http.post("/api/v1/retrieve_future", json={"request_id": f"unknown-{random.random()}"}),
         ]
         assert all(400 <= answer.status_code < 500 for answer in refused), [one.status_code for one in refused]
+
+
+def new_picture() -> bytes:
+    """A JPEG of noise that was never sent before, large enough to be stored apart from its body."""
+    buffer = io.BytesIO()
+    Image.frombytes("RGB", (SIDE, SIDE), random.randbytes(3 * SIDE * SIDE)).save(buffer, "JPEG")
+    return buffer.getvalue()
 
 
 def text_chunk(token_ids: list[int]) -> dict[str, Any]:
