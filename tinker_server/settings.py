@@ -57,7 +57,7 @@ class Settings(BaseSettings):
     """Whether `/metrics` needs no key if the scraper is on this machine without a proxy in between."""
     otel_endpoint: str = Field(default="", pattern=r"^(https?://[^\s?#]+)?$")
     """URL of a collector of OpenTelemetry traces (OTLP/HTTP), such as http://127.0.0.1:4318. If empty: no traces."""
-    steps_kept_s: float = Field(default=90 * 24 * 3600, ge=3600)
+    steps_kept_s: float = Field(default=90 * 24 * 3600, ge=60)
     """Seconds for which the recorded steps of runs are kept. The dashboard plots them."""
     samples_shown: int = Field(default=50, ge=0)
     """Latest samples that the dashboard shows for each owner. 0: none."""

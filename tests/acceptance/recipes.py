@@ -65,10 +65,10 @@ class Cookbook:
             "WANDB_MODE": "disabled",
         }
 
-    def run(self, recipe: str, *arguments: str, log_dir: Path | None = None, module: str = "recipes") -> Run:
-        """`python -m tinker_cookbook.recipes.RECIPE ...`; fails with the end of what it said."""
-        command = [PYTHON, "-m", f"tinker_cookbook.{module}.{recipe}", *arguments]
-        output, wall_s = self.call(command)
+    def run(self, recipe: str, *arguments: str, log_dir: Path | None = None, said: str = "") -> Run:
+        """`python -m tinker_cookbook.recipes.RECIPE ...` with an input; fails with the end of its output."""
+        command = [PYTHON, "-m", f"tinker_cookbook.recipes.{recipe}", *arguments]
+        output, wall_s = self.call(command, said)
         run = Run(log_dir or self.folder, wall_s, output)
         if log_dir is not None:
             self.steps += len(run.metrics)
@@ -79,13 +79,14 @@ class Cookbook:
         log_dir = self.folder / "runs" / recipe / str(time.time_ns())
         return self.run(recipe, f"log_path={log_dir}", *arguments, log_dir=log_dir)
 
-    def call(self, command: list[Any]) -> tuple[str, float]:
+    def call(self, command: list[Any], said: str = "") -> tuple[str, float]:
         """Return the output of a command in the working folder, and its seconds. Fails if the command does."""
         began = time.monotonic()
         done = subprocess.run(
             command,
             cwd=self.folder,
             env=self.environment,
+            input=said,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,6 +10,7 @@ from tests.acceptance.recipes import Cookbook, Run
 DELETE = "behavior_if_log_dir_exists=delete"
 
 
+@pytest.mark.quick
 def test_dpo(cookbook: Cookbook, shows) -> None:
     run = cookbook.train("preference.dpo.train", DELETE, "batch_size=16", "max_steps=4", "learning_rate=1e-3")
     loss = run.column("dpo_loss")
@@ -40,6 +41,7 @@ def test_rlhf_pipeline(cookbook: Cookbook, shows) -> None:
     shows("preference.rlhf.rlhf_pipeline: SFT, reward model, RL", f"KL sampler to trainer {kl[0]:.1e}")
 
 
+@pytest.mark.quick
 def test_off_policy_reasoning(cookbook: Cookbook, shows) -> None:
     sizes = ("batch_size=16", "max_prompts=64", "buffer_size=64", "max_steps=3", "eval_every=0")
     run = cookbook.train("distillation.off_policy_reasoning", DELETE, *sizes)
@@ -69,3 +71,19 @@ def test_sdft(cookbook: Cookbook, shows, reverse: bool) -> None:
     run = cookbook.train("sdft.train", DELETE, *sizes)
     assert len(run.metrics) == 2 and run.checkpoints[-1]["name"] == "final"
     shows(f"sdft.train, {'reverse' if reverse else 'forward'} KL, top 20", "soft targets [N, 20]")
+
+
+def test_continual_learning(cookbook: Cookbook, shows) -> None:
+    """Two stages, each by SFT and by self-distillation with top-k targets; the second goes on from the first."""
+    root = cookbook.folder / "runs" / "continual"
+    model = ("model_name=Qwen/Qwen3.5-4B", "data_dir=self-distillation", f"log_root={root}", "lora_rank=8")
+    sizes = ("batch_size=8", "max_tokens=64", "methods=sft,sdft_topk", "learning_rates=1e-3")
+    cookbook.run("sdft.run_continual_learning", *model, *sizes)
+    for method in ("sft", "sdft_topk"):
+        first, second = (root / f"stage{stage}_{method}_lr1e-03" for stage in (1, 2))
+        begun = json.loads((second / "config.json").read_text())["load_checkpoint_path"]
+        assert begun == json.loads((first / "run_result.json").read_text())["checkpoint_path"]
+        cookbook.steps += len(Run(first, 0, "").metrics) + len(Run(second, 0, "").metrics)
+    nll = Run(root / "stage1_sft_lr1e-03", 0, "").column("train_mean_nll")
+    assert nll[-1] < nll[0]
+    shows("sdft.run_continual_learning, two methods and stages", f"train NLL {nll[0]:.2f} -> {nll[-1]:.2f}")

@@ -61,6 +61,12 @@ def test_rubric(cookbook: Cookbook, shows) -> None:
     shows("rubric.generate_data and .train", f"KL sampler to trainer {agreement(run):.1e}")
 
 
+def test_prometheus(cookbook: Cookbook, shows) -> None:
+    run = cookbook.train("rubric.prometheus_experimental", DELETE, "groups_per_batch=4", "max_steps=2", "eval_every=0")
+    assert agreement(run) < LARGEST_KL
+    shows("rubric.prometheus_experimental", f"KL sampler to trainer {agreement(run):.1e}")
+
+
 def test_rl_numerics_check(cookbook: Cookbook, shows) -> None:
     task = ("task.num_pages_min=2", "task.num_pages_max=3", "task.page_chars=400")
     sizes = ("group_size=2", "groups_per_batch=2", "max_tokens=32", "max_steps=2")
@@ -83,6 +89,14 @@ def test_multiplayer(cookbook: Cookbook, shows, game: str) -> None:
     assert agreement(run) < LARGEST_KL
     turns = run.column("env/all/turns_per_episode")[0]
     shows(f"multiplayer_rl.{game}.train", f"KL sampler to trainer {agreement(run):.1e}, {turns:.1f} turns")
+
+
+def test_forecasting(cookbook: Cookbook, shows) -> None:
+    model = ("model_name=Qwen/Qwen3.5-4B", "renderer_name=qwen3_5_disable_thinking", "data_path=markets.csv")
+    sizes = ("groups_per_batch=4", "group_size=2", "validation_group_size=1", "max_tokens=16", "max_steps=2")
+    run = cookbook.train("forecasting.train", DELETE, *model, *sizes)
+    assert agreement(run) < LARGEST_KL
+    shows("forecasting.train", f"KL sampler to trainer {agreement(run):.1e}")
 
 
 def test_true_thinking_score(cookbook: Cookbook, shows) -> None:

@@ -1,6 +1,9 @@
 """Supervised recipes: chat, loops, resuming after a killed client, prompt distillation."""
 
+import json
 import time
+
+import pytest
 
 from tests.acceptance.recipes import Cookbook, Run
 
@@ -14,6 +17,7 @@ def assert_saved(run: Run) -> None:
     assert last["state_path"].startswith("tinker://") and last["sampler_path"].startswith("tinker://")
 
 
+@pytest.mark.quick
 def test_sl_loop(cookbook: Cookbook, shows) -> None:
     run = cookbook.train("sl_loop", "batch_size=16", "max_steps=4", "learning_rate=3e-3", "save_every=2")
     nll = run.column("train_mean_nll")
@@ -41,6 +45,28 @@ def test_chat_sl_goes_on_after_its_client_was_killed(cookbook: Cookbook, shows) 
     assert_saved(run)
     nll = run.column("train_mean_nll")
     shows("chat_sl.train, killed and resumed, rolling checkpoints", f"train NLL {nll[0]:.2f} -> {nll[-1]:.2f}")
+
+
+def test_a_sweep_of_chat_sl_recommends_the_better_rate(cookbook: Cookbook, shows) -> None:
+    sweep_dir = cookbook.folder / "runs" / "sweep"
+    base = ("recipe=sft", "base.batch_size=16", "base.eval_every=0", "base.max_length=512")
+    axes = ("learning_rates=[1e-6,3e-3]", "lora_ranks=[8]", "training_budget_examples=48", "max_parallel=2")
+    cookbook.run("chat_sl.sweep", f"sweep_dir={sweep_dir}", *base, *axes)
+    found = json.loads((sweep_dir / "recommendations.json").read_text())["recommendations"]["rank_8"]
+    assert found["learning_rate"] == 3e-3
+    shows("chat_sl.sweep, two runs side by side", f"train NLL {found['train_mean_nll']:.2f} at the better rate")
+
+
+def test_decisions(cookbook: Cookbook, shows) -> None:
+    said = cookbook.run("decisions.demo", "model_name=Qwen/Qwen3.5-4B", said="How do I pay?\n\n").output
+    shares = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-3) and len(shares) == 4
+    sizes = ("model_name=Qwen/Qwen3.5-4B", "data_path=markets.csv", "batch_size=16", "epochs=4", "learning_rate=3e-3")
+    run = cookbook.train("decisions.forecasting", DELETE, *sizes)
+    loss, reward = run.column("train/loss"), run.column("test/brier_reward")
+    assert loss[-1] < loss[0]
+    assert_saved(run)
+    shows("decisions.demo and .forecasting", f"Brier loss {loss[0]:.2f} -> {loss[-1]:.2f}, {reward[-1]:.2f} held out")
 
 
 def test_prompt_distillation(cookbook: Cookbook, shows) -> None:

@@ -10,6 +10,7 @@ EXAMPLES = ROOT / "examples" / "vision_rl"
 MODEL = ("model_name=Qwen/Qwen3-VL-30B-A3B-Instruct", f"model_dir={ROOT / 'tinker_server' / 'tiny_vl'}")
 
 
+@pytest.mark.quick
 def test_two_turns_of_squares_are_learned_and_measured_again(cookbook: Cookbook, shows) -> None:
     log_dir = cookbook.folder / "runs" / "squares"
     sizes = ("warm_steps=32", "rl_steps=4", "validation_groups=64", "eval_every=4")
@@ -39,4 +40,25 @@ def test_two_turns_of_squares_are_learned_and_measured_again(cookbook: Cookbook,
         "examples/vision_rl squares, two turns",
         f"validation reward {validation[0]:.2f} after the warm start, {found['reward']:.2f} +- "
         f"{found['standard_error']:.2f} after 4 steps of RL",
+    )
+
+
+def test_what_the_tool_says_in_geometry_decides_the_second_turn(cookbook: Cookbook, shows) -> None:
+    log_dir = cookbook.folder / "runs" / "asking"
+    sizes = ("warm_steps=100", "rl_steps=2", "batch_size=4", "group_size=4", "validation_groups=30", "eval_every=2")
+    files = (f"log_path={log_dir}", f"records={log_dir.with_name('asked') / 'train.parquet'}")
+    said, wall_s = cookbook.call([PYTHON, ROOT / "tests" / "acceptance" / "asking.py", *files, *MODEL, *sizes])
+    run = Run(log_dir / "rl", wall_s, said)
+    cookbook.steps += len(run.metrics)
+    assert min(run.column("env/all/turns_per_episode")) > 1.5
+    assert max(run.column("optim/kl_sample_train_v1")) < 1e-5, "both turns were sampled by what was trained"
+    found = json.loads(said.splitlines()[-1])
+    true, opposite = found["tool"], found["opposite"]
+    turns, rewards = true["turns"], (true["reward"], opposite["reward"])
+    error = (true["standard_error"] ** 2 + opposite["standard_error"] ** 2) ** 0.5
+    assert turns > 1.5
+    assert rewards[0] > rewards[1] + 3 * error, "the words alone tell the two tools apart"
+    shows(
+        "examples/vision_rl geometry, the tool's words used",
+        f"reward {rewards[0]:.2f} in {turns:.1f} turns, {rewards[1]:.2f} with a tool that says the opposite",
     )

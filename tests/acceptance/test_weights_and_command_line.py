@@ -37,6 +37,7 @@ def logprobs(model: torch.nn.Module, token_ids: list[int]) -> np.ndarray:
     return logprobs
 
 
+@pytest.mark.quick
 def test_exported_weights_give_the_servers_own_numbers(cookbook: Cookbook, shows, trained: Run, tmp_path: Path) -> None:
     last = trained.checkpoints[-1]
     raw, adapter, merged = (tmp_path / name for name in ("raw", "adapter", "merged"))

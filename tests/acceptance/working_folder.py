@@ -6,6 +6,7 @@ Runs in the cookbook's environment. Transformers and datasets prefer a relative 
 so that recipes run unchanged and offline. Texts are made here, a few dozen rows of each: enough for some steps.
 """
 
+import csv
 import io
 import json
 import random
@@ -138,6 +139,18 @@ def write_texts(folder: Path) -> None:
         for i in range(20)
     ]
     write_jsonl(folder / "hicai-zju" / "SciKnowEval", {"test": exam})
+    graded = [
+        {
+            "orig_instruction": f"Say {sentence(i)}.",
+            "orig_criteria": "Does the answer say all words?",
+            **{f"orig_score{score}_description": f"{score - 1} of the words are said." for score in range(1, 6)},
+            "orig_reference_answer": f"{sentence(i).capitalize()}.",
+        }
+        for i in range(32)
+    ]
+    write_jsonl(folder / "prometheus-eval" / "Feedback-Collection", {"train": graded})
+    write_markets(folder / "markets.csv")
+    write_tasks(folder / "self-distillation")
     pages = [
         {"text": f"{sentence(i)} until {sentence(i + 1)} after {sentence(i + 2)} before the night."} for i in range(400)
     ]
@@ -155,6 +168,56 @@ def write_jsonl(directory: Path, splits: dict[str, Sequence[object]], config: st
     if config is not None:
         files = "".join(f"  - split: {split}\n    path: data/{split}.jsonl\n" for split in splits)
         (directory / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
+
+
+def write_markets(path: Path) -> None:
+    """Questions about the future with the columns of Prophet-Arena, half of them before the split of the recipes."""
+    rows = []
+    for i in range(48):
+        month, word = ("09" if i < 32 else "11"), WORDS[i % len(WORDS)]
+        rows.append(
+            {
+                "submission_id": f"s{i}",
+                "event_ticker": f"E{i}",
+                "title": f"Will the {word} open?",
+                "snapshot_time": f"2025-{month}-01T00:00:00Z",
+                "close_time": f"2025-{month}-{2 + i % 20:02}T00:00:00Z",
+                "market_outcome": json.dumps({f"The {word} opens": i % 2}),
+                "category": "Towns",
+                "markets": json.dumps([f"The {word} opens"]),
+                "sources": json.dumps([{"title": word, "summary": "It opens." if i % 2 else "It stays closed."}]),
+            }
+        )
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_tasks(directory: Path) -> None:
+    """The two tasks of continual self-distillation, as Arrow files: calls of tools, then questions of science."""
+    import datasets
+
+    tools = [
+        {
+            "prompt": f"Call a tool for {sentence(i)}.",
+            "golden_response": [f"Action: {sentence(i)}"],
+            "golden_answer": [],
+        }
+        for i in range(32)
+    ]
+    science = [
+        {
+            "messages": [{"role": "system", "content": "Choose."}, *chat(i)[:1]],
+            "output_text": f"<reasoning>\n{sentence(i)}\n</reasoning>\n<answer>\nA\n</answer>",
+            "prompt": chat(i)[:1],
+            "answer": "A",
+        }
+        for i in range(32)
+    ]
+    for name, rows in (("tooluse_data", tools), ("science_data", science)):
+        for part, taken in (("train_data", rows[:24]), ("eval_data", rows[24:])):
+            datasets.Dataset.from_list(taken).save_to_disk(directory / name / part)
 
 
 def write_photographs(directory: Path, archive: Path) -> None:

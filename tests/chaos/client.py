@@ -39,12 +39,13 @@ class Client:
     """Plain HTTP to a server that may be away for a while."""
 
     base_url: str
+    key: str = KEY
     answered: list[Request] = field(default_factory=list)
     under_way: list[Request] = field(default_factory=list)
     """Submitted requests without a result."""
 
     def __post_init__(self) -> None:
-        self._http = httpx.Client(base_url=f"{self.base_url}/api/v1", timeout=60, headers={"X-API-Key": KEY})
+        self._http = httpx.Client(base_url=f"{self.base_url}/api/v1", timeout=60, headers={"X-API-Key": self.key})
 
     def get(self, path: str) -> Json:
         answer: Json = self._http.get(path).raise_for_status().json()
