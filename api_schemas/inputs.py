@@ -132,7 +132,9 @@ class DmelChunk(Request):
 def _chunk_kind(value: object) -> str | None:
     if not isinstance(value, dict):
         return getattr(value, "type", None)
-    return str(value["type"]) if value.get("type") is not None else chunk_type(value)
+    if (kind := value.get("type")) is None:
+        return chunk_type(value)
+    return kind if isinstance(kind, str) else None
 
 
 Chunk = Annotated[

@@ -12,7 +12,7 @@ import zstandard
 from google.protobuf.message import DecodeError
 
 from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.base import unstorable
+from api_schemas.base import MAX_TEXT, too_long, unstorable
 from api_schemas.inputs import (
     Datum,
     DmelChunk,
@@ -105,8 +105,9 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
     } or dict(message.loss_fn_config)
-    for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn)):
-        if (problem := unstorable(text)) is not None:
+    texts = [("loss_fn_config", one) for key, value in config.items() for one in (key, value) if isinstance(one, str)]
+    for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn), *texts):
+        if (problem := too_long(text) or unstorable(text)) is not None:
             raise MalformedBody(f"{name}: {problem}")
     return ForwardBackwardRequest(
         model_id=message.model_id,
@@ -145,7 +146,7 @@ def envelope_of(body: bytes) -> Envelope | None:
         model_id, seq_id, forward_only = (found.get(field, 0) for field in _ENVELOPE)
         if not isinstance(seq_id, int):
             return None
-        text = bytes(model_id).decode() if isinstance(model_id, memoryview) else ""
+        text = bytes(model_id[:MAX_TEXT]).decode() if isinstance(model_id, memoryview) else ""
         return Envelope(text, (seq_id + 2**31) % 2**32 - 2**31, bool(forward_only))
     except ValueError:
         return None
@@ -203,6 +204,9 @@ def _not_protobuf() -> MalformedBody:
 
 
 def _datum(index: int, message: pb.Datum) -> Datum:
+    for name in message.loss_fn_inputs:
+        if (problem := too_long(name)) is not None:
+            raise MalformedBody(f"datum {index}: a name in loss_fn_inputs {problem}")
     try:
         return Datum.model_construct(
             model_input=ModelInput.model_construct(chunks=[_chunk(chunk) for chunk in message.model_input]),

@@ -8,7 +8,7 @@ from typing import Any
 
 from api_schemas.base import unstorable
 from backends.protocol import ChatEndpoint
-from tinker_server.chat.bounds import require_bounded
+from tinker_server.chat.bounds import MAX_NAME, quoted, require_bounded
 from tinker_server.errors import BadField
 
 MAX_CHOICES = 128
@@ -113,6 +113,8 @@ def parse(content: bytes | bytearray) -> dict[str, Any]:
         raise BadField("the body is no JSON") from None
     if not isinstance(body, dict):
         raise BadField("the body is no JSON object")
+    if (longest := max(map(len, body), default=0)) > MAX_NAME:
+        raise BadField(f"the body has a field whose name has {longest} characters; {MAX_NAME} are allowed")
     return body
 
 
@@ -126,14 +128,14 @@ def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Ch
             raise BadField(
                 f"{field} is not supported; supported are {allowed}"
                 if moot is None
-                else f"{field} is {str(value)[:100]}; supported is {' or '.join(map(json.dumps, moot))}",
+                else f"{field} is {quoted(value)}; supported is {' or '.join(map(json.dumps, moot))}",
                 field,
             )
         if (problem := unstorable(value)) is not None:
             raise BadField(f"{field} {problem}", field)
     require_bounded(body)
     model = body.get("model")
-    if not isinstance(model, str):
+    if not isinstance(model, str) or len(model) > MAX_NAME:
         raise BadField("model is missing: the name of a base model, a tinker:// path, or both as base;path", "model")
     n = _checked(body, "n", 1, lambda n: isinstance(n, int) and 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
     _checked(body, "temperature", 1, _is_temperature, f"0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
@@ -153,7 +155,7 @@ def _is_moot(endpoint: ChatEndpoint, field: str, value: object) -> bool:
 def _checked(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:
     value = default if body.get(field) is None else body[field]
     if not is_good(value):
-        raise BadField(f"{field} is {str(value)[:100]}; it must be {allowed}", field)
+        raise BadField(f"{field} is {quoted(value)}; it must be {allowed}", field)
     return value
 
 
