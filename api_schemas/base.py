@@ -25,10 +25,12 @@ MAX_DEPTH = 64
 """Largest nesting of lists and objects in a free-form field, such as user_metadata."""
 MAX_FIELDS = 64
 """Largest number of entries of an object with known fields, since each unknown one would be an error of its own."""
+MAX_TEXT = 16 << 10
+"""Largest number of characters of a text or of a field's name: ids, paths and names, which an error may quote."""
 NOTED_BYTES = 16 << 10
 """Largest size of a free-form field as JSON, since it is stored, listed and cached in memory."""
 NOTED_TOO_LARGE = "noted_too_large"
-"""Type of the error for a field beyond NOTED_BYTES."""
+"""Type of the error for a field beyond NOTED_BYTES or MAX_TEXT."""
 SLICE = 1 << 16
 """Values handled by one call: Python's threads switch between calls into numpy or pydantic, not within one."""
 
@@ -59,6 +61,8 @@ class Request(BaseModel):
     def _can_be_stored(cls, value: object, _: ValidationInfo) -> object:
         if isinstance(value, list) and all(set(map(type, part)) <= {int, float} for part in slices(value)):
             return value  # perhaps a million numbers; they become an array, which has its own bounds
+        if isinstance(value, str):
+            _require_short(value)
         return require_storable(value)
 
 
@@ -83,10 +87,23 @@ def at_most(count: int) -> BeforeValidator:
 
 
 def _few_entries(value: object, count: int) -> object:
-    if isinstance(value, dict) and len(value) > count:
-        text = "has {number} entries; at most {count} are allowed"
-        raise PydanticCustomError("too_many_entries", text, {"number": len(value), "count": count})
+    if isinstance(value, dict):
+        if len(value) > count:
+            text = "has {number} entries; at most {count} are allowed"
+            raise PydanticCustomError("too_many_entries", text, {"number": len(value), "count": count})
+        for name in value:
+            _require_short(name)
     return value
+
+
+def _require_short(text: str) -> None:
+    if (problem := too_long(text)) is not None:
+        raise PydanticCustomError(NOTED_TOO_LARGE, "{problem}", {"problem": problem})
+
+
+def too_long(text: str) -> str | None:
+    """Return why a text cannot be quoted; None if it can."""
+    return None if len(text) <= MAX_TEXT else f"has {len(text)} characters; at most {MAX_TEXT} are allowed"
 
 
 def _few_bytes(value: object) -> object:

@@ -28,10 +28,14 @@ from api_schemas.old_clients.fields import chunk_type, image_fields
 
 MAX_CHUNKS = 1 << 14
 """Largest number of chunks of one input."""
+QUICK_CHUNKS = 64
+"""Chunks of text that are laid out in half a millisecond; more are laid out in a thread."""
 MAX_TENSORS = 32
 """Largest number of tensors of one datum."""
 MAX_COLUMNS, MAX_CELLS = 1 << 10, 1 << 24
 """Bounds on the columns of a sparse tensor and the dense cells of a request, which a few bytes can describe."""
+MAX_IMAGE_CHARS = 64 << 20
+"""Characters of one image, encoded: parsing one string is one long call, which stops all threads."""
 _BASE64_SLICE = 1 << 20  # a multiple of 4, so that each slice is valid base64
 
 DTYPES: dict[str, np.dtype[np.generic]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
@@ -132,7 +136,9 @@ class DmelChunk(Request):
 def _chunk_kind(value: object) -> str | None:
     if not isinstance(value, dict):
         return getattr(value, "type", None)
-    return str(value["type"]) if value.get("type") is not None else chunk_type(value)
+    if (kind := value.get("type")) is None:
+        return chunk_type(value)
+    return kind if isinstance(kind, str) else None
 
 
 Chunk = Annotated[

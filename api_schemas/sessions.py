@@ -57,7 +57,7 @@ class FinishSessionRequest(Request):
 
     reason: FinishReason
     """Outcome of the session."""
-    detail: str | None = None
+    detail: Annotated[str | None, NOTED] = None
     """Details of the outcome, as a text."""
 
 

@@ -12,7 +12,7 @@ import zstandard
 from google.protobuf.message import DecodeError
 
 from api_schemas import tinker_wire_pb2 as pb
-from api_schemas.base import unstorable
+from api_schemas.base import MAX_TEXT, too_long, unstorable
 from api_schemas.inputs import (
     Datum,
     DmelChunk,
@@ -45,6 +45,10 @@ PROTOBUF = "application/x-protobuf"
 MAX_PARTS = 1 << 16
 """Largest number of datums, chunks and tensors of a request together."""
 MAX_DIMENSIONS = 8
+_TEXT_BYTES = 4 * MAX_TEXT
+"""Bytes of the longest text."""
+_KEY = 1
+"""Field number of the key in an entry of a map."""
 _ENVELOPE = (1, 2, 6)
 """Field numbers of model_id, seq_id and forward_only."""
 
@@ -105,8 +109,9 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
     } or dict(message.loss_fn_config)
-    for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn)):
-        if (problem := unstorable(text)) is not None:
+    texts = [("loss_fn_config", one) for key, value in config.items() for one in (key, value) if isinstance(one, str)]
+    for name, text in (("model_id", message.model_id), ("loss_fn", message.loss_fn), *texts):
+        if (problem := too_long(text) or unstorable(text)) is not None:
             raise MalformedBody(f"{name}: {problem}")
     return ForwardBackwardRequest(
         model_id=message.model_id,
@@ -145,24 +150,40 @@ def envelope_of(body: bytes) -> Envelope | None:
         model_id, seq_id, forward_only = (found.get(field, 0) for field in _ENVELOPE)
         if not isinstance(seq_id, int):
             return None
-        text = bytes(model_id).decode() if isinstance(model_id, memoryview) else ""
+        text = bytes(model_id[:MAX_TEXT]).decode() if isinstance(model_id, memoryview) else ""
         return Envelope(text, (seq_id + 2**31) % 2**32 - 2**31, bool(forward_only))
     except ValueError:
         return None
 
 
 def _require_few_parts(body: bytes) -> None:
-    """Bound the parts of a body: one of two bytes takes a hundred once it is parsed. Raises MalformedBody."""
+    """Bound the parts of a body, one of which may take a hundred bytes for two once it is parsed, and its texts.
+
+    Raises MalformedBody.
+    """
     num_parts = 0
     for field, value in _fields(body):
         num_parts += 1
         if field == pb.ForwardBackwardRequest.DATA_FIELD_NUMBER and isinstance(value, memoryview):
-            for _ in _fields(value):
+            for part, content in _fields(value):
                 num_parts += 1
                 if num_parts > MAX_PARTS:
                     break
+                if part == pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER:
+                    _require_short_name(content)
+        elif isinstance(value, memoryview) and len(value) > _TEXT_BYTES:
+            raise MalformedBody(f"field {field} has {len(value)} bytes; at most {_TEXT_BYTES} are allowed")
         if num_parts > MAX_PARTS:
             raise MalformedBody(f"the body has more than {MAX_PARTS} parts (datums, chunks, tensors)")
+
+
+def _require_short_name(entry: int | memoryview) -> None:
+    """Bound the name of a tensor before it is parsed, which is one long call. Raises MalformedBody."""
+    if not isinstance(entry, memoryview) or len(entry) <= _TEXT_BYTES:
+        return
+    for field, value in _fields(entry):
+        if field == _KEY and isinstance(value, memoryview) and len(value) > _TEXT_BYTES:
+            raise MalformedBody(f"a name in loss_fn_inputs has {len(value)} bytes; at most {_TEXT_BYTES} are allowed")
 
 
 def _fields(message: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:
@@ -203,6 +224,9 @@ def _not_protobuf() -> MalformedBody:
 
 
 def _datum(index: int, message: pb.Datum) -> Datum:
+    for name in message.loss_fn_inputs:
+        if (problem := too_long(name)) is not None:
+            raise MalformedBody(f"datum {index}: a name in loss_fn_inputs {problem}")
     try:
         return Datum.model_construct(
             model_input=ModelInput.model_construct(chunks=[_chunk(chunk) for chunk in message.model_input]),

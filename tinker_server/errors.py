@@ -27,6 +27,8 @@ from api_schemas.wire import MalformedBody
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 
 log = logging.getLogger(__name__)
+MAX_CHARACTERS = 4000
+"""Longest text of an error. It may quote what a client sent, and is encoded, stored and logged between other work."""
 _PATH = re.compile(r"(?<![\w:/])/(?:[^\s'\"/:,;()]+/)*[^\s'\"/:,;()]+")
 """A path on this machine, which clients must not see. A tinker:// path does not match."""
 
@@ -242,13 +244,19 @@ def failure(error: Exception) -> FutureFailed:
     """
     match error:
         case InvalidInput() | MalformedBody():
-            return FutureFailed(error=str(error), category="user")
+            return FutureFailed(error=shortened(str(error)), category="user")
         case TinkerServerError():
-            return FutureFailed(error=str(error), category="user" if error.category == "user" else "server")
+            return FutureFailed(error=shortened(str(error)), category="user" if error.category == "user" else "server")
         case ModelLost() | BackendFailed():
-            log.error("an operation failed: %s", error)
-            return FutureFailed(error=_PATH.sub("[path]", str(error)), category="server")
+            log.error("an operation failed: %s", shortened(str(error)))
+            return FutureFailed(error=_PATH.sub("[path]", shortened(str(error))), category="server")
         case _:
             log.error("an operation failed unexpectedly", exc_info=error)
             text = f"the operation failed unexpectedly ({type(error).__name__}); the server's log has the details"
             return FutureFailed(error=text, category="server")
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of an error's text, and the number of the characters that are left out."""
+    left_out = len(text) - MAX_CHARACTERS
+    return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]}... and {left_out} more characters"

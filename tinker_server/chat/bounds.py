@@ -5,12 +5,18 @@ billions of states. These bounds limit how large a small body can become.
 """
 
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from re import _constants as sre_constants
 from re import _parser as sre_parser
 
+from api_schemas.base import NOTED_BYTES, unstorable
 from tinker_server.errors import BadField
 
+QUOTED = 100
+"""Characters of a value that a refusal quotes."""
+MAX_NAME = 1024
+"""Characters of a field's name, and of `model`."""
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 """Content parts and tool calls of all messages together."""
@@ -56,6 +62,21 @@ def require_bounded(body: Mapping[str, object]) -> None:
     counted = (value for field, value in body.items() if field != "prompt")
     if sum(1 for _ in _values(counted)) > MAX_VALUES:
         raise BadField(f"the request has more than {MAX_VALUES} values")
+
+
+def require_echoed(value: object, field: str) -> None:
+    """Raise BadField for a value that is too large to come back in each event of an answer."""
+    if (problem := unstorable(value)) is not None:
+        raise BadField(f"{field} {problem}", field)
+    if sum(map(_size, _values([value]))) > NOTED_BYTES:
+        raise BadField(f"{field} is larger than {NOTED_BYTES} bytes", field)
+
+
+def _size(value: object) -> int:
+    """Return about the bytes of a value as JSON, without what it holds."""
+    if isinstance(value, dict):
+        return sum(map(len, value))
+    return len(value) if isinstance(value, str) else 1
 
 
 def _parts(value: object, where: str) -> Iterator[tuple[str, dict[str, object]]]:
@@ -174,6 +195,11 @@ def _values(values: Iterable[object]) -> Iterator[object]:
             yield from _values(value.values())
         elif isinstance(value, list):
             yield from _values(value)
+
+
+def quoted(value: object) -> str:
+    """Return the beginning of a value as a refusal quotes it, however large or nested it is."""
+    return value[:QUOTED] if isinstance(value, str) else reprlib.repr(value)[:QUOTED]
 
 
 def _named(value: object) -> str:

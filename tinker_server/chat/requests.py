@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from api_schemas.base import unstorable
+from api_schemas.inputs import MAX_IMAGE_CHARS
 from backends.protocol import ChatEndpoint
-from tinker_server.chat.bounds import require_bounded
+from tinker_server.chat.bounds import MAX_NAME, quoted, require_bounded
 from tinker_server.errors import BadField
 
 MAX_CHOICES = 128
 """Answers to one prompt."""
 MAX_TEXT_BYTES = 16 << 20
 """Bytes of a body beside its images; a context of a million tokens has some five million."""
-MAX_IMAGE_CHARS = 64 << 20
-"""Characters of one image, encoded: parsing one string is one long call too."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Bounds as for samples; the engine would silently raise a lower temperature to the lowest."""
 _DATA_FIELD = re.compile(rb'"data"\s*:\s*"$')
@@ -113,6 +112,8 @@ def parse(content: bytes | bytearray) -> dict[str, Any]:
         raise BadField("the body is no JSON") from None
     if not isinstance(body, dict):
         raise BadField("the body is no JSON object")
+    if (longest := max(map(len, body), default=0)) > MAX_NAME:
+        raise BadField(f"the body has a field whose name has {longest} characters; {MAX_NAME} are allowed")
     return body
 
 
@@ -126,14 +127,14 @@ def checked(endpoint: ChatEndpoint, body: dict[str, Any], size_bytes: int) -> Ch
             raise BadField(
                 f"{field} is not supported; supported are {allowed}"
                 if moot is None
-                else f"{field} is {str(value)[:100]}; supported is {' or '.join(map(json.dumps, moot))}",
+                else f"{field} is {quoted(value)}; supported is {' or '.join(map(json.dumps, moot))}",
                 field,
             )
         if (problem := unstorable(value)) is not None:
             raise BadField(f"{field} {problem}", field)
     require_bounded(body)
     model = body.get("model")
-    if not isinstance(model, str):
+    if not isinstance(model, str) or len(model) > MAX_NAME:
         raise BadField("model is missing: the name of a base model, a tinker:// path, or both as base;path", "model")
     n = _checked(body, "n", 1, lambda n: isinstance(n, int) and 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}")
     _checked(body, "temperature", 1, _is_temperature, f"0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
@@ -153,7 +154,7 @@ def _is_moot(endpoint: ChatEndpoint, field: str, value: object) -> bool:
 def _checked(body: dict[str, object], field: str, default: Any, is_good: Callable[[Any], bool], allowed: str) -> Any:
     value = default if body.get(field) is None else body[field]
     if not is_good(value):
-        raise BadField(f"{field} is {str(value)[:100]}; it must be {allowed}", field)
+        raise BadField(f"{field} is {quoted(value)}; it must be {allowed}", field)
     return value
 
 

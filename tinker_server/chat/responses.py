@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinker_server.chat.bounds import quoted, require_echoed
 from tinker_server.errors import BadField
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
@@ -37,9 +38,10 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
     for name, value in body.items():
         if name in WITHOUT_EFFECT and value not in WITHOUT_EFFECT[name]:
             allowed = " or ".join(map(json.dumps, WITHOUT_EFFECT[name]))
-            raise BadField(f"{name} is {str(value)[:100]}; supported is {allowed}", name)
+            raise BadField(f"{name} is {quoted(value)}; supported is {allowed}", name)
         if name not in (*FIELDS, *WITHOUT_EFFECT, *LABELS):
             raise BadField(f"{name} is not supported; supported are {', '.join(sorted(FIELDS))}", name)
+    require_echoed(body.get("metadata"), "metadata")
     chat = {name: body[name] for name in SAME if name in body}
     said = body.get("instructions")
     chat["messages"] = [*([{"role": "system", "content": said}] if said else []), *_messages(body.get("input"))]
@@ -121,15 +123,28 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     text = _object(value, "text")
+    _require_known(text, ("format", "verbosity"), "text")
     if text.get("verbosity") not in (None, "medium"):
-        raise BadField(f"text.verbosity is {text['verbosity']}; supported is medium", "text")
+        raise BadField(f"text.verbosity is {quoted(text['verbosity'])}; supported is medium", "text")
     form = _object(text.get("format") or {"type": "text"}, "text.format")
-    match _one_of(form.get("type"), ("text", "json_object", "json_schema"), "text.format.type"):
+    kind = _one_of(form.get("type"), ("text", "json_object", "json_schema"), "text.format.type")
+    if kind != "json_schema":
+        _require_known(form, ("type",), "text.format")
+    match kind:
         case "json_schema":
             return {"type": "json_schema", "json_schema": {name: one for name, one in form.items() if name != "type"}}
         case "json_object":
             return {"type": "json_object"}
     return None
+
+
+def _require_known(value: dict[str, Any], allowed: tuple[str, ...], where: str) -> None:
+    """Raise BadField for a further field, which would come back unread."""
+    for name in value:
+        if name not in allowed:
+            raise BadField(
+                f"{where}.{quoted(name)} is not supported; supported are {', '.join(allowed)}", where.partition(".")[0]
+            )
 
 
 def _list(value: Any, where: str) -> list[Any]:
@@ -146,7 +161,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _one_of(value: Any, allowed: Any, where: str) -> str:
     if not isinstance(value, str) or value not in allowed:
-        raise BadField(f"{where} is {str(value)[:100]}; supported are {', '.join(allowed)}", where.partition(".")[0])
+        raise BadField(f"{where} is {quoted(value)}; supported are {', '.join(allowed)}", where.partition(".")[0])
     return value
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from backends.protocol import BackendFailed, InvalidInput, ModelLost, ProcessDied
-from tinker_server.errors import DatabaseUnavailable, GradientIncomplete, Superseded
+from tinker_server.errors import DatabaseUnavailable, GradientIncomplete, Superseded, shortened
 from tinker_server.models.crash_isolation import LeftOperations
 from tinker_server.models.model import Model
 from tinker_server.observability.metrics import Metrics
@@ -115,5 +115,6 @@ class Execution:
 
 
 def _failed(operation: Operation, error: Exception) -> Result:
-    log.info("%s %d of %s failed: %s", operation.operation_kind, operation.seq_id, operation.lane, error)
+    said = shortened(str(error))
+    log.info("%s %d of %s failed: %s", operation.operation_kind, operation.seq_id, operation.lane, said)
     return Result.of_error(error)

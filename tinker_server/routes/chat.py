@@ -15,7 +15,7 @@ from backends import tasks
 from backends.protocol import ChatEndpoint, InvalidInput
 from tinker_server.chat.requests import ChatRequest, checked, parse, read, receive
 from tinker_server.chat.responses import Translation, to_chat
-from tinker_server.errors import BadRequest, TinkerServerError
+from tinker_server.errors import BadRequest, TinkerServerError, shortened
 from tinker_server.offload import off_loop
 from tinker_server.store.catalog import Page, Scope
 from tinker_server.web import vendors
@@ -135,7 +135,7 @@ async def _events(
                 yield part
         except (InvalidInput, TinkerServerError) as error:
             status = error.status if isinstance(error, TinkerServerError) else BadRequest.status
-            data = json.dumps(vendors.error_body(vendor, status, error, str(error)))
+            data = json.dumps(vendors.error_body(vendor, status, error, shortened(str(error))))
             yield f"event: error\ndata: {data}\n\n" if vendor == "anthropic" else f"data: {data}\n\n"
 
 

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from api_schemas.base import NOTED_TOO_LARGE, unstorable
 from api_schemas.wire import MalformedBody
 from backends.protocol import InvalidInput
-from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError
+from tinker_server.errors import BadField, BadRequest, BodyTooLarge, TinkerServerError, shortened
 from tinker_server.web.vendors import error_body, vendor_of
 
 CLIENT_GONE = 499
@@ -24,7 +24,7 @@ def answer(
     path: str, status: int, error: Exception, detail: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """Make a refusal in the form of this path. The text may quote a client, including halves of surrogate pairs."""
-    sendable = detail.encode(errors="backslashreplace").decode()
+    sendable = shortened(detail).encode(errors="backslashreplace").decode()
     vendor = vendor_of(path)
     if vendor is not None:
         field = error.field if isinstance(error, BadField) else None

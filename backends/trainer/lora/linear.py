@@ -169,12 +169,16 @@ def add_product(total_RN: Tensor, left_TR: Tensor, right_TN: Tensor) -> None:
     if not total_RN.is_cuda or left_TR.dtype == total_RN.dtype:
         total_RN.addmm_(left_TR.T.to(total_RN.dtype), right_TN.to(total_RN.dtype))
         return
-    num_tokens = left_TR.shape[0]
+    for tokens in summed_at_once(left_TR.shape[0]):
+        torch.addmm(total_RN, left_TR[tokens].T, right_TN[tokens], out_dtype=total_RN.dtype, out=total_RN)
+
+
+def summed_at_once(num_tokens: int) -> list[slice]:
+    """Return the tokens of each product of a sum over `num_tokens`: the few of an incomplete last step have their
+    own."""
     num_left = num_tokens % SUMMED_TOKENS
-    separate = num_left if num_left < min(_FEW_TOKENS, num_tokens) else 0
-    for tokens in (slice(0, num_tokens - separate), slice(num_tokens - separate, num_tokens)):
-        if tokens.start < tokens.stop:
-            torch.addmm(total_RN, left_TR[tokens].T, right_TN[tokens], out_dtype=total_RN.dtype, out=total_RN)
+    whole = num_tokens - (num_left if num_left < min(_FEW_TOKENS, num_tokens) else 0)
+    return [tokens for tokens in (slice(0, whole), slice(whole, num_tokens)) if tokens.start < tokens.stop]
 
 
 def _parts(tensor_TN: Tensor, count: int) -> Sequence[Tensor]:

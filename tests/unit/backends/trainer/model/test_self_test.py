@@ -12,7 +12,7 @@ from backends.families.logits import LogitTransform
 from backends.protocol import BackendFailed
 from backends.trainer import base_model
 from backends.trainer.distributed import World
-from backends.trainer.lora.linear import add_product
+from backends.trainer.lora.linear import SUMMED_TOKENS, add_product, summed_at_once
 from backends.trainer.model import self_test
 from backends.trainer.model.self_test import packing_is_exact, require_whole_products
 from backends.trainer.rank import TrainerRank
@@ -93,3 +93,12 @@ def test_a_product_that_drops_the_last_tokens_stops_the_trainer_at_start(lost, o
     monkeypatch.setattr(self_test, "add_product", losing)
     with pytest.raises(BackendFailed, match=f"a product of {4096 + of} tokens, rank 8 and 3 outputs lacks the last"):
         require_whole_products([3], CPU)
+
+
+def test_no_long_product_ends_with_a_few_tokens_of_a_step():
+    """cuBLAS loses 1 to 3 of them; tests/gpu/test_kernels.py tries its kernels."""
+    for num_tokens in range(1, 5 * SUMMED_TOKENS):
+        found = summed_at_once(num_tokens)
+        assert [token for tokens in found for token in range(tokens.start, tokens.stop)] == list(range(num_tokens))
+        lengths = [tokens.stop - tokens.start for tokens in found]
+        assert all(length % SUMMED_TOKENS not in (1, 2, 3) or length <= 3 for length in lengths), num_tokens
