@@ -104,7 +104,7 @@ async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(tmp_path: Path) ->
     async with Parts(replace(alone, placement=placement, mesh=Mesh(replicate=2))) as parts:
         for gpu in (0, 1):
             mapped = map_views(parts.base.spec.base_socket(gpu), torch.device("cuda", gpu))
-            with Files(source) as files:
+            with Files(source, torch.bfloat16) as files:
                 assert all(tensor.cpu().equal(files.tensor(name).to(tensor.dtype)) for name, tensor in mapped.items())
             del mapped
         await parts.trainer.create_model("m", LORA, "owner")
