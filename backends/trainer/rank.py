@@ -40,6 +40,7 @@ class TrainerRank:
     ) -> None:
         """`keep_waiting` is called with the seconds that the next piece of work may take; `progress` follows
         loading."""
+        assert world.num_slices == config.mesh.context, "the ranks are grouped as the mesh says"
         self._config = config
         self._world = world
         self._keep_waiting = keep_waiting

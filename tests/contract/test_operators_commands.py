@@ -251,6 +251,14 @@ def test_doctor_refuses_gpus_that_do_not_do(tiny_text: Path, gpus: str, engines:
         examine(config, gpus, lambda line: None)
 
 
+def test_doctor_says_how_many_ranks_compute_a_microbatch(tiny_text: Path) -> None:
+    config = BackendConfig(models={"tiny": str(tiny_text)}, context_parallel=2)
+    lines: list[str] = []
+    examine(config, "H200:2", lines.append)
+    (place,) = [line for line in lines if line.startswith("tiny: trainer")]
+    assert "on GPU 0, 1, " in place and "the whole base, 2 for the tokens of each microbatch; " in place
+
+
 def test_doctor_without_a_model_names_what_is_installed() -> None:
     lines: list[str] = []
     examine(Settings().backend, print_line=lines.append)
