@@ -41,8 +41,8 @@ def packed(weight_OI: Tensor, scale_IJ: Tensor) -> Tensor:
 
 
 def unpacked(weight: Tensor, outputs: Tensor, inputs: Tensor) -> Tensor:
-    """Return a linear's weight [O, I] in the type of `inputs` [..., I]; `outputs` is [..., O]. One that is not packed is
-    returned as it is."""
+    """Return a linear's weight [O, I] in the type of `inputs` [..., I]; `outputs` is [..., O]. One that is not packed
+    is returned as it is."""
     if weight.dtype != torch.uint8:
         return weight
     return _unpacked(weight, outputs.shape[-1], inputs.shape[-1], inputs.dtype)
