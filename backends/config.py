@@ -56,8 +56,8 @@ class BackendConfig(BaseModel):
     """Copies of a base on a GPU: 2, the trainer's and the engine's; or 1, which a third process holds for both. Absent:
     1 on CUDA in bfloat16, where trainer and engine are on one GPU and each has the whole base."""
     base_precision: Literal["fp8"] | None = None
-    """fp8: trainers keep the linears of a base whose files are in fp8 by blocks as they are, and dequantise them for each
-    use. Absent: they are dequantised once, to twice the memory. The numbers are the same."""
+    """fp8: trainers keep the linears of a base whose files are in fp8 by blocks as they are, and dequantise them for
+    each use. Absent: they are dequantised once, to twice the memory. The numbers are the same."""
     full: bool = False
     """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)
