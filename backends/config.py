@@ -61,6 +61,9 @@ class BackendConfig(BaseModel):
     base_copies: Literal[1, 2] | None = None
     """Copies of a base on a GPU: 2, of trainer and engine; or 1, which a third process holds for both. If absent: 1 on
     CUDA in bfloat16 if trainer and engine are on one GPU and each has the whole base."""
+    base_precision: Literal["fp8"] | None = None
+    """fp8: if the files of a base are in fp8 by blocks, trainers keep its linears so, and dequantise them for each use.
+    If absent: they are dequantised once, to twice the memory. The numbers are the same."""
     full: bool = False
     """Train all weights of decoder, embeddings and head instead of adapters: one model at a time on each base."""
     max_tokens_per_microbatch: int | None = Field(default=None, ge=16)

@@ -63,7 +63,7 @@ class _File(Protocol):
 
 
 @dataclass(frozen=True)
-class _InFp8:
+class InFp8:
     """A tensor in fp8, dequantised when it is read."""
 
     weight: TensorInFile
@@ -71,12 +71,15 @@ class _InFp8:
     dtype: torch.dtype
 
     def get_shape(self) -> list[int]:
+        """Return the sizes of its dimensions."""
         return self.weight.get_shape()
 
     def get_dtype(self) -> str:
+        """Return the type that it has when it is read, as a file names it."""
         return _NAMES[self.dtype]
 
     def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> Tensor:
+        """Read a part."""
         if index is Ellipsis:
             return dequantised(self.weight[...], self.scale[...], self.dtype)
         # Rows of a part of a stack: those of their blocks that come before are dequantised too.
@@ -124,7 +127,7 @@ class Files:
         """Return a tensor whose parts are read when they are indexed."""
         scale = f"{name}{SCALE}"
         own = self._by_name[name].get_slice(name)
-        return own if scale not in self._by_name else _InFp8(own, self._by_name[scale].get_slice(scale), self._dtype)
+        return own if scale not in self._by_name else InFp8(own, self._by_name[scale].get_slice(scale), self._dtype)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor."""

@@ -13,7 +13,7 @@ from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSiz
 from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
 from backends.families import gpt_oss
-from backends.families.coverage import Numbers, check_coverage, image_token_numbers
+from backends.families.coverage import Numbers, check_coverage, decoder_linears, image_token_numbers
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
 from backends.formats import block_fp8
@@ -26,10 +26,12 @@ from backends.formats.model_files import (
     kv_bytes_per_token,
     local_directory,
     state_bytes_per_sequence,
+    tensor_layouts,
 )
 from backends.inputs.rendering import Renderer
 from backends.model_spec import Device, Dtype, Mesh, ModelSpec
 from backends.protocol import BackendFailed
+from backends.trainer.lora.packed_fp8 import packed_bytes
 
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
@@ -104,6 +106,11 @@ def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> Model
     demand, layout = plan.demands[name], plan.layouts[name]
     on_cpu = plan.device == "cpu"
     num_ranks = len(layout.trainer)
+    if config.base_precision is not None and num_ranks > 1:
+        raise BackendFailed(
+            f"{model.spec.source}: base_precision {config.base_precision} (setting backend.base_precision) is not"
+            f" supported on {num_ranks} ranks; set backend.ranks to 1, or leave base_precision out"
+        )
     spec = replace(
         model.spec,
         max_context_length=demand.context,
@@ -135,6 +142,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     _check_tensor_parallel(renderer, config, source)
     _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
+    _check_base_precision(renderer, config, source)
     # Linear attention and float32 have not been seen to share a copy on a GPU.
     is_proved = dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster
     longest = config.max_context_length or CONTEXTS[device][0]
@@ -152,6 +160,8 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),
         context_parallels=tuple(one for one in range(1, 65) if _unsliced(renderer, config, one) is None),
     )
+    if config.base_precision == "fp8":
+        size = _packed(size, directory, renderer, source)
     scratch_dir = config.scratch_dir / str(number)
     replays_routing = config.replay_routing and bool(getattr(text_config, "num_experts_per_tok", 0))
     spec = ModelSpec(
@@ -167,6 +177,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         dtype=dtype,
         weight_bytes=size.base_bytes,
         is_quantised=is_quantised,
+        base_precision=config.base_precision,
         max_context_length=min(size.longest_context, longest),
         max_lora_rank=config.max_lora_rank or LORA_RANKS[0],
         adapter_bytes=_ADAPTER_NUMBER_BYTES * numbers.adapter,
@@ -327,6 +338,8 @@ def _unshared(renderer: Renderer, config: BackendConfig, device: Device) -> str 
     """Return the reason why trainer and engine cannot share one copy of a base, or None."""
     if config.full:
         return "with backend.full the trainer changes its own copy"
+    if config.base_precision is not None:
+        return f"with backend.base_precision {config.base_precision} the trainer has the base otherwise than the engine"
     if (config.tensor_parallel or 1) > 1:
         return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
     if renderer.config.model_type == gpt_oss.MODEL_TYPE:
@@ -334,6 +347,38 @@ def _unshared(renderer: Renderer, config: BackendConfig, device: Device) -> str 
     if device == "cpu" and renderer.family.has_linear_attention:
         return "on the CPU the engine packs the weights of linear attention anew"
     return None
+
+
+def _check_base_precision(renderer: Renderer, config: BackendConfig, source: str) -> None:
+    """Raise BackendFailed if the base is to stay in fp8 and was not seen to train so."""
+    text_config, reason = renderer.config.get_text_config(), None
+    if config.base_precision is None:
+        return
+    quantisation = getattr(renderer.config, "quantization_config", None)
+    if quantisation is None or renderer.config.model_type == gpt_oss.MODEL_TYPE:
+        reason = "its files are not in fp8 by blocks, and the engine would sample from other numbers than are trained"
+    elif getattr(text_config, "num_experts_per_tok", 0):
+        reason = "experts are not kept in fp8"
+    elif renderer.family.has_linear_attention:
+        reason = "it has not been compared with linear attention"
+    elif config.train_vision:
+        reason = "it has not been compared with backend.train_vision"
+    elif config.cluster:
+        reason = "it has not been compared on several machines"
+    if reason is not None:
+        raise BackendFailed(
+            f"{source}: base_precision {config.base_precision} (setting backend.base_precision) is not supported:"
+            f" {reason}; leave it out"
+        )
+
+
+def _packed(size: ModelSize, directory: Path, renderer: Renderer, source: str) -> ModelSize:
+    """Return the size of a base whose linears stay in fp8 in a trainer."""
+    linears = decoder_linears(renderer.family, renderer.config, source)
+    layouts = tensor_layouts(directory)
+    shapes = [shape for name, shape in linears.items() if f"{name}{block_fp8.SCALE}" in layouts]
+    num_bytes = sum(packed_bytes(*shape) for shape in shapes)
+    return replace(size, packed_numbers=sum(rows * columns for rows, columns in shapes), packed_bytes=num_bytes)
 
 
 def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Dtype:

@@ -67,6 +67,10 @@ class ModelSize:
     can_be_captured: bool = True
     """True if a rank that has the whole base captures its layers in CUDA graphs: not those of linear attention."""
     trains_all: bool = False
+    packed_numbers: int = 0
+    """Numbers of the base that a trainer keeps in fp8."""
+    packed_bytes: int = 0
+    """Bytes that they take there, with their scales."""
     can_be_shared: bool = True
     """True if trainer and engine can map one copy of the base."""
     tensor_parallels: tuple[int, ...] = (1,)
@@ -80,6 +84,14 @@ class ModelSize:
     def base_bytes(self) -> int:
         """Bytes of one copy of the base."""
         return self.numbers.base * self.number_bytes
+
+    @property
+    def unpacking_bytes(self) -> int:
+        """Bytes of the largest matrix that is dequantised for a product, with its numbers and scales in float32."""
+        if not self.packed_numbers:
+            return 0
+        largest = max(one.outputs * one.inputs for one in self.numbers.matrices if not one.in_tower)
+        return largest * (self.number_bytes + 8)
 
     def adapter_numbers(self, rank: int) -> int:
         """Return the numbers of an adapter that trains everything."""
@@ -243,7 +255,7 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     if device == "cpu":
         return parts | {"process": PROCESS_BYTES}
     # All layers recompute in the longest microbatch. Its images go through the tower before, and no optim_step beside.
-    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True)
+    microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True) + size.unpacking_bytes
     if demand.context_parallel > 1:
         microbatch += demand.slice_tokens * size.exchanged_token_bytes
     images = int(size.image_token_bytes * min(demand.context, ENGINE_TOKENS))
@@ -299,7 +311,7 @@ def _rank_base_bytes(size: ModelSize, num_ranks: int, replicates: bool) -> int:
     """Return the bytes of a rank's weights: its shard, and what it all-gathers from the others, twice: as received and
     as used; or all of them."""
     if num_ranks == 1 or replicates:
-        return size.base_bytes
+        return size.base_bytes - size.packed_numbers * size.number_bytes + size.packed_bytes
     shared = -(-size.base_bytes // num_ranks) + 2 * size.numbers.all_gathered * size.number_bytes
     return shared if size.trains_all else min(size.base_bytes, shared)
 

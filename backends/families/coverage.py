@@ -82,6 +82,18 @@ def check_coverage(family: Family, config: PretrainedConfig, source: str, *, tra
     return Numbers(_count(model), _count(model) - num_trained, matrices, all_gathered, num_trained, stacks)
 
 
+def decoder_linears(family: Family, config: PretrainedConfig, source: str) -> dict[str, tuple[int, int]]:
+    """Return the names of the weights of the decoder's linears, but for the head's, with outputs and inputs."""
+    model = _without_memory(family, config, source)
+    groups = family.lora_modules(model)
+    modules = {name: model.get_submodule(name) for name in [*groups["train_attn"], *groups["train_mlp"]]}
+    return {
+        f"{name}.weight": (module.out_features, module.in_features)
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear)
+    }
+
+
 def image_token_numbers(config: PretrainedConfig) -> int:
     """Estimate the numbers that a frozen vision tower takes for a token of an image: a layer's of its patches, and the
     token's features. 0 without a tower."""

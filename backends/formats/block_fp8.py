@@ -74,12 +74,9 @@ def dequantised(weight_NK: Tensor, scale_IJ: Tensor, dtype: torch.dtype) -> Tens
     """[..., N, K]: each number times its block's scale, multiplied in float32 and rounded once. The last blocks have as
     many numbers as are left; a stack of matrices has its scales in a stack."""
     num_outputs, num_inputs = weight_NK.shape[-2:]
-    whole_NK = torch.empty(weight_NK.shape, dtype=dtype, device=weight_NK.device)
-    for block in range(-(-num_outputs // BLOCK)):
-        rows = slice(block * BLOCK, (block + 1) * BLOCK)
-        scale_K = scale_IJ[..., block, :].float().repeat_interleave(BLOCK, -1)[..., :num_inputs]
-        whole_NK[..., rows, :] = weight_NK[..., rows, :].float() * scale_K[..., None, :]
-    return whole_NK
+    scale_IK = scale_IJ.float().repeat_interleave(BLOCK, -1)[..., :num_inputs]
+    scale_NK = scale_IK.repeat_interleave(BLOCK, -2)[..., :num_outputs, :]
+    return weight_NK.float().mul_(scale_NK).to(dtype)
 
 
 def in_full_precision(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

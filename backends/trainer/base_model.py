@@ -105,7 +105,8 @@ class BaseModel:
         self._graphs: Graphs | None = None
         if world.device.type == "cuda" and config.dtype == "bfloat16":
             linears = [module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)]
-            require_whole_products({size for linear in linears for size in linear.weight.shape}, world.device)
+            sizes = {size for linear in linears for size in (linear.out_features, linear.in_features)}
+            require_whole_products(sizes, world.device)
             if self.weights.base_is_frozen:  # code is compiled for weights that want no gradient
                 progress.does("compiles")
                 compile_layers(model.get_decoder().layers)

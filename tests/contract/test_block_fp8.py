@@ -18,6 +18,8 @@ from api_schemas.inputs import Datum
 from backends.families.registry import find_family
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
+from backends.trainer.lora.linear import lora_linears
+from backends.trainer.lora.packed_fp8 import packed, packed_bytes
 from backends.trainer.model.loading import load
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
@@ -98,6 +100,52 @@ def test_the_trainer_has_the_numbers_of_transformers_own_dequantisation(make, dt
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert got[name].dtype == tensor.dtype and got[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sources", ["Qwen3", "Qwen3-VL"], indirect=True)
+def test_linears_that_stay_in_fp8_have_the_scores_and_gradients_of_dequantised_ones(sources, dtype: Any) -> None:
+    _, quantised = sources
+    renderer = make_renderer(quantised)
+    inputs = MIXED if renderer.takes_images else TEXTS
+    data = [datum(model_input, renderer, seed) for seed, model_input in enumerate(inputs.values())]
+    ranks, found = [], []
+    precisions: list[Literal["fp8"] | None] = [None, "fp8"]
+    for precision in precisions:
+        spec = replace(config(quantised), dtype=dtype, base_precision=precision)
+        ranks.append(rank := TrainerRank(spec, World(0, 1, torch.device("cpu"))))
+        rank.create_model("m", LORA)
+        perturb(rank, "m")
+        output = forward_backward(rank, "m", cross_entropy(data))
+        found.append(([one["logprobs"] for one in present(output).loss_fn_outputs], gradients(rank, "m")))
+    (whole, wanted), (scores, got) = found
+    assert all(np.array_equal(one, other) for one, other in zip(scores, whole, strict=True))
+    assert got.keys() == wanted.keys() and all(got[name].equal(wanted[name]) for name in wanted)
+    layers = [rank.base.scorer.model.get_decoder().layers for rank in ranks]
+    matrices = [{name: one for name, one in part.named_parameters() if name.endswith("base.weight")} for part in layers]
+    whole_names = {name for name, one in matrices[1].items() if one.dtype != torch.uint8}
+    assert whole_names == (set() if renderer.takes_images else {"0.self_attn.k_proj.base.weight"})  # as in the files
+    for name in matrices[1].keys() - whole_names:
+        assert matrices[1][name].nbytes == packed_bytes(*matrices[0][name].shape), name
+
+
+def test_backward_keeps_the_bytes_and_no_dequantised_weight() -> None:
+    outputs, inputs, rank = 130, 140, 3
+    weight = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    bytes_ = packed(weight, torch.rand(2, 2))
+    adapters = [[torch.randn(rank, inputs)], [torch.randn(rank, outputs)]]
+    sums = [[torch.zeros(rank, inputs)], [torch.zeros(rank, outputs)]]
+    saved: list[torch.Tensor] = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        x = torch.randn(5, inputs, requires_grad=True)
+        y, _ = lora_linears(x, [bytes_], *adapters, *sums, torch.ones(1, rank))
+    y.sum().backward()
+    assert any(one.dtype == torch.uint8 for one in saved) and not any(one.shape == weight.shape for one in saved)
 
 
 @pytest.mark.slow

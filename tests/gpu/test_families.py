@@ -20,7 +20,7 @@ from backends.trainer.model.recompute import Recomputation
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
-from tests.models import FAMILIES, make_wide_moe
+from tests.models import FAMILIES, make_tiny_of, make_wide_moe, quantise_in_blocks
 from tests.sampling import request, sample, sampler_config
 from tests.trainers import LORA, config, forward_backward, gradients, perturb, relative_distance, trainer
 
@@ -48,6 +48,31 @@ and scaled logits."""
 def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
     settings = dataclasses.replace(config(source), device="cuda", dtype=dtype, **others)
     return TrainerRank(settings, World(0, 1, torch.device("cuda", 0)))
+
+
+def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1088, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 4160}
+    source = make_tiny_of("qwen3", tmp_path / "whole", num_hidden_layers=4, **sizes)
+    quantised = quantise_in_blocks(source, tmp_path / "quantised")
+    data = [scoring_datum(model_input, make_renderer(quantised)) for model_input in TEXTS.values()]
+    found, held = [], []
+    for others in ({}, {"base_precision": "fp8"}):
+        before = torch.cuda.memory_allocated()
+        rank = on_cuda(quantised, "bfloat16", **others)
+        held.append(sum(one.nbytes for one in rank.base.scorer.model.parameters()))
+        print(
+            f"{others}: {(torch.cuda.memory_allocated() - before) / 2**20:.0f} MiB, parameters {held[-1] / 2**20:.0f}"
+        )
+        rank.create_model("m", LORA)
+        perturb(rank, "m")
+        output = present(forward_backward(rank, "m", cross_entropy(data)))
+        found.append((np.concatenate([one["logprobs"] for one in output.loss_fn_outputs]), gradients(rank, "m")))
+        del rank, output
+        torch.cuda.empty_cache()
+    (whole, wanted), (scores, got) = found
+    assert np.abs(scores - whole).max() < 1e-3  # the same products of the same numbers
+    assert relative_distance(got.values(), wanted.values()) < 1e-3
+    assert held[1] < 0.6 * held[0]
 
 
 def inputs(renderer) -> list[Datum]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from backends.kernels.autograd import Context
+from backends.trainer.lora.packed_fp8 import unpacked
 
 ALPHA = 32
 """Fixed: an adapter's output is scaled by ALPHA / rank, which the SDK's weight export expects."""
@@ -59,7 +60,7 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[O, I], the base's."""
+        """[O, I], the base's; packed if that keeps it in fp8."""
         return self.base.weight
 
     @property
@@ -70,7 +71,7 @@ class LoraLinear(nn.Module):
     @property
     def matrix_shape(self) -> torch.Size:
         """Outputs and inputs."""
-        return self.weight.shape
+        return torch.Size((self.base.out_features, self.base.in_features))
 
     def take(self, a_1RI: Tensor, b_1RO: Tensor, grad_a_1RI: Tensor, grad_b_1RO: Tensor) -> None:
         """Set the adapters and where their gradients are accumulated."""
@@ -116,7 +117,7 @@ def lora_linears(  # noqa: PLR0913
     x_TI = x.flatten(0, -2)
     inner_TN = scaled(x_TI @ _cat(as_RI).T, scales_TR)
     ys = [
-        (inner_TR @ b_RO).addmm_(x_TI, weight_OI.T).view(*x.shape[:-1], weight_OI.shape[0])
+        (inner_TR @ b_RO).addmm_(x_TI, unpacked(weight_OI, b_RO, x_TI).T).view(*x.shape[:-1], b_RO.shape[1])
         for inner_TR, b_RO, weight_OI in zip(_parts(inner_TN, len(bs_RO)), bs_RO, weights_OI, strict=True)
     ]
     return [*ys, inner_TN]
@@ -139,7 +140,7 @@ def lora_linears_backward(
     scaled(grad_inner_TN, scales_TR)
     grad_x_TI = grad_inner_TN @ _cat(as_RI)
     for grad_TO, weight_OI in zip(grads_TO, weights_OI, strict=True):
-        grad_x_TI.addmm_(grad_TO, weight_OI)
+        grad_x_TI.addmm_(grad_TO, unpacked(weight_OI, grad_TO, grad_x_TI))
     return grad_x_TI.view(*grad_ys[0].shape[:-1], grad_x_TI.shape[1]), grad_inner_TN
 
 
@@ -212,18 +213,27 @@ def _backward(ctx: _LinearsContext, grads: list[Tensor]) -> tuple[Tensor | list[
 
 # shape[0] and never len(), which would fix the number of tokens in compiled code.
 @lora_linears.register_fake
-def _(x: Tensor, weights_OI: Sequence[Tensor], as_RI: Sequence[Tensor], *_: Sequence[Tensor] | Tensor) -> list[Tensor]:
+def _(
+    x: Tensor,
+    weights_OI: Sequence[Tensor],  # noqa: ARG001
+    as_RI: Sequence[Tensor],
+    bs_RO: Sequence[Tensor],
+    *_: Sequence[Tensor] | Tensor,
+) -> list[Tensor]:
     inner = x.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
-    return [*(x.new_empty(*x.shape[:-1], weight_OI.shape[0]) for weight_OI in weights_OI), x.new_empty(inner)]
+    return [*(x.new_empty(*x.shape[:-1], b_RO.shape[1]) for b_RO in bs_RO), x.new_empty(inner)]
 
 
 @lora_linears_backward.register_fake
 def _(
-    grad_ys: Sequence[Tensor], weights_OI: Sequence[Tensor], as_RI: Sequence[Tensor], *_: Sequence[Tensor] | Tensor
+    grad_ys: Sequence[Tensor],
+    weights_OI: Sequence[Tensor],  # noqa: ARG001
+    as_RI: Sequence[Tensor],
+    *_: Sequence[Tensor] | Tensor,
 ) -> tuple[Tensor, Tensor]:
     grad_y = grad_ys[0]
     inner = grad_y.flatten(0, -2).shape[0], sum(a_RI.shape[0] for a_RI in as_RI)
-    return grad_y.new_empty(*grad_y.shape[:-1], weights_OI[0].shape[1]), grad_y.new_empty(inner)
+    return grad_y.new_empty(*grad_y.shape[:-1], as_RI[0].shape[1]), grad_y.new_empty(inner)
 
 
 lora_linears.register_autograd(_backward, setup_context=_save)

@@ -10,7 +10,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Protocol, TypedDict
 
 import torch
@@ -20,8 +22,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
-from backends.base_weights.mapped import BaseTensors, Files, JoinedViews, checked_tensors
+from backends.base_weights.mapped import BaseTensors, Files, InFp8, JoinedViews, checked_tensors
 from backends.families.biased_experts import lay_out_experts
+from backends.families.coverage import decoder_linears
 from backends.families.family import Family
 from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
 from backends.formats.block_fp8 import SCALE
@@ -30,6 +33,7 @@ from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root, World, shard
+from backends.trainer.lora.packed_fp8 import PackedLinear, packed
 from backends.trainer.model import attention
 from backends.trainer.model.stacked_experts import Readable, stack_name, with_stacked_experts
 
@@ -84,6 +88,8 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     own = shards.of(model, config.directory)
     del shards  # it would keep what is laid out anew
     lay_out_experts(model, own, dtype)
+    if config.base_precision == "fp8":
+        _pack_linears(config, family, model, own, world.device)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
@@ -119,12 +125,49 @@ def _model(
     if is_fp8:
         # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
         with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
-            slices = {name: files.slice(name) for name in files.names()}
+            slices: dict[str, Readable] = {name: files.slice(name) for name in files.names()}
+            if spec.base_precision == "fp8":
+                slices |= {name: _StandIn(one) for name, one in _packed(spec, family, files).items()}
             return _made_of(with_stacked_experts(slices), family, config, arguments)
     if is_quantised:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
     model, found = family.model_class.from_pretrained(spec.directory, **arguments)
     return model, found
+
+
+def _packed(spec: ModelSpec, family: Family, files: Files) -> dict[str, InFp8]:
+    """Return the tensors that stay in fp8, by name. Raises BackendFailed if there are none."""
+    linears = decoder_linears(family, AutoConfig.from_pretrained(spec.directory), spec.directory)
+    found = {name: one for name in files.names() if name in linears and isinstance(one := files.slice(name), InFp8)}
+    if not found:
+        raise BackendFailed(
+            f"{spec.directory}: no linear of the decoder has a tensor in fp8 of its own name; start without"
+            " --base-precision"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A tensor without memory of the size of one that is not loaded."""
+
+    tensor: InFp8
+
+    def __getitem__(self, index: EllipsisType, /) -> Tensor:
+        return torch.zeros((), dtype=self.tensor.dtype).expand(self.tensor.get_shape())
+
+
+def _pack_linears(
+    spec: ModelSpec, family: Family, model: PreTrainedModel, own: dict[str, Tensor], device: torch.device
+) -> None:
+    """Replace the linears whose tensors stay in fp8, and these tensors in `own`."""
+    with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
+        for name, tensor in _packed(spec, family, files).items():
+            module = name.removesuffix(".weight")
+            linear = model.get_submodule(module)
+            assert isinstance(linear, nn.Linear)
+            model.set_submodule(module, PackedLinear(linear))
+            own[name] = packed(tensor.weight[...], tensor.scale[...]).to(device)
 
 
 def _made_of(
@@ -173,6 +216,8 @@ class _Shards:
 
     def _shard(self, whole: Tensor) -> Tensor:
         """The shard that FSDP2 gives this rank: as torch.chunk cuts it, empty if there are too few rows."""
+        if whole.untyped_storage().nbytes() < whole.nbytes:  # a `_StandIn`'s
+            return whole
         if self._count == 1:
             return whole.to(self._device)
         shards = whole.chunk(self._count)

@@ -1,5 +1,6 @@
 """Weights in block fp8: dequantised as their definition says, and refused where a half is missing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from backends.base_weights.mapped import Files
 from backends.config import BackendConfig
-from backends.configure.describe import find
-from backends.configure.memory_plan import Machine
+from backends.configure.describe import describe_models, find
+from backends.configure.memory_plan import Machine, trainer_parts
 from backends.formats.block_fp8 import check_files, dequantised, in_full_precision
 from backends.formats.model_files import fingerprint
 from backends.protocol import BackendFailed
-from tests.models import make_tiny_text, quantise_in_blocks
+from tests.factories import present
+from tests.models import make_tiny_moe, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl, quantise_in_blocks
 
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 
@@ -107,6 +109,45 @@ def test_the_plan_counts_a_base_in_fp8_as_it_is_in_memory_and_it_is_not_trained_
         BackendFailed, match=r"source: .* \(setting backend.full\) of a quantised base is not supported"
     ):
         find("a", quantised, config.model_copy(update={"full": True}), machine)
+
+
+def test_the_plan_counts_linears_that_stay_in_fp8_by_their_bytes(tmp_path: Path) -> None:
+    quantised = quantise_in_blocks(make_tiny_text(tmp_path / "whole"), tmp_path / "quantised")
+    config = BackendConfig(models={"a": str(quantised)}, device="cpu")
+    whole, found = (
+        describe_models(config.model_copy(update={"base_precision": one}), Machine(64 << 30))["a"]
+        for one in (None, "fp8")
+    )
+    weights = load_file(quantised / "model.safetensors")
+    in_fp8 = [tensor for tensor in weights.values() if tensor.dtype == torch.float8_e4m3fn]
+    saved = sum((4 - 1) * tensor.numel() - 4 for tensor in in_fp8)  # each is one block
+    assert found.spec.base_precision == "fp8" and found.spec.base_copies == 2
+    assert found.size.base_bytes == whole.size.base_bytes  # the engine's
+    parts = [trainer_parts(one.size, present(one.demand), 1, True, "cpu")["base"] for one in (whole, found)]
+    assert parts[0] - parts[1] == saved > 0
+
+
+@pytest.mark.parametrize(
+    ("others", "make", "reason"),
+    [
+        ({}, None, "its files are not in fp8 by blocks"),
+        ({}, make_tiny_moe, "experts are not kept in fp8"),
+        ({}, make_tiny_qwen3_5, "it has not been compared with linear attention"),
+        ({"train_vision": True}, make_tiny_vl, "it has not been compared with backend.train_vision"),
+        ({"cluster": True}, make_tiny_text, "it has not been compared on several machines"),
+        ({"base_copies": 1}, make_tiny_text, "with backend.base_precision fp8 the trainer has the base otherwise"),
+        ({"ranks": 2}, make_tiny_text, "not supported on 2 ranks"),
+    ],
+)
+def test_fp8_in_the_trainer_is_refused_where_it_was_not_compared(
+    others: dict[str, object], make: Callable[[Path], Path] | None, reason: str, tmp_path: Path
+) -> None:
+    source = (make or make_tiny_text)(tmp_path / "whole")
+    if make is not None:
+        source = quantise_in_blocks(source, tmp_path / "quantised")
+    config = BackendConfig(models={"a": str(source)}, device="cpu", base_precision="fp8")
+    with pytest.raises(BackendFailed, match=rf"base_(precision|copies) .*{reason}"):
+        describe_models(config.model_copy(update=others), Machine(64 << 30))
 
 
 def test_another_scale_is_another_base(tmp_path: Path) -> None:
