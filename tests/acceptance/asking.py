@@ -22,6 +22,7 @@ import geometry
 import prepare
 import teach
 from evaluate_policy import Options, evaluate
+from records import Record, make_row
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.renderers.base import ToolCall
 
@@ -46,7 +47,7 @@ def asking(seed: int) -> list[Message]:
     image, text, truth = geometry.figure(random.Random(seed).choice(TAUGHT))
     function = ToolCall.FunctionBody(name=geometry.TOOL, arguments=json.dumps({"answer": "3"}))
     call = ToolCall(function=function, id="0")
-    said = geometry.GeometryEnv(geometry.Record([], geometry.ENV_CLASS, "rule", truth))._feedback(call)
+    said = geometry.GeometryEnv(Record([], geometry.ENV_CLASS, "rule", truth))._feedback(call)
     return [
         {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -65,7 +66,7 @@ def records(path: Path, count: int, seed: int) -> None:
     rows = []
     for figure_seed in seeds(count, seed):
         image, text, truth = geometry.figure(figure_seed)
-        rows.append(prepare.make_row(image, text, geometry.ENV_CLASS, truth))
+        rows.append(make_row(image, text, geometry.ENV_CLASS, truth))
     prepare.write(path, rows)
 
 
@@ -78,14 +79,11 @@ def main(options: teach.Options) -> dict[str, Any]:
     teach.TASKS["geometry"] = replace(teach.TASKS["geometry"], warm_start=asking)
     teach.main("geometry", options)
     (*_, last) = (Path(options.log_path) / "rl" / "checkpoints.jsonl").read_text().splitlines()
-    measured = Options(
-        weights=json.loads(last)["sampler_path"],
-        episodes=60,
-        base_url=options.base_url,
-        model_name=options.model_name,
-        model_dir=options.model_dir,
-        records=options.records,
-    )
+    shared = {name: getattr(options, name) for name in ("base_url", "model_name", "model_dir", "records")}
+    weights = json.loads(last)["sampler_path"]
+    arguments = {name: value for name, value in shared.items() if value is not None}
+    arguments |= {"weights": weights, "episodes": 60}
+    measured = chz.entrypoint(Options, argv=[f"{name}={value}" for name, value in arguments.items()])
     found = {"tool": asyncio.run(evaluate("geometry", measured))}
     geometry._fault = opposite
     found["opposite"] = asyncio.run(evaluate("geometry", measured))

@@ -30,8 +30,8 @@ class Training:
 def test_vlm_classifier(cookbook: Cookbook, shows, pytestconfig: pytest.Config, training: Training) -> None:
     whole = pytestconfig.getoption("caltech101") is not None
     directory = cookbook.folder / "runs" / f"vlm-{training.num_epochs}"
-    sizes = ("batch_size=30", "learning_rate=3e-3", "eval_every=9", "save_every=10", "n_eval=128")
-    sizes += (f"num_epochs={training.num_epochs}",)
+    every = ("eval_every=9", "save_every=10", "n_eval=128")
+    sizes = ("batch_size=30", "learning_rate=3e-3", f"num_epochs={training.num_epochs}", *every)
     where = (f"experiment_dir={directory}", "behavior_if_log_dir_exists=delete")
     cookbook.run("vlm_classifier.train", *where, *MODEL, *sizes)
     (log_dir,) = (path.parent for path in directory.rglob("metrics.jsonl"))

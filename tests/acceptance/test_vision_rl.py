@@ -45,7 +45,7 @@ def test_two_turns_of_squares_are_learned_and_measured_again(cookbook: Cookbook,
 
 def test_what_the_tool_says_in_geometry_decides_the_second_turn(cookbook: Cookbook, shows) -> None:
     log_dir = cookbook.folder / "runs" / "asking"
-    sizes = ("warm_steps=100", "rl_steps=2", "batch_size=4", "group_size=4", "validation_groups=30", "eval_every=2")
+    sizes = ("warm_steps=60", "rl_steps=2", "batch_size=4", "group_size=4", "validation_groups=30", "eval_every=2")
     files = (f"log_path={log_dir}", f"records={log_dir.with_name('asked') / 'train.parquet'}")
     said, wall_s = cookbook.call([PYTHON, ROOT / "tests" / "acceptance" / "asking.py", *files, *MODEL, *sizes])
     run = Run(log_dir / "rl", wall_s, said)
