@@ -8,7 +8,7 @@ const MEASURES = [
   { name: "kv_cache_used", title: "KV cache in use, %", factor: 100 },
   { name: "gpu_utilization", title: "GPUs busy, %", factor: 100 },
 ];
-const HEIGHT = 150, EVERY_MS = 60000, GAP_S = 150, COLORS = 8;
+const HEIGHT = 150, EVERY_MS = 60000, GAP_S = 150, COLORS = 8, LEAST_S = 3600;
 const box = document.getElementById("history");
 let plots = [];
 
@@ -34,8 +34,9 @@ function options(lines, width) {
   return {
     width, height: HEIGHT, series: [{ label: "Time" }, ...series],
     axes: [{ ...ink, size: 32 }, { ...ink, size: 62 }],
-    scales: { x: { time: true }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
+    scales: { x: { time: true, range: (_, first, last) => [Math.min(first, last - LEAST_S), last] }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
     cursor: { sync: { key: "machine" }, drag: { x: false, y: false } },
+    hooks: { draw: [({ root, scales: { x } }) => { root.closest("figure").dataset.seconds = Math.round(x.max - x.min); }] },
   };
 }
 
