@@ -27,14 +27,15 @@ function withGaps({ at, value }, factor) {
   return [times, values];
 }
 
-function options(lines, width) {
+function options(lines, times, width) {
   const ink = { stroke: () => color("--ink-2"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
+  const last = times.at(-1), shown = [Math.min(times[0], last - LEAST_S), last];
   const text = (_, raw) => (raw === null || raw === undefined ? "–" : Number(raw.toPrecision(3)).toString());
   const series = lines.map(({ of }, index) => ({ label: of || "all", stroke: () => color(`--curve-${index % COLORS}`), width: 2, value: text }));
   return {
     width, height: HEIGHT, series: [{ label: "Time" }, ...series],
     axes: [{ ...ink, size: 32 }, { ...ink, size: 62 }],
-    scales: { x: { time: true, range: (_, first, last) => [Math.min(first, last - LEAST_S), last] }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
+    scales: { x: { time: true, range: () => shown }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
     cursor: { sync: { key: "machine" }, drag: { x: false, y: false } },
     hooks: { draw: [({ root, scales: { x } }) => { root.closest("figure").dataset.seconds = Math.round(x.max - x.min); }] },
   };
@@ -58,7 +59,7 @@ function draw(lines) {
     figure.append(caption, place);
     box.append(figure);
     const columns = uPlot.join(found.map((line) => withGaps(line, factor)));
-    plots.push(new uPlot(options(found, Math.max(240, place.clientWidth)), columns, place));
+    plots.push(new uPlot(options(found, columns[0], Math.max(240, place.clientWidth)), columns, place));
   }
 }
 
