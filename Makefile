@@ -27,7 +27,7 @@ help:
 	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
 	@echo "make docs    build the documentation into build/site; a broken link is an error"
-	@echo "make pictures   write docs/pictures from what the tests in a browser see"
+	@echo "make pictures   write docs/pictures: a real run in the dashboard"
 	@echo "make models   write docs/models.md from what the server says of each kind"
 	@echo "make hardware   write docs/hardware.md from the memory plan"
 	@echo "make proto   compile the protobuf schema again"
@@ -88,9 +88,9 @@ check: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Of the dashboard's pages, as the tests in a browser see them.
+# A run with the real trainer and engine, in a browser.
 pictures: $(STAMP)
-	$(BIN)/pytest tests/browser --pictures docs/pictures
+	$(BIN)/pytest tests/browser/test_real_engine.py --pictures docs/pictures
 
 hardware: $(STAMP)
 	$(BIN)/python -m tests.hardware_page

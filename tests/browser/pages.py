@@ -39,7 +39,7 @@ class Watched:
         self.open()
         self.page.get_by_label("API key").fill(key)
         self.page.get_by_role("button", name="Sign in").click()
-        self.page.get_by_role("heading", name="Runs").wait_for()
+        self.page.get_by_role("heading", name="Runs", exact=True).wait_for()
         return self.page
 
     def answer(self, question: str, *, yes: bool) -> None:

@@ -28,6 +28,14 @@ SPLITS = (("train", 120), ("test", 10))
 """Photographs to train on and to measure."""
 WIDE: ViewportSize = {"width": 1280, "height": 860}
 Picture = Callable[[Page, str], None]
+OUTSIDE = """() => [...document.querySelectorAll(".card, td, th")].flatMap((box) => {
+    const most = box.getBoundingClientRect();
+    return [...box.querySelectorAll("textarea, input, select, button, .completion, small, a")]
+        .map((part) => [part, part.getBoundingClientRect()])
+        .filter(([, at]) => at.width && (at.right > most.right + 1 || at.bottom > most.bottom + 1))
+        .map(([part]) => part.outerHTML.slice(0, 80));
+})"""
+"""Controls and texts that reach beyond their card or cell."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +134,12 @@ def test_the_pages_of_a_real_run_are_whole_in_light_dark_and_narrow(
                 expect(page.locator("#checkpoints")).to_contain_text("for-chat")
             if name == "machine":
                 expect(page.get_by_role("region", name=NAME).locator(".processes li")).to_have_count(2)
+                expect(page.locator("figure[data-measure=operations]")).to_have_attribute("data-seconds", "3600")
+            assert page.evaluate(OUTSIDE) == [], (name, form)
             assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], (name, form)
             assert watched.violations() == [], (name, form)
             picture(page, f"{name}-{form}")
+    page.set_viewport_size(WIDE)
     watched.open("/samples").get_by_role("listitem").first.click()
     expect(page.get_by_role("img", name="Image 1 of the prompt")).to_be_visible()
     picture(page, "sample")

@@ -8,7 +8,7 @@ const MEASURES = [
   { name: "kv_cache_used", title: "KV cache in use, %", factor: 100 },
   { name: "gpu_utilization", title: "GPUs busy, %", factor: 100 },
 ];
-const HEIGHT = 150, EVERY_MS = 60000, GAP_S = 150, COLORS = 8;
+const HEIGHT = 150, EVERY_MS = 60000, GAP_S = 150, COLORS = 8, LEAST_S = 3600;
 const box = document.getElementById("history");
 let plots = [];
 
@@ -27,15 +27,17 @@ function withGaps({ at, value }, factor) {
   return [times, values];
 }
 
-function options(lines, width) {
+function options(lines, times, width) {
   const ink = { stroke: () => color("--ink-2"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false } };
+  const last = times.at(-1), shown = [Math.min(times[0], last - LEAST_S), last];
   const text = (_, raw) => (raw === null || raw === undefined ? "–" : Number(raw.toPrecision(3)).toString());
   const series = lines.map(({ of }, index) => ({ label: of || "all", stroke: () => color(`--curve-${index % COLORS}`), width: 2, value: text }));
   return {
     width, height: HEIGHT, series: [{ label: "Time" }, ...series],
     axes: [{ ...ink, size: 32 }, { ...ink, size: 62 }],
-    scales: { x: { time: true }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
+    scales: { x: { time: true, range: () => shown }, y: { range: (_, least, most) => [Math.min(0, least), most > 0 ? 1.05 * most : 1] } },
     cursor: { sync: { key: "machine" }, drag: { x: false, y: false } },
+    hooks: { draw: [({ root, scales: { x } }) => { root.closest("figure").dataset.seconds = Math.round(x.max - x.min); }] },
   };
 }
 
@@ -57,7 +59,7 @@ function draw(lines) {
     figure.append(caption, place);
     box.append(figure);
     const columns = uPlot.join(found.map((line) => withGaps(line, factor)));
-    plots.push(new uPlot(options(found, Math.max(240, place.clientWidth)), columns, place));
+    plots.push(new uPlot(options(found, columns[0], Math.max(240, place.clientWidth)), columns, place));
   }
 }
 
