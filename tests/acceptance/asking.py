@@ -1,27 +1,21 @@
-"""Geometry, taught to ask the tool first: python asking.py [NAME=VALUE ...], the options of teach.py and `records`.
+"""Geometry, taught to ask the tool first: python asking.py [NAME=VALUE ...], the options of teach.py.
 
 Runs in the cookbook's environment. Its warm start asks about 3, then boxes the only one of ANSWERS that the tool's
-words leave. RL goes on from there, and the weights are measured on validation questions twice: with the tool as it is,
-and with one that says the opposite.
-
-Prints a line of JSON: reward and turns of an episode, with either tool.
+words leave; RL goes on from there, on questions that are written into the file of `records` and the one beside it.
 """
 
-import asyncio
 import json
 import os
 import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "vision_rl"))
 import chz
 import geometry
 import prepare
 import teach
-from evaluate_policy import Options, evaluate
 from records import Record, make_row
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.renderers.base import ToolCall
@@ -56,11 +50,6 @@ def asking(seed: int) -> list[Message]:
     ]
 
 
-def opposite(answer: str, truth: str) -> str:
-    """Describe a wrong answer as what it is not."""
-    return "too large" if float(answer) < float(truth) else "too small"
-
-
 def records(path: Path, count: int, seed: int) -> None:
     """Write `count` questions of each answer."""
     rows = []
@@ -70,26 +59,16 @@ def records(path: Path, count: int, seed: int) -> None:
     prepare.write(path, rows)
 
 
-def main(options: teach.Options) -> dict[str, Any]:
-    """Teach, then measure."""
+def main(options: teach.Options) -> None:
+    """Write the questions, then teach."""
     assert options.records is not None
     train = Path(options.records)
     records(train, 20, 2)
     records(train.with_name(f"validation{train.suffix}"), 20, 3)
     teach.TASKS["geometry"] = replace(teach.TASKS["geometry"], warm_start=asking)
     teach.main("geometry", options)
-    (*_, last) = (Path(options.log_path) / "rl" / "checkpoints.jsonl").read_text().splitlines()
-    shared = {name: getattr(options, name) for name in ("base_url", "model_name", "model_dir", "records")}
-    weights = json.loads(last)["sampler_path"]
-    arguments = {name: value for name, value in shared.items() if value is not None}
-    arguments |= {"weights": weights, "episodes": 60}
-    measured = chz.entrypoint(Options, argv=[f"{name}={value}" for name, value in arguments.items()])
-    found = {"tool": asyncio.run(evaluate("geometry", measured))}
-    geometry._fault = opposite
-    found["opposite"] = asyncio.run(evaluate("geometry", measured))
-    return found
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    print(json.dumps(main(chz.entrypoint(teach.Options, argv=sys.argv[1:]))))
+    main(chz.entrypoint(teach.Options, argv=sys.argv[1:]))
