@@ -36,19 +36,10 @@ from tests.trainers import (
     trainer,
 )
 
-WIDE: dict[str, Any] = {
-    "hidden_size": 192,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 320,
-}
+Sizes = dict[str, Any]
+WIDE: Sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 320}
 """Sizes that 128 does not divide."""
-EVEN: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 384,
-}
+EVEN: Sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 384}
 MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3": partial(make_tiny_of, "qwen3", **WIDE),
     "Qwen3 MoE": partial(make_tiny_of, "qwen3_moe", **{**EXPERTS, **WIDE, "moe_intermediate_size": 160}),
