@@ -36,9 +36,10 @@ from tests.trainers import (
     trainer,
 )
 
-WIDE = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 320}
+Sizes = dict[str, Any]
+WIDE: Sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 320}
 """Sizes that 128 does not divide."""
-EVEN = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 384}
+EVEN: Sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 384}
 MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3": partial(make_tiny_of, "qwen3", **WIDE),
     "Qwen3 MoE": partial(make_tiny_of, "qwen3_moe", **{**EXPERTS, **WIDE, "moe_intermediate_size": 160}),
@@ -71,11 +72,11 @@ def test_trainer_scores_and_gradients_are_those_of_the_dequantised_base(sources)
         forward_backward(rank, "m", cross_entropy(data))
         found[directory] = fresh, gradients(rank, "m")
     model = _transformers(source, renderer.takes_images)
-    for item, got, whole in zip(data, found[quantised][0], found[source][0], strict=True):
-        assert np.array_equal(got, whole)
+    for item, scores, whole in zip(data, found[quantised][0], found[source][0], strict=True):
+        assert np.array_equal(scores, whole)
         with torch.no_grad():
-            np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
-    (_, got), (_, wanted) = found[quantised], found[source]
+            np.testing.assert_allclose(scores, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
+    got, wanted = found[quantised][1], found[source][1]
     assert got.keys() == wanted.keys() and any(tensor.any() for tensor in got.values())
     assert all(got[name].equal(wanted[name]) for name in wanted)
 
@@ -89,7 +90,7 @@ def test_trainer_scores_and_gradients_are_those_of_the_dequantised_base(sources)
         make_tiny_vl,
     ],
 )
-def test_the_trainer_has_the_numbers_of_transformers_own_dequantisation(make, dtype: str, tmp_path: Path) -> None:
+def test_the_trainer_has_the_numbers_of_transformers_own_dequantisation(make, dtype: Any, tmp_path: Path) -> None:
     quantised = quantise_in_blocks(make(tmp_path / "whole"), tmp_path / "quantised")
     renderer = make_renderer(quantised)
     options: dict[str, Any] = {"quantization_config": FineGrainedFP8Config(dequantize=True), "dtype": dtype}

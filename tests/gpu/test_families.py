@@ -60,9 +60,8 @@ def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(tmp_path: P
         before = torch.cuda.memory_allocated()
         rank = on_cuda(quantised, "bfloat16", **others)
         held.append(sum(one.nbytes for one in rank.base.scorer.model.parameters()))
-        print(
-            f"{others}: {(torch.cuda.memory_allocated() - before) / 2**20:.0f} MiB, parameters {held[-1] / 2**20:.0f}"
-        )
+        taken = torch.cuda.memory_allocated() - before
+        print(f"{others}: {taken / 2**20:.0f} MiB, parameters {held[-1] / 2**20:.0f}")
         rank.create_model("m", LORA)
         perturb(rank, "m")
         output = present(forward_backward(rank, "m", cross_entropy(data)))
