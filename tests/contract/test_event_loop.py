@@ -27,6 +27,7 @@ LONGEST_STALL_S = 0.05
 JSON = "application/json"
 MIB = 1 << 20
 CHAT = "../../v1"
+LONG = "x" * (15 * MIB)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,18 @@ def chat(length: int) -> bytes:
     return json.dumps({"model": "tiny", "max_tokens": 1, "messages": [message]}).encode()
 
 
-def batch(*data: pb.Datum) -> bytes:
-    request = pb.ForwardBackwardRequest(model_id="m", seq_id=1, data=data, loss_fn="cross_entropy")
+def named(**fields: Any) -> bytes:
+    """A chat, completion or response."""
+    return json.dumps({"model": "tiny", "prompt" if "model" in fields else "input": "x"} | fields).encode()
+
+
+def batch(*data: pb.Datum, model_id: str = "m", loss_fn: str = "cross_entropy") -> bytes:
+    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=1, data=data, loss_fn=loss_fn)
     return request.SerializeToString()
+
+
+def named_tensor() -> pb.Datum:
+    return pb.Datum(loss_fn_inputs={"x" * (60 * MIB): pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[0])})
 
 
 def datum(length: int, num_tensors: int = 2) -> pb.Datum:
@@ -98,6 +108,37 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
         "a chat that is called protobuf": (f"{CHAT}/completions", PROTOBUF, b'{"prompt":' + ones(24 * MIB) + b"}", ""),
         "a chat of 60,000 values": (f"{CHAT}/chat/completions", JSON, b'{"tools":[{"a":' + ones(120_000) + b"}]}", ""),
         "a chat of 250 MB of text": (f"{CHAT}/chat/completions", JSON, chat(250_000_000), ""),
+        "a chat whose model has a name of 15 MiB": (f"{CHAT}/completions", JSON, named(model=LONG), ""),
+        "a chat with a field of a name of 15 MiB": (f"{CHAT}/chat/completions", JSON, named(**{LONG: 1}), ""),
+        "a message with a verbosity of 15 MiB": (f"{CHAT}/responses", JSON, named(text={"verbosity": LONG}), ""),
+        "a response's metadata of 15 MiB": (f"{CHAT}/responses", JSON, named(metadata={"a": LONG}), ""),
+        "a response's metadata of 900,000 values": (
+            f"{CHAT}/responses",
+            JSON,
+            named(metadata="ONES").replace(b'"ONES"', ones(1_800_000)),
+            "",
+        ),
+        "a response with a text of 900,000 fields": (
+            f"{CHAT}/responses",
+            JSON,
+            named(text={"format": {"type": "text", "a": "ONES"}}).replace(b'"ONES"', ones(1_800_000)),
+            "",
+        ),
+        "a model_id of 60 MiB": ("forward_backward", PROTOBUF, batch(model_id="é" * (30 * MIB)), ""),
+        "a loss of 60 MiB": ("forward_backward", PROTOBUF, batch(loss_fn="é" * (30 * MIB)), ""),
+        "a tensor's name of 60 MiB": ("forward_backward", PROTOBUF, batch(named_tensor()), ""),
+        "a sampling session of a name of 60 MiB": (
+            "asample",
+            JSON,
+            sample(b'{"chunks":[{"tokens":[1]}]}', sampling_session_id="x" * (60 * MIB)),
+            "",
+        ),
+        "a sample with a field of a name of 60 MiB": (
+            "asample",
+            JSON,
+            sample(b'{"chunks":[{"tokens":[1]}]}', **{"x" * (60 * MIB): 1}),
+            "",
+        ),
         "8,000 acknowledgements": ("retrieve_futures", JSON, json.dumps(poll).encode(), ""),
         "0.8 MiB of wrong chunks": ("asample", JSON, sample(b'{"chunks":' + ones(8 * MIB // 10) + b"}"), ""),
         "a prompt of a million tokens": ("asample", JSON, sample(ids), ""),

@@ -3,6 +3,7 @@
 pytest tests/contract/test_ledger.py
 """
 
+import json
 import socket
 import threading
 import time
@@ -19,8 +20,9 @@ import zstandard
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.wire import PROTOBUF
 from tests.fake_server import Running, forward_backward_body
+from tinker_server import app
 from tinker_server.auth import keys
-from tinker_server.web import gate, ledger
+from tinker_server.web import gate, http, ledger
 
 MIB = 1 << 20
 
@@ -158,17 +160,94 @@ def test_a_body_whose_length_was_not_said_costs_what_it_has_once_it_is_there(tmp
         server.stop()
 
 
+RESULT_TOKENS = 2_000_000
+"""Tokens of a result of 8 MB, which is more than a connection's buffers take."""
+
+
+def large_result(server: Running) -> bytes:
+    """Compute one; return the body of a poll for it."""
+    ones = np.ones(RESULT_TOKENS, "<i8")
+    target = pb.Tensor(dtype=pb.DTYPE_INT64, shape=[RESULT_TOKENS], dense=ones.tobytes())
+    chunk = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=ones.astype("<i4").tobytes()))
+    datum = pb.Datum(model_input=[chunk], loss_fn_inputs={"target_tokens": target})
+    request = pb.ForwardBackwardRequest(model_id=server.model(), seq_id=1, data=[datum], loss_fn="cross_entropy")
+    kind = {"content-type": PROTOBUF}
+    sent = server.http.post("/forward_backward", content=request.SerializeToString(), headers=kind)
+    assert len(server.result(sent).content) > 4 * RESULT_TOKENS
+    return json.dumps({"request_id": sent.json()["request_id"]}).encode()
+
+
+@contextmanager
+def unread(server: Running, poll: bytes, key: str = "tml-test") -> Iterator[socket.socket]:
+    """A poll whose answer's head alone is read."""
+    head = (
+        f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {key}\r\nAccept: {PROTOBUF}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(poll)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as connection:
+        connection.sendall(head.encode() + poll)
+        assert connection.recv(100).split()[1] == b"200"
+        yield connection
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30], ids=["in the database", "in memory"])
+def test_results_that_are_not_read_take_an_owners_part_and_another_owner_goes_on(tmp_path, monkeypatch, kept_bytes):
+    monkeypatch.setattr(ledger, "WAIT_S", 0.5)
+    monkeypatch.setattr(app, "RECENT_RESULTS_BYTES", kept_bytes)
+    owners = [keys.add(tmp_path / "data" / "keys", name) for name in ("alice", "bob")]
+    server = Running(tmp_path / "data", max_body_bytes=32 * MIB)
+    try:
+        polls = []
+        for key in owners:
+            server.http.headers["x-api-key"] = key
+            polls.append(large_result(server))
+
+        def status_of(owner: int) -> int:
+            headers = {"x-api-key": owners[owner], "content-type": "application/json"}
+            return server.http.post("/retrieve_future", content=polls[owner], headers=headers).status_code
+
+        with ExitStack() as held:
+            first, *_ = [held.enter_context(unread(server, polls[0], owners[0])) for _ in range(4)]
+            assert status_of(0) == 429
+            assert status_of(1) == 200
+            first.close()
+            assert status_of(0) == 200
+        until = time.monotonic() + 5
+        while len(server.app.state.services.ledger.results):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        server.stop()
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_one_that_reads_slowly_is_not(server, monkeypatch):
+    monkeypatch.setattr(http, "UNREAD_S", 1.0)
+    poll = large_result(server)
+    for pause_s, is_cut in ((0.0, True), (0.01, False)):
+        with unread(server, poll) as connection:
+            if is_cut:
+                time.sleep(3)
+            num_bytes = 0
+            try:
+                while num_bytes < 4 * RESULT_TOKENS and (piece := connection.recv(1 << 16)):
+                    num_bytes += len(piece)
+                    time.sleep(pause_s)
+            except ConnectionResetError:
+                pass
+            assert (num_bytes < 4 * RESULT_TOKENS) == is_cut
+
+
 def test_an_owner_has_an_account_only_while_its_bodies_are_in_flight(server):
-    ledger = server.app.state.services.ledger
-    assert not ledger._owners
+    bodies = server.app.state.services.ledger.bodies
+    assert not len(bodies)
     with begun(server, 1000) as connection:
         connection.sendall(b"x")
-        while not ledger._owners:
+        while not len(bodies):
             time.sleep(0.01)
         connection.sendall(np.zeros(999, np.uint8).tobytes())
         assert 400 <= status(connection) < 500
     until = time.monotonic() + 5
-    while ledger._owners or ledger._in_flight:
+    while len(bodies):
         assert time.monotonic() < until
         time.sleep(0.01)
 

@@ -3,9 +3,10 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import StreamingResponse
 
 from api_schemas import wire
@@ -38,6 +39,9 @@ from tinker_server.web.refusals import BINARY, Described, refused
 
 router = APIRouter()
 LARGE_RESULT_BYTES = 1 << 20
+SLICE_BYTES = 1 << 18
+"""Bytes of a result that are given to the connection at once: a client may read slowly, or not at all. Larger results
+are counted while they are sent."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 ACCEPT = "`application/x-protobuf` asks for protobuf where a result has such a form; other results are JSON."
 RESULT: Described = {
@@ -64,16 +68,31 @@ PENDING: Described = {
 }
 
 
+async def _until_sent() -> AsyncIterator[AsyncExitStack]:
+    """Hold what the route enters until the answer was sent."""
+    async with AsyncExitStack() as held:
+        yield held
+
+
+UntilSent = Annotated[AsyncExitStack, Depends(_until_sent)]
+
+
 @router.post("/retrieve_future", responses=RESULT | PENDING | refused(UnknownFuture, ResultExpired))
 async def retrieve_future(
     poll: RetrieveFutureRequest,
     server: Server,
     caller: Caller,
+    sending: UntilSent,
     accept: Annotated[str, Header(description=ACCEPT)] = "",
 ) -> Response:
     """Return the stored bytes as soon as they exist; 408 after a while without them, and the client asks again."""
     request_id = _checked(poll.request_id)
-    result = await server.futures.wait(request_id, caller, server.settings.poll_hold_s)
+
+    async def admit(size_bytes: int) -> None:
+        if size_bytes > SLICE_BYTES:
+            await sending.enter_async_context(server.ledger.result(caller, size_bytes))
+
+    result = await server.futures.wait(request_id, caller, server.settings.poll_hold_s, admit)
     if result is None:
         unfinished = server.futures.queue.get(request_id)
         waits_for = None if unfinished is None else server.scheduler.waits_for(unfinished.lane)
@@ -88,7 +107,9 @@ async def retrieve_future(
     if poll.allow_metadata_only and size_bytes > LARGE_RESULT_BYTES and server.futures.first_time_large(request_id):
         metadata = FutureMetadata(response_payload_size=size_bytes)
         return Response(metadata.model_dump_json(), media_type="application/json")
-    return Response(result.body, media_type=wire.PROTOBUF)
+    if size_bytes <= SLICE_BYTES:
+        return Response(result.body, media_type=wire.PROTOBUF)
+    return StreamingResponse(_slices(result.body), media_type=wire.PROTOBUF, headers={"Content-Length": str(size_bytes)})
 
 
 @router.post("/retrieve_futures", response_model_exclude_none=True, responses=refused(UnknownSampler))
@@ -143,6 +164,11 @@ def _json_form(result: Result, ledger: Ledger, owner: str) -> Response:
     if len(result.body) <= INLINE_BYTES:
         return Response(b"".join(parts), media_type="application/json")
     return StreamingResponse(_one_by_one(parts, ledger, owner), media_type="application/json")
+
+
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for begin in range(0, len(body), SLICE_BYTES):
+        yield body[begin : begin + SLICE_BYTES]
 
 
 async def _one_by_one(parts: Iterator[bytes], ledger: Ledger, owner: str) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 with bounds on what a client may send before its key is known."""
+"""uvicorn's HTTP/1.1 with bounds on what a client may send before its key is known, and on how long it may not read."""
 
 import asyncio
 
@@ -6,6 +6,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 20.0
 """Seconds for a request's head to be complete, and for a connection to send anything at all."""
+UNREAD_S = 60.0
+"""Seconds within which a client must have read what was sent, all but some kilobytes; a connection of one that does not
+is ended."""
 HEAD_BYTES = 64 << 10
 NUM_HEADERS = 128
 
@@ -18,11 +21,27 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = self._num_headers = self._idle_bytes = 0
         self._advanced = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_complete()
+        self._was_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._was_read()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._was_read()
+        super().resume_writing()
+
+    def _was_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def data_received(self, data: bytes) -> None:
         self._advanced = False

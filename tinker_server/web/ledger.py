@@ -1,7 +1,9 @@
-"""The memory budget of request bodies in flight: one account per owner, charged before a body's first byte is read.
+"""The memory budget of what is in flight: one account per owner, charged before a body's first byte is read, and before
+a large result is read from the database.
 
 A body costs its length while it is received and handled. While it is decoded it also costs its decompressed length.
-Fair queues grant both, and the encoding of results. Requests without an owner share one account.
+A result costs its length until its client has read it. Fair queues grant all this, and the encoding of results.
+Requests without an owner share one account.
 """
 
 import asyncio
@@ -14,6 +16,8 @@ from tinker_server.errors import Busy
 
 BODIES_OF_OWNER, BODIES_OF_ALL, BODIES_DECODED = 4, 8, 1
 """Budgets, in bodies of the largest size: an owner's, all owners', and for decoding."""
+RESULTS_OF_OWNER, RESULTS_OF_ALL = 1, 2
+"""Budgets of results that are sent, in bodies of the largest size; a larger result is sent alone."""
 LEAST_BYTES = 64 << 10
 """Least cost of a request with a body: its connection, its buffers, its task."""
 DECODED_AT_ONCE = 4
@@ -25,31 +29,27 @@ STALL_S, BYTES_PER_S = 60.0, 32 << 10
 four times as fast."""
 
 
-class Ledger:
-    """Grants the bodies of all owners their part of the server's memory."""
+class Accounts:
+    """Bytes that owners share: so many for each of them, and so many for all together."""
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._of_owner = BODIES_OF_OWNER * max_body_bytes
-        self._all = FairQueue(BODIES_OF_ALL * max_body_bytes)
-        self._decoded_bytes = BODIES_DECODED * max_body_bytes
-        self._decoding = FairQueue(self._decoded_bytes)
-        self._encoding = FairQueue()
+    def __init__(self, of_owner: int, of_all: int) -> None:
+        self.of_owner = of_owner
+        self._all = FairQueue(of_all)
         self._owners: dict[str, FairQueue] = {}
         self._in_flight: Counter[str] = Counter()
 
-    @property
-    def largest_bytes(self) -> int:
-        """Return the most memory that bodies take: what is received, and four times what is being decoded."""
-        return 2 * self._of_owner + 4 * self._decoded_bytes
+    def __len__(self) -> int:
+        """Return the number of owners that hold or want room."""
+        return len(self._owners)
 
     @asynccontextmanager
-    async def body(self, owner: str, size_bytes: int) -> AsyncIterator[Callable[[int], None]]:
-        """Hold room for a body while the block runs; what it yields takes the bytes that came, and gives back the rest.
+    async def hold(self, owner: str, size_bytes: int, least_bytes: int = 0) -> AsyncIterator[Callable[[int], None]]:
+        """Hold room while the block runs, at least so much; what it yields gives back all but so many bytes.
 
         Raises Busy if there is no room for a while.
         """
-        size_bytes = max(size_bytes, LEAST_BYTES)
-        own = self._owners.setdefault(owner, FairQueue(self._of_owner))
+        size_bytes = max(size_bytes, least_bytes)
+        own = self._owners.setdefault(owner, FairQueue(self.of_owner))
         self._in_flight[owner] += 1
         try:
             async with AsyncExitStack() as held:
@@ -59,22 +59,51 @@ class Ledger:
                         shrink_all = await held.enter_async_context(self._all.grant(owner, "", size_bytes))
                 except TimeoutError:
                     raise Busy(
-                        f"requests of {self._of_owner} bytes are in flight, for {WAIT_S:g} s; send this one later"
+                        f"requests of {self.of_owner} bytes are in flight, for {WAIT_S:g} s; send this one later"
                     ) from None
 
-                def came(num_bytes: int) -> None:
-                    for shrink in (shrink_own, shrink_all):
-                        shrink(max(num_bytes, LEAST_BYTES))
+                def shrink(num_bytes: int) -> None:
+                    for shrink_one in (shrink_own, shrink_all):
+                        shrink_one(max(num_bytes, least_bytes))
 
-                yield came
+                yield shrink
         finally:
             self._in_flight[owner] -= 1
             if not self._in_flight[owner]:
                 del self._in_flight[owner], self._owners[owner]
 
+
+class Ledger:
+    """Grants the bodies and the results of all owners their part of the server's memory."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.bodies = Accounts(BODIES_OF_OWNER * max_body_bytes, BODIES_OF_ALL * max_body_bytes)
+        self.results = Accounts(RESULTS_OF_OWNER * max_body_bytes, RESULTS_OF_ALL * max_body_bytes)
+        self._max_body_bytes = max_body_bytes
+        self._decoding = FairQueue(BODIES_DECODED * max_body_bytes)
+        self._encoding = FairQueue()
+
+    @property
+    def largest_bytes(self) -> int:
+        """Return the most memory that bodies and results take: what is received, four times what is being decoded, and
+        what is sent."""
+        return (BODIES_OF_ALL + 4 * BODIES_DECODED + RESULTS_OF_ALL) * self._max_body_bytes
+
+    def body(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[Callable[[int], None]]:
+        """Hold room for a body while the block runs; what it yields takes the bytes that came, and gives back the rest.
+
+        Raises Busy if there is no room for a while.
+        """
+        return self.bodies.hold(owner, size_bytes, LEAST_BYTES)
+
+    def result(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
+        """Hold room for a result until its client has read it. Raises Busy as `body` does."""
+        return self.results.hold(owner, size_bytes)
+
     def decoding(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
         """Hold room for decoding a body that decompresses to so many bytes."""
-        return self._decoding.grant(owner, "", max(size_bytes, self._decoded_bytes // DECODED_AT_ONCE))
+        least_bytes = BODIES_DECODED * self._max_body_bytes // DECODED_AT_ONCE
+        return self._decoding.grant(owner, "", max(size_bytes, least_bytes))
 
     def encoding(self, owner: str) -> AbstractAsyncContextManager[object]:
         """Hold the grant to encode one part of a result: threads that encode together would keep the interpreter from

@@ -11,11 +11,13 @@ import pytest
 from pydantic import ConfigDict, ValidationError, create_model
 
 import api_schemas
+from api_schemas import tinker_wire_pb2 as pb
 from api_schemas import wire
-from api_schemas.base import MAX_DEPTH, Request
+from api_schemas.base import MAX_DEPTH, MAX_TEXT, Request
+from api_schemas.inputs import Datum
 from api_schemas.sampling import SampleRequest, SamplingParams
 from api_schemas.service import TelemetryRequest
-from api_schemas.sessions import CreateSessionRequest, SearchSessionsRequest
+from api_schemas.sessions import CreateSessionRequest, FinishSessionRequest, SearchSessionsRequest
 from api_schemas.training import AdamParams, CreateModelRequest, ForwardBackwardInput, LoraConfig, OptimStepRequest
 from api_schemas.weights import SaveWeightsRequest
 from tests.fake_server import forward_backward_body
@@ -56,6 +58,39 @@ def test_what_a_database_cannot_hold_is_refused_by_field(
     with pytest.raises(ValidationError) as caught:
         model.model_validate(fields)
     assert {error["loc"][0] for error in caught.value.errors()} == {place}
+
+
+LONG = "x" * (MAX_TEXT + 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (OptimStepRequest, {"model_id": LONG, "seq_id": 1}),
+        (FinishSessionRequest, {"reason": {"type": "success"}, "detail": LONG}),
+        (SampleRequest, {"sampling_session_id": LONG, "sampling_params": {}, "prompt": {"chunks": []}}),
+        (SampleRequest, {LONG: 1}),
+        (Datum, {"model_input": {"chunks": []}, "loss_fn_inputs": {LONG: {"data": [1], "dtype": "int64"}}}),
+        (ForwardBackwardInput, {"data": [], "loss_fn": "ppo", "loss_fn_config": {LONG: 1}}),
+    ],
+)
+def test_texts_and_names_are_bounded_and_the_refusal_does_not_quote_them(
+    model: type[Request], fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError, match=f"at most {MAX_TEXT} are allowed") as caught:
+        model.model_validate(fields)
+    assert not any(LONG in str(error["loc"]) + error["msg"] for error in caught.value.errors(include_url=False))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model_id": LONG}, {"loss_fn": LONG}, {"loss_fn_config": {LONG: 1.0}}, {"data": [{LONG: None}]}]
+)
+def test_texts_and_names_in_protobuf_are_bounded_too(fields: dict[str, Any]) -> None:
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[0])
+    data = [pb.Datum(loss_fn_inputs=dict.fromkeys(names, tensor)) for names in fields.pop("data", [])]
+    body = pb.ForwardBackwardRequest(**{"model_id": "m", "loss_fn": "ppo"} | fields, seq_id=1, data=data)
+    with pytest.raises(wire.MalformedBody, match=f"at most {MAX_TEXT} are allowed"):
+        wire.decode_forward_backward(body.SerializeToString())
 
 
 def test_everything_else_is_kept_as_it_is() -> None:

@@ -12,7 +12,7 @@ from api_schemas.sessions import SessionHeartbeatRequest
 from api_schemas.wire import MalformedBody
 from backends.protocol import BackendFailed, InvalidInput, ModelLost
 from tinker_server import errors
-from tinker_server.errors import TinkerServerError, failure
+from tinker_server.errors import MAX_CHARACTERS, TinkerServerError, failure
 from tinker_server.web.gate import BodyLimit
 from tinker_server.web.handlers import install
 from tinker_server.web.ledger import Ledger
@@ -111,3 +111,10 @@ def test_an_unforeseen_errors_text_stays_in_the_log(error: Exception, caplog: py
     assert failed.category == "server" and type(error).__name__ in failed.error and "log" in failed.error
     assert not any(part in failed.error for part in ("secret", "/srv", "UPDATE", "No space"))
     assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [InvalidInput, BackendFailed, errors.BadRequest])
+def test_an_errors_text_ends_though_it_quotes_without_end(kind: type[Exception]) -> None:
+    said = failure(kind("datum 3: " + "x" * 10 * MAX_CHARACTERS)).error
+    assert said.startswith("datum 3: xxx") and said.endswith(f"... and {9 * MAX_CHARACTERS + 9} more characters")
+    assert len(said) < MAX_CHARACTERS + 100

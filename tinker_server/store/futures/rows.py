@@ -103,6 +103,12 @@ class FutureRows:
         async with self._db.read() as session:
             return await session.get(Future, request_id)
 
+    async def result_bytes(self, request_id: str, owner: str) -> int:
+        """Return the size of an owner's result; 0 where there is none."""
+        query = select(func.length(Future.result)).where(Future.request_id == request_id, Future.owner == owner)
+        async with self._db.read() as session:
+            return int(await session.scalar(query) or 0)
+
     async def knows(self, lane: str, seq_id: int) -> bool:
         """Return whether an operation was accepted under this number."""
         async with self._db.read() as session:

@@ -6,7 +6,7 @@ database.
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from backends.lru import LRU
 from tinker_server.errors import BadRequest, DatabaseUnavailable, ResultExpired, UnknownFuture
@@ -22,8 +22,14 @@ log = logging.getLogger(__name__)
 TOMBSTONES_KEPT_S = 7 * 24 * 3600
 DELETIONS_AT_ONCE, IDS_AT_ONCE = 10, 500
 """Statements in one transaction, and ids in one statement: submits and results come between."""
+Admit = Callable[[int], Awaitable[object]]
+"""Is awaited with the size of a stored result before it is handed out."""
 MAX_RESULT_BYTES = 512 << 20
 """Bytes of one operation's result. SQLite takes 10^9 bytes in one value, PostgreSQL 2^30."""
+
+
+async def _at_once(_: int) -> None:
+    """Hand out a result of any size."""
 
 
 class FutureStore:
@@ -68,18 +74,23 @@ class FutureStore:
                 yield entry
             after = page[-1].position
 
-    async def wait(self, request_id: str, owner: str, hold_s: float) -> Result | None:
-        """Return the result; None if it is not there within `hold_s`. Raises UnknownFuture, ResultExpired."""
+    async def wait(self, request_id: str, owner: str, hold_s: float, admit: Admit = _at_once) -> Result | None:
+        """Return the result; None if it is not there within `hold_s`. Raises UnknownFuture, ResultExpired, and whatever
+        `admit` does."""
         if (operation := self.queue.get(request_id)) is not None:
             if operation.owner != owner:
                 raise _unknown(request_id)
             if not await self.queue.hold(request_id, hold_s):
                 return None
-        result = self._recent.get(request_id) or await self._load(request_id, owner)
+        if (recent := self._recent.get(request_id)) is not None:
+            if recent.owner != owner:
+                raise _unknown(request_id)
+            await admit(len(recent.body))
+            return recent
+        await admit(await self.rows.result_bytes(request_id, owner))
+        result = await self._load(request_id, owner)
         if result is None:
             await self.queue.hold(request_id, hold_s)
-        elif result.owner != owner:
-            raise _unknown(request_id)
         return result
 
     def first_time_large(self, request_id: str) -> bool:
