@@ -32,6 +32,8 @@ MAX_TENSORS = 32
 """Largest number of tensors of one datum."""
 MAX_COLUMNS, MAX_CELLS = 1 << 10, 1 << 24
 """Bounds on the columns of a sparse tensor and the dense cells of a request, which a few bytes can describe."""
+MAX_IMAGE_CHARS = 64 << 20
+"""Characters of one image, encoded: parsing one string is one long call, which stops all threads."""
 _BASE64_SLICE = 1 << 20  # a multiple of 4, so that each slice is valid base64
 
 DTYPES: dict[str, np.dtype[np.generic]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}

@@ -45,6 +45,10 @@ PROTOBUF = "application/x-protobuf"
 MAX_PARTS = 1 << 16
 """Largest number of datums, chunks and tensors of a request together."""
 MAX_DIMENSIONS = 8
+_TEXT_BYTES = 4 * MAX_TEXT
+"""Bytes of the longest text."""
+_KEY = 1
+"""Field number of the key in an entry of a map."""
 _ENVELOPE = (1, 2, 6)
 """Field numbers of model_id, seq_id and forward_only."""
 
@@ -153,17 +157,35 @@ def envelope_of(body: bytes) -> Envelope | None:
 
 
 def _require_few_parts(body: bytes) -> None:
-    """Bound the parts of a body: one of two bytes takes a hundred once it is parsed. Raises MalformedBody."""
+    """Bound the parts of a body, one of which may take a hundred bytes for two once it is parsed, and its texts.
+
+    Raises MalformedBody.
+    """
     num_parts = 0
     for field, value in _fields(body):
         num_parts += 1
         if field == pb.ForwardBackwardRequest.DATA_FIELD_NUMBER and isinstance(value, memoryview):
-            for _ in _fields(value):
+            for part, content in _fields(value):
                 num_parts += 1
                 if num_parts > MAX_PARTS:
                     break
+                if part == pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER:
+                    _require_short_name(content)
+        elif isinstance(value, memoryview) and len(value) > _TEXT_BYTES:
+            raise MalformedBody(f"field {field} has {len(value)} bytes; at most {_TEXT_BYTES} are allowed")
         if num_parts > MAX_PARTS:
             raise MalformedBody(f"the body has more than {MAX_PARTS} parts (datums, chunks, tensors)")
+
+
+def _require_short_name(entry: int | memoryview) -> None:
+    """Bound the name of a tensor before it is parsed, which is one long call. Raises MalformedBody."""
+    if not isinstance(entry, memoryview) or len(entry) <= _TEXT_BYTES:
+        return
+    for field, value in _fields(entry):
+        if field == _KEY and isinstance(value, memoryview) and len(value) > _TEXT_BYTES:
+            raise MalformedBody(
+                f"a name in loss_fn_inputs has {len(value)} bytes; at most {_TEXT_BYTES} are allowed"
+            )
 
 
 def _fields(message: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:

@@ -127,16 +127,16 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
         "a model_id of 60 MiB": ("forward_backward", PROTOBUF, batch(model_id="é" * (30 * MIB)), ""),
         "a loss of 60 MiB": ("forward_backward", PROTOBUF, batch(loss_fn="é" * (30 * MIB)), ""),
         "a tensor's name of 60 MiB": ("forward_backward", PROTOBUF, batch(named_tensor()), ""),
-        "a sampling session of a name of 60 MiB": (
+        "a sampling session of a name of 100 MiB": (
             "asample",
             JSON,
-            sample(b'{"chunks":[{"tokens":[1]}]}', sampling_session_id="x" * (60 * MIB)),
+            sample(b'{"chunks":[{"tokens":[1]}]}', sampling_session_id="x" * (100 * MIB)),
             "",
         ),
-        "a sample with a field of a name of 60 MiB": (
+        "a sample with a field of a name of 100 MiB": (
             "asample",
             JSON,
-            sample(b'{"chunks":[{"tokens":[1]}]}', **{"x" * (60 * MIB): 1}),
+            sample(b'{"chunks":[{"tokens":[1]}]}', **{"x" * (100 * MIB): 1}),
             "",
         ),
         "8,000 acknowledgements": ("retrieve_futures", JSON, json.dumps(poll).encode(), ""),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api_schemas.base import unstorable
+from api_schemas.inputs import MAX_IMAGE_CHARS
 from backends.protocol import ChatEndpoint
 from tinker_server.chat.bounds import MAX_NAME, quoted, require_bounded
 from tinker_server.errors import BadField
@@ -15,8 +16,6 @@ MAX_CHOICES = 128
 """Answers to one prompt."""
 MAX_TEXT_BYTES = 16 << 20
 """Bytes of a body beside its images; a context of a million tokens has some five million."""
-MAX_IMAGE_CHARS = 64 << 20
-"""Characters of one image, encoded: parsing one string is one long call too."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Bounds as for samples; the engine would silently raise a lower temperature to the lowest."""
 _DATA_FIELD = re.compile(rb'"data"\s*:\s*"$')

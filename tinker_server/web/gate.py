@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api_schemas.inputs import MAX_IMAGE_CHARS
 from api_schemas.wire import PROTOBUF
 from tinker_server.auth.key import Key
 from tinker_server.auth.keys import Keys
@@ -72,8 +73,15 @@ def largest_body(path: str, max_body_bytes: int) -> int:
     return max_body_bytes if path in LARGE_BODIES else min(SMALL_BODY_BYTES, max_body_bytes)
 
 
-def require_few_values(body: bytes) -> None:
-    """Raise BodyTooLarge for a JSON body with too many values, which came compressed."""
+def require_quick_to_parse(body: bytes) -> None:
+    """Raise BodyTooLarge for a JSON body with a string that is longer than an image, or with too many values, which
+    came compressed."""
+    at = 0
+    while at + MAX_IMAGE_CHARS < len(body):
+        last = body.rfind(b'"', at, at + MAX_IMAGE_CHARS + 1)
+        if last < 0:
+            raise BodyTooLarge(f"the request's body has a string of more than {MAX_IMAGE_CHARS} characters")
+        at = last + 1
     slices = (body[at : at + _SLICE_BYTES] for at in range(0, len(body), _SLICE_BYTES))
     if sum(map(_num_values, slices)) > LARGE_BODY_VALUES:
         raise BodyTooLarge(_too_many_values(LARGE_BODY_VALUES))

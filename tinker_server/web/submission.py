@@ -28,7 +28,7 @@ from tinker_server.operations.table import OPERATIONS, OperationKind
 from tinker_server.store.futures.records import ImagePlace, Operation
 from tinker_server.web.asset_pointers import with_images
 from tinker_server.web.deps import Caller, Server, Services
-from tinker_server.web.gate import largest_body, require_few_values
+from tinker_server.web.gate import largest_body, require_quick_to_parse
 
 R = TypeVar("R", bound=Request)
 FORWARD = "forward"
@@ -127,7 +127,9 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]
     async def read(http: HttpRequest, models: OwnModels) -> Submission[Request]:
         settings = models.server.settings
         content_type = _content_type(http, kind)
-        body = await http.body()
+        pieces = [piece async for piece in http.stream()]
+        # One long copy of a large body, during which Python lets other threads run.
+        body: bytes = await off_loop(sum(map(len, pieces)), b"".join, pieces)
         encoding = http.headers.get("content-encoding", "identity")
         if encoding not in ("zstd", "identity"):
             raise BadRequest(f"Content-Encoding {encoding!r} is not supported; zstd is, or none")
@@ -165,7 +167,7 @@ def body_of(operation_kind: str) -> Callable[..., Awaitable[Submission[Request]]
 
 def _decode(kind: OperationKind, body: bytes, content_type: str) -> tuple[Request, str, tuple[ImagePlace, ...]]:
     if content_type == wire.JSON:
-        require_few_values(body)
+        require_quick_to_parse(body)
     request = kind.decode(body, content_type)
     return request, kind.digest(body, content_type), _places(request, body, content_type)
 
