@@ -28,6 +28,8 @@ from api_schemas.old_clients.fields import chunk_type, image_fields
 
 MAX_CHUNKS = 1 << 14
 """Largest number of chunks of one input."""
+QUICK_CHUNKS = 64
+"""Chunks of text that are laid out in half a millisecond; more are laid out in a thread."""
 MAX_TENSORS = 32
 """Largest number of tensors of one datum."""
 MAX_COLUMNS, MAX_CELLS = 1 << 10, 1 << 24

@@ -183,9 +183,7 @@ def _require_short_name(entry: int | memoryview) -> None:
         return
     for field, value in _fields(entry):
         if field == _KEY and isinstance(value, memoryview) and len(value) > _TEXT_BYTES:
-            raise MalformedBody(
-                f"a name in loss_fn_inputs has {len(value)} bytes; at most {_TEXT_BYTES} are allowed"
-            )
+            raise MalformedBody(f"a name in loss_fn_inputs has {len(value)} bytes; at most {_TEXT_BYTES} are allowed")
 
 
 def _fields(message: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:

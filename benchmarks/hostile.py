@@ -1,6 +1,6 @@
 """Harm that one owner's hostile requests do to another's, on a real server with a tiny model.
 
-    python benchmarks/hostile.py [--only WORD] [--quiet-s 5]
+    python benchmarks/hostile.py [--only WORD]
 
 For each attack: the largest growth of the API process's resident memory, its longest silence (/healthz, asked every
 20 ms), and another owner's one-token chats, beside the same figures of a quiet server. The ledger's bound is printed
@@ -10,6 +10,7 @@ with them. Client and server share the machine, so times are upper bounds.
 import argparse
 import base64
 import json
+import multiprocessing
 import socket
 import statistics
 import sys
@@ -18,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +148,10 @@ def unfinished_bodies(client: Client) -> None:
 
 
 def json_polls(client: Client) -> None:
-    """S3: eight polls for a result of megabytes, by a client that takes no protobuf."""
+    """S3: four polls for a result of megabytes, by a client that takes no protobuf."""
     request_id = large_result(client)
     body = json.dumps({"request_id": request_id}).encode()
-    at_once(8, lambda _: client.post("/api/v1/retrieve_future", body, accept="application/json"))
+    at_once(4, lambda _: client.post("/api/v1/retrieve_future", body, accept="application/json"))
 
 
 def unread_results(client: Client) -> None:
@@ -176,7 +178,9 @@ def large_result(client: Client) -> str:
     """Return the id of a finished operation with a result of some megabytes."""
     if client.key not in RESULTS:
         session = client.call("create_session")["session_id"]
-        created = client.call("create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config={"rank": 1})
+        created = client.call(
+            "create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config={"rank": 1}
+        )
         model_id = finished(client, created["request_id"]).json()["model_id"]
         values = np.ones(CONTEXT)
         targets = np.ones((CONTEXT, 16), "<i8").tobytes()
@@ -262,11 +266,24 @@ def gallery(client: Client) -> None:
         finished(client, sent["request_id"])
 
 
+def many_stops(client: Client) -> None:
+    """S10: sixty-four sequences at once, each with a thousand stop strings, and as many without."""
+    for stops in ([], ["x" * 50 + str(number) for number in range(1000)]):
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        params = {"max_tokens": 300, "stop": stops} if stops else {"max_tokens": 300}
+        began = time.monotonic()
+        sent = client.call("asample", base_model="tiny", prompt=prompt, sampling_params=params, num_samples=64)
+        finished(client, sent["request_id"])
+        print(f"    64 x 300 tokens with {len(stops)} stop strings: {time.monotonic() - began:.1f} s")
+
+
 def small_floods(client: Client) -> None:
     """S11: the log, /login, telemetry, metrics, and operations that wait for a number that does not come."""
     form = "&".join(["key=x"] * 1100).encode()
     session = client.call("create_session")["session_id"]
-    created = client.call("create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config={"rank": 1})
+    created = client.call(
+        "create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config={"rank": 1}
+    )
     model_id = finished(client, created["request_id"]).json()["model_id"]
     events = [{"event": f"{number}", "text": "x" * 900} for number in range(900)]
     for _ in range(50):
@@ -329,62 +346,68 @@ ATTACKS: dict[str, Attack] = {
     "S8 what no database stores": unstorable,
     "S9 notes and lists": notes,
     "S10 stop strings and chunks": gallery,
+    "S10 stop strings of many sequences": many_stops,
     "S11 log, forms, waiting operations": small_floods,
     "texts that refusals quote": quoted,
     "large images": images,
 }
 
 
-class Watch:
-    """Asks /healthz and another owner's chats, and reads the memory of processes, until it is left."""
+@dataclass
+class Seen:
+    """What another owner and the operator saw during an attack."""
 
-    def __init__(self, other: Client, process: psutil.Process) -> None:
-        self._other, self._process = other, process
-        self._done = threading.Event()
-        self.silences_s: list[float] = []
-        self.chats_s: list[float] = []
-        self.before = process.memory_info().rss
-        self.largest = self.before
-        self.engine_before = self.engine_largest = self._engine_bytes()
+    silences_s: list[float] = field(default_factory=list)
+    chats_s: list[float] = field(default_factory=list)
+    grown_bytes: int = 0
+    children_grown_bytes: int = 0
 
-    def __enter__(self) -> "Watch":
-        self._threads = [threading.Thread(target=one) for one in (self._health, self._chats, self._memory)]
-        for thread in self._threads:
-            thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        for thread in self._threads:
-            thread.join()
+def watch(pipe: Connection, port: int, key: str, pid: int) -> None:
+    """Ask /healthz and for chats, and read the memory of processes, until the pipe says so; then send what was seen.
 
-    def _health(self) -> None:
-        with httpx.Client(base_url=self._other.http.base_url, timeout=300) as http:
-            while not self._done.wait(0.02):
-                began = time.monotonic()
-                http.get("/api/v1/healthz")
-                self.silences_s.append(time.monotonic() - began)
+    It is a process of its own, so that the attack's own work does not count.
+    """
+    done, seen, other, process = threading.Event(), Seen(), Client(port, key), psutil.Process(pid)
 
-    def _chats(self) -> None:
-        while not self._done.wait(0.1):
+    def health() -> None:
+        while not done.wait(0.02):
             began = time.monotonic()
-            answer = self._other.chat()
-            assert answer.status_code == 200, answer.text
-            self.chats_s.append(time.monotonic() - began)
+            other.http.get("/api/v1/healthz")
+            seen.silences_s.append(time.monotonic() - began)
 
-    def _memory(self) -> None:
-        while not self._done.wait(0.01):
-            self.largest = max(self.largest, self._process.memory_info().rss)
-            self.engine_largest = max(self.engine_largest, self._engine_bytes())
+    def chats() -> None:
+        while not done.wait(0.1):
+            began = time.monotonic()
+            assert other.chat().status_code == 200
+            seen.chats_s.append(time.monotonic() - began)
 
-    def _engine_bytes(self) -> int:
-        total = 0
-        for child in self._process.children(recursive=True):
-            try:
-                total += child.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
-        return total
+    def memory() -> None:
+        before, children_before = process.memory_info().rss, children_bytes(process)
+        while not done.wait(0.02):
+            seen.grown_bytes = max(seen.grown_bytes, process.memory_info().rss - before)
+            seen.children_grown_bytes = max(seen.children_grown_bytes, children_bytes(process) - children_before)
+
+    for _ in range(3):
+        other.chat()
+    threads = [threading.Thread(target=one) for one in (health, chats, memory)]
+    for thread in threads:
+        thread.start()
+    pipe.send("watching")
+    pipe.recv()
+    done.set()
+    for thread in threads:
+        thread.join()
+    pipe.send(seen)
+
+
+def children_bytes(process: psutil.Process) -> int:
+    """Return the resident memory of a process's children."""
+    total = 0
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            total += child.memory_info().rss
+    return total
 
 
 def main() -> None:
@@ -400,32 +423,37 @@ def main() -> None:
         try:
             bound = Ledger(Settings(data_dir=data_dir).max_body_bytes).largest_bytes
             print(f"the ledger's bound: {bound / MIB:.0f} MiB of bodies")
-            print("| attack | took, s | memory, MiB | of children, MiB | longest silence, ms | others' chats, ms: median, largest | log, KiB |")
+            print(
+                "| attack | took, s | memory, MiB | of children, MiB | longest silence, ms | others' chats, ms: median, largest | log, KiB |"
+            )
             print("|---|---|---|---|---|---|---|")
             for name, attack in ATTACKS.items():
                 if arguments.only in name or name == "nothing":
-                    measure(name, attack, server, Client(server.port, mallory), Client(server.port, alice))
+                    measure(name, attack, server, mallory, alice)
         finally:
             server.stop()
 
 
-def measure(name: str, attack: Attack, server: Server, hostile: Client, other: Client) -> None:
+def measure(name: str, attack: Attack, server: Server, hostile: str, other: str) -> None:
     """Print one line of the table."""
-    process = psutil.Process(server.process.pid)
-    for _ in range(3):
-        other.chat()
     log_before = server.log.stat().st_size
-    with Watch(other, process) as watch:
-        began = time.monotonic()
-        attack(hostile)
-        took_s = time.monotonic() - began
-    grown = (watch.largest - watch.before) / MIB
-    engine = (watch.engine_largest - watch.engine_before) / MIB
-    chats = [1e3 * one for one in watch.chats_s]
+    ours, theirs = multiprocessing.Pipe()
+    watching = multiprocessing.get_context("spawn").Process(
+        target=watch, args=(theirs, server.port, other, server.process.pid)
+    )
+    watching.start()
+    ours.recv()
+    began = time.monotonic()
+    attack(Client(server.port, hostile))
+    took_s = time.monotonic() - began
+    ours.send("enough")
+    seen: Seen = ours.recv()
+    watching.join()
+    chats = [1e3 * one for one in seen.chats_s]
     logged = (server.log.stat().st_size - log_before) / 1024
     print(
-        f"| {name} | {took_s:.1f} | {grown:.0f} | {engine:.0f} | {1e3 * max(watch.silences_s):.0f} |"
-        f" {statistics.median(chats):.0f}, {max(chats):.0f} | {logged:.0f} |",
+        f"| {name} | {took_s:.1f} | {seen.grown_bytes / MIB:.0f} | {seen.children_grown_bytes / MIB:.0f} |"
+        f" {1e3 * max(seen.silences_s):.0f} | {statistics.median(chats):.0f}, {max(chats):.0f} | {logged:.0f} |",
         flush=True,
     )
 

@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems,
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from api_schemas.inputs import ImageChunk, ModelInput
+from api_schemas.inputs import QUICK_CHUNKS, ImageChunk, ModelInput
 from backends.families.family import ImageSpan, Vision
 from backends.inputs.rendering import Rendered, Renderer
 from backends.protocol import PromptScores, SamplingTask
@@ -34,8 +34,9 @@ class Prompt:
         """Return the prompt in our form and in the engine's. Raises InvalidInput for pixels that do not decode."""
         async with self._lock:
             if self._result is None:
-                has_images = any(isinstance(chunk, ImageChunk) for chunk in self._model_input.chunks)
-                self._result = await asyncio.to_thread(self._render) if has_images else self._render()
+                chunks = self._model_input.chunks
+                is_long = len(chunks) > QUICK_CHUNKS or any(isinstance(chunk, ImageChunk) for chunk in chunks)
+                self._result = await asyncio.to_thread(self._render) if is_long else self._render()
             return self._result
 
     def _render(self) -> tuple[Rendered, EngineInput]:

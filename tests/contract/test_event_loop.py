@@ -8,6 +8,7 @@ import base64
 import json
 import posixpath
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,10 @@ import pytest
 import zstandard
 
 from api_schemas import tinker_wire_pb2 as pb
+from api_schemas.inputs import QUICK_CHUNKS
+from api_schemas.sampling import SampleRequest
 from api_schemas.wire import PROTOBUF
+from backends.protocol import PromptSize
 from tests.factories import photo
 from tests.fake_server import Running
 from tests.stalls import longest_stall_until
@@ -241,3 +245,22 @@ def test_the_loop_comes_round_while_large_results_are_sent_as_json(server: Runni
     outputs = answers[0].json()["loss_fn_outputs"]
     assert [len(output["logprobs"]["data"]) for output in outputs] == [length] * 2
     assert min(stalls) < LONGEST_STALL_S, stalls
+
+
+@pytest.mark.parametrize(("num_chunks", "is_inline"), [(QUICK_CHUNKS, True), (16_000, False)])
+def test_a_prompt_of_many_chunks_is_laid_out_beside_the_loop(
+    server: Running, num_chunks: int, is_inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a real processor 16,000 chunks take a tenth of a second."""
+    threads: list[str] = []
+    tiny = server.backend.tiny
+    check_sample = tiny.check_sample
+
+    def noting(request: SampleRequest) -> PromptSize:
+        threads.append(threading.current_thread().name)
+        return check_sample(request)
+
+    monkeypatch.setattr(tiny, "check_sample", noting)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}] * num_chunks}
+    server.result(server.post("/asample", base_model="tiny", prompt=prompt, sampling_params={"max_tokens": 1}))
+    assert [one == server._thread.name for one in threads] == [is_inline]

@@ -109,7 +109,9 @@ async def retrieve_future(
         return Response(metadata.model_dump_json(), media_type="application/json")
     if size_bytes <= SLICE_BYTES:
         return Response(result.body, media_type=wire.PROTOBUF)
-    return StreamingResponse(_slices(result.body), media_type=wire.PROTOBUF, headers={"Content-Length": str(size_bytes)})
+    return StreamingResponse(
+        _slices(result.body), media_type=wire.PROTOBUF, headers={"Content-Length": str(size_bytes)}
+    )
 
 
 @router.post("/retrieve_futures", response_model_exclude_none=True, responses=refused(UnknownSampler))

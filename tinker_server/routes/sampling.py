@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Path, Response
 
 from api_schemas import ids
 from api_schemas.futures import UntypedFuture
-from api_schemas.inputs import EncodedTextChunk
+from api_schemas.inputs import QUICK_CHUNKS, EncodedTextChunk
 from api_schemas.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -116,10 +116,11 @@ async def asample(
         if sampler.directory is not None and (params.top_k > 0 or params.top_p < 1) and server.samplers.warn_once(lane):
             response.headers["x-deprecation-note"] = CUT
     base = server.models.base(base_model)
-    if all(isinstance(chunk, EncodedTextChunk) for chunk in request.prompt.chunks):
+    chunks = request.prompt.chunks
+    if len(chunks) <= QUICK_CHUNKS and all(isinstance(chunk, EncodedTextChunk) for chunk in chunks):
         base.check_sample(request)
     else:
-        size = await asyncio.to_thread(base.check_sample, request)  # it parses images
+        size = await asyncio.to_thread(base.check_sample, request)  # it also parses images
         submission = replace(submission, image_bytes=size.pixel_bytes)
     future = await submission.accept(server.scheduler, caller, lane, seq_id)
     names = [f"{future.request_id}:{index}" for index in range(request.num_samples)]
