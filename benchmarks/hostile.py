@@ -423,9 +423,8 @@ def main() -> None:
         try:
             bound = Ledger(Settings(data_dir=data_dir).max_body_bytes).largest_bytes
             print(f"the ledger's bound: {bound / MIB:.0f} MiB of bodies")
-            print(
-                "| attack | took, s | memory, MiB | of children, MiB | longest silence, ms | others' chats, ms: median, largest | log, KiB |"
-            )
+            print("| attack | took, s | memory, MiB | of children, MiB | longest silence, ms ", end="")
+            print("| others' chats, ms: median, largest | log, KiB |")
             print("|---|---|---|---|---|---|---|")
             for name, attack in ATTACKS.items():
                 if arguments.only in name or name == "nothing":
