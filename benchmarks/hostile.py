@@ -68,7 +68,8 @@ class Client:
 
     def chat(self, **fields: object) -> httpx.Response:
         """Ask for one token."""
-        body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "what is this"}]} | fields
+        messages = [{"role": "user", "content": "what is this"}]
+        body: dict[str, object] = {"model": "tiny", "max_tokens": 1, "messages": messages, **fields}
         return self.http.post("/v1/chat/completions", json=body)
 
     @contextmanager
@@ -101,7 +102,7 @@ def wrong_chats(client: Client) -> None:
 
 def short_wrong_chats(client: Client) -> None:
     """S1: 31 KiB, many times, at the edge of what is parsed."""
-    bodies = [
+    bodies: list[dict[str, object]] = [
         {"messages": [{}] * 8000},
         {"messages": [{"role": "user", "content": [{}] * 8000}]},
         {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * 1000},
@@ -295,13 +296,10 @@ def small_floods(client: Client) -> None:
     at_once(16, lambda part: [late(client, model_id, number) for number in range(2 + part, 3000, 16)])
 
 
-def late(client: Client, model_id: str, number: int) -> None:
+def late(client: Client, model_id: str, number: int) -> httpx.Response:
     """Send a step whose first predecessor does not come."""
-    client.http.post(
-        "/api/v1/forward_backward",
-        content=pb.ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="x").SerializeToString(),
-        headers={"content-type": PROTOBUF},
-    )
+    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=number, loss_fn="x")
+    return client.post("/api/v1/forward_backward", request.SerializeToString(), PROTOBUF)
 
 
 def quoted(client: Client) -> None:
