@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
 PROTOS := $(wildcard api_schemas/*.proto)
 
-.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance check docs pictures models hardware proto serve clean
+.PHONY: help setup demo test test-slow test-all chaos conformance sdk-matrix acceptance examples check docs pictures models hardware proto serve clean
 
 help:
 	@echo "make demo    train and sample a small vision-language model on this machine; ARGS=--keep leaves its server"
@@ -23,6 +23,7 @@ help:
 	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
 	@echo "make sdk-matrix   nine versions of the SDK, 0.8 to 0.38, must see the same numbers"
 	@echo "make acceptance   recipes of the cookbook, unmodified, each by what it wrote"
+	@echo "make examples   the tests of the RL examples with images, with the cookbook"
 	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
 	@echo "make docs    build the documentation into build/site; a broken link is an error"
@@ -65,9 +66,12 @@ sdk-matrix: $(STAMP)
 	$(BIN)/python -m tests.sdk_matrix.run $(ARGS)
 
 # --caltech101 FOLDER (in ARGS) takes all its classes in place of the demo's ten.
-acceptance: $(STAMP) .cookbook/.installed
-	.cookbook/bin/python -m pytest -q -c examples/vision_rl/pytest.ini examples/vision_rl
+acceptance: $(STAMP) examples
 	$(BIN)/python -m pytest --timeout 1800 tests/acceptance $(ARGS)
+
+# They need the cookbook, and no server.
+examples: .cookbook/.installed
+	.cookbook/bin/python -m pytest -q -c examples/vision_rl/pytest.ini examples/vision_rl
 
 .cookbook/.installed: tests/acceptance/install.sh tests/acceptance/requirements.txt
 	tests/acceptance/install.sh .cookbook
