@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +28,8 @@ LOCKS = (
     "SELECT pid, application_name FROM pg_locks JOIN pg_stat_activity USING (pid)"
     " WHERE locktype = 'advisory' AND datname = current_database()"
 )
+
+WAITS = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'UPDATE lease%'"
 
 
 @contextlib.contextmanager
@@ -114,22 +115,28 @@ def test_a_server_that_is_superseded_in_the_middle_of_a_write_ends_it_first(
 ) -> None:
     """The next server begins with all that was committed: it waits for the write, and so looks at what it gave."""
     first = Running(tmp_path / "a", database_url=database_url)
+    writing, started = threading.Event(), threading.Event()
 
-    async def write_slowly() -> float:
-        async with first.app.state.services.audit._db.write() as session:
-            asyncio.get_running_loop().call_soon(writing.set)
-            await session.execute(text("SELECT pg_sleep(2)"))
-        return time.monotonic()
+    async def write_until_the_next_waits() -> bool:
+        """Return whether it waited, and did not start."""
+        engine = create_async_engine(database_url)
+        async with first.app.state.services.audit._db.write(), engine.connect() as looking:
+            writing.set()
+            while not started.is_set() and not await looking.scalar(text(WAITS)):
+                await looking.rollback()  # what one transaction sees of other connections stays
+                await asyncio.sleep(0.05)
+        await engine.dispose()
+        return not started.is_set()
 
     try:
-        writing = asyncio.Event()
-        slow = asyncio.run_coroutine_threadsafe(write_slowly(), first.loop)
-        asyncio.run_coroutine_threadsafe(writing.wait(), first.loop).result(20)
+        waited = asyncio.run_coroutine_threadsafe(write_until_the_next_waits(), first.loop)
+        assert writing.wait(20)
         with ending_lock(database_url):
             second = Running(tmp_path / "b", database_url=database_url)
-        second_started_at = time.monotonic()
+        started.set()
         second.stop()
-        assert slow.result(20) < second_started_at
+        assert waited.result(20)
     finally:
+        started.set()
         first.stop()
     assert len(stops) <= 1
