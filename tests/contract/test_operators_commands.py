@@ -211,6 +211,7 @@ def test_doctor_says_what_a_model_needs_and_loads_nothing(tiny_vl: Path, tmp_pat
     )
     assert fine.returncode == 0, fine.stderr
     assert "torch 2." in fine.stdout and "qwen3_vl" in fine.stdout and "all of it can be served" in fine.stdout
+    assert "image prompts in flight take up to 0.5 GiB of main memory for each owner" in fine.stdout
     assert "kv-cache-zeroing" in fine.stdout and "as written" in fine.stdout and "absent" not in fine.stdout
     too_large = {"TINKER_SERVER_BACKEND__KV_CACHE_BYTES": str(1 << 50), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"}
     refused = command(*asked, "--model", f"tiny={tiny_vl}", env=too_large)

@@ -7,6 +7,7 @@ from rich.table import Table
 from backends.config import BackendConfig, Examination
 from backends.protocol import BackendFailed
 from tinker_server.commands.tables import show
+from tinker_server.models.admission import MAX_IMAGE_BYTES
 
 GIB = 1 << 30
 
@@ -23,7 +24,7 @@ def examine(config: BackendConfig, gpus: str | None = None, print_line: Callable
         print_line(line)
     if found.models:
         show(models(found))
-    for line in places(found):
+    for line in (*places(found), *image_prompts(found)):
         print_line(line)
     if found.parts:
         show(parts(found))
@@ -73,6 +74,15 @@ def places(found: Examination) -> Iterator[str]:
             f"{model.name}: trainer on GPU {ranks}, {placement.trainer_bytes / GIB:.1f} GiB each{share};"
             f" {len(placement.engines)} engine{'s' if len(placement.engines) > 1 else ''} on {engines},"
             f" {placement.sampler_fraction * smallest / GIB:.1f} GiB of each"
+        )
+
+
+def image_prompts(found: Examination) -> Iterator[str]:
+    """Yield a line on the main memory that image prompts in flight may take, where a model takes images."""
+    if any(model.takes_images for model in found.models):
+        yield (
+            f"image prompts in flight take up to {MAX_IMAGE_BYTES / GIB:.1f} GiB of main memory for each owner, beside"
+            " the features of their images"
         )
 
 
