@@ -116,12 +116,13 @@ class ChatEngine:
             _, inputs = await prompt.render()
             async with aclosing(shared.sequences.run(inputs, own, lora, num_before)) as outputs:
                 async for output in outputs:
+                    # Where a grammar allows no token, no log probability is finite either.
+                    if output.outputs[0].finish_reason == "error" and params.structured_outputs is not None:
+                        raise InvalidInput(_BAD_GRAMMAR)
                     try:
                         check_finite(output)
                     except FloatingPointError as error:
                         raise diverged(error, task.weights) from None
-                    if output.outputs[0].finish_reason == "error" and params.structured_outputs is not None:
-                        raise InvalidInput(_BAD_GRAMMAR)
                     if output.outputs[0].finish_reason not in (None, "stop", "length"):
                         raise BackendFailed(f"the engine ended a sequence with {output.outputs[0].finish_reason}")
                     _sort_likeliest(output)

@@ -86,6 +86,11 @@ async def test_a_grammar_that_no_text_follows_is_refused_by_name(sampler):
         await ask(sampler, max_tokens=5, response_format=schema({"type": "string", "minLength": 5, "maxLength": 2}))
     with pytest.raises(InvalidInput, match="response_format"):
         await ask(sampler, max_tokens=5, response_format=schema({"enum": []}))
+    nothing = {"type": "structural_tag", "format": {"type": "regex", "pattern": "[^\\s\\S]"}}
+    with pytest.raises(InvalidInput, match="response_format: no answer is allowed by it"):
+        await ask(sampler, max_tokens=5, response_format=nothing)
+    with pytest.raises(InvalidInput, match="response_format: .* or allows none where the answer stands"):
+        await ask(sampler, max_tokens=500, response_format=schema(pattern("[^\\s\\S]")))
 
 
 async def test_a_grammar_that_is_too_large_is_refused_by_its_size(sampler):
