@@ -89,7 +89,7 @@ async def test_a_grammar_that_no_text_follows_is_refused_by_name(sampler):
     nothing = {"type": "structural_tag", "format": {"type": "regex", "pattern": "[^\\s\\S]"}}
     with pytest.raises(InvalidInput, match="response_format: no answer is allowed by it"):
         await ask(sampler, max_tokens=5, response_format=nothing)
-    with pytest.raises(InvalidInput, match="response_format: .* or allows none where the answer stands"):
+    with pytest.raises(InvalidInput, match=r"response_format: .* or allows none where the answer stands"):
         await ask(sampler, max_tokens=500, response_format=schema(pattern("[^\\s\\S]")))
 
 
