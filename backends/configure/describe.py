@@ -143,11 +143,13 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
     _check_base_precision(renderer, config, source)
-    # Linear attention and float32 have not been seen to share a copy on a GPU.
-    is_proved = dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster
+    is_quantised = getattr(renderer.config, "quantization_config", None) is not None
+    # Linear attention, float32 and quantised bases have not been seen to share a copy on a GPU.
+    is_proved = (
+        dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster and not is_quantised
+    )
     longest = config.max_context_length or CONTEXTS[device][0]
     check_rotation(text_config, min(text_config.max_position_embeddings, longest), source)
-    is_quantised = getattr(renderer.config, "quantization_config", None) is not None
     if config.full:
         _check_full(numbers, source, is_quantised=is_quantised)
     count_parameters(directory)  # refuses a directory without weights

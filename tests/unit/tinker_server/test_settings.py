@@ -21,7 +21,7 @@ from tinker_server.errors import StartFailed
 from tinker_server.settings import Settings
 from tinker_server.settings_sources import from_file, setting_names, variable_of
 
-MAX_SETTINGS = 58
+MAX_SETTINGS = 59
 
 
 @pytest.fixture(autouse=True)
