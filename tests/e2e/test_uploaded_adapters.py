@@ -4,6 +4,7 @@ pytest tests/e2e/test_uploaded_adapters.py; the SDK has no method for it before 
 """
 
 import io
+from uuid import uuid4
 
 import httpx
 import numpy as np
@@ -29,7 +30,8 @@ def api(server: Server):
 
 
 def exported(server: Server, path: str, form: str = "") -> dict[str, bytes]:
-    rest = tinker.RestClient(base_url=server.base_url, api_key=KEY)
+    # The SDK keeps a client for each address and key, which is closed at the end of another file.
+    rest = tinker.RestClient(base_url=server.base_url, api_key=f"tml-{uuid4()}")
     urls = rest.get_external_weights_urls(path).result().urls
     return {name: fetch(urls[f"{form}{name}"]) for name in FILES}
 
