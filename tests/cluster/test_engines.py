@@ -43,7 +43,8 @@ class Running:
         return engine
 
     def received(self) -> list[Path]:
-        return sorted((self.directory / f"machine-a/engine-{self.remote.number}/received").iterdir())
+        """The weights that the machine has, the latest last."""
+        return sorted((self.directory / "machine-a/received").glob("[!.]*"), key=lambda held: held.stat().st_mtime_ns)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
