@@ -23,7 +23,7 @@ help:
 	@echo "make conformance   the protocol's checklist, item by item, with the real SDK"
 	@echo "make sdk-matrix   nine versions of the SDK, 0.8 to 0.38, must see the same numbers"
 	@echo "make acceptance   recipes of the cookbook, unmodified, each by what it wrote"
-	@echo "make acceptance-quick   the shortest of these, each kind once, and the image RL examples; CI runs it"
+	@echo "make acceptance-quick   the shortest of these, each kind once, and the image RL examples"
 	@echo "make check   lint and types only"
 	@echo "make serve   start the server: make serve ARGS=\"--model NAME=DIR_OR_HUB_ID\""
 	@echo "make docs    build the documentation into build/site; a broken link is an error"
