@@ -91,6 +91,7 @@ def test_a_product_that_drops_the_last_tokens_stops_the_trainer_at_start(lost, o
         add_product(total_RN, left_TR[:num_tokens], right_TN[:num_tokens])
 
     monkeypatch.setattr(self_test, "add_product", losing)
+    torch.manual_seed(0)  # the lost numbers of three outputs add up to nothing once in 27 times
     with pytest.raises(BackendFailed, match=f"a product of {4096 + of} tokens, rank 8 and 3 outputs lacks the last"):
         require_whole_products([3], CPU)
 
