@@ -11,7 +11,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from api_schemas.inputs import ModelInput, TensorData
+from api_schemas.inputs import Datum, ModelInput, TensorData
 from api_schemas.sampling import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 from api_schemas.training import Trainable
 from backends.families.qwen3_vl import mrope_positions
@@ -20,8 +20,10 @@ from backends.model_spec import ModelSpec, Placement
 from backends.protocol import SamplingTask
 from backends.sampler.pool import SamplerPool
 from backends.trainer.checkpoint_files import write_adapter, write_directory
-from tests.factories import image, prompt, words
+from backends.trainer.rank import TrainerRank
+from tests.factories import image, present, prompt, words
 from tests.specs import tiny_spec
+from tests.trainers import logprobs
 
 ATOL = 1e-4
 ADJACENT = prompt(words(3, 1), image(64, 96, 1), image(96, 64, 2), words(4, 2))
@@ -139,6 +141,19 @@ async def sample(
     sampler: SamplerPool, one: SampleRequest, weights: Path | None, owner: str = "somebody"
 ) -> SampleResponse:
     return await sampler.sample(SamplingTask.from_request(one, weights, owner))
+
+
+async def score_distances(
+    sampler: SamplerPool, weights: Path | None, rank: TrainerRank, model_id: str, renderer: Renderer
+) -> np.ndarray:
+    """Absolute, nats, of a prompt's tokens: by the sampler with these weights, and by a trainer's model."""
+    text = prompt(words(40, 1))
+    response = await sample(sampler, request(text, {"max_tokens": 1}, prompt_logprobs=True), weights)
+    ids = renderer.render(text, "prompt").token_ids_T
+    targets = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}
+    (expected,) = logprobs(rank, [Datum(model_input=text, loss_fn_inputs=targets)], model_id)
+    distances: np.ndarray = np.abs(np.array(present(response.prompt_logprobs)[1:]) - expected[:-1])
+    return distances
 
 
 async def ask(sampler: SamplerPool, token: int, owner: str = "good", seed: int = 0) -> int:

@@ -25,6 +25,7 @@ from backends.formats.model_files import (
     head_width,
     kv_bytes_per_token,
     local_directory,
+    quantisation,
     state_bytes_per_sequence,
     tensor_layouts,
 )
@@ -120,15 +121,9 @@ def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> Model
         kv_cache_bytes=config.kv_cache_bytes or (model.size.kv_cache_bytes(demand.context, "cpu") if on_cpu else None),
         base_copies=1 if plan.holds(name) or (on_cpu and config.base_copies == 1) else 2,
         placement=placement(plan, name),
-        mesh=_mesh(num_ranks, layout.replicates, demand.context_parallel),
+        mesh=replace(Mesh(num_ranks) if layout.replicates else Mesh(shard=num_ranks), context=demand.context_parallel),
     )
     return replace(spec, numerics=_numerics(spec))
-
-
-def _mesh(num_ranks: int, replicates: bool, context: int) -> Mesh:
-    if replicates:
-        return Mesh(replicate=num_ranks, context=context)
-    return Mesh(shard=num_ranks, context=context)
 
 
 def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *, number: int = 0) -> FoundModel:
@@ -143,7 +138,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
     _check_base_precision(renderer, config, source)
-    is_quantised = getattr(renderer.config, "quantization_config", None) is not None
+    is_quantised = quantisation(renderer.config) is not None
     # Linear attention, float32 and quantised bases have not been seen to share a copy on a GPU.
     is_proved = (
         dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster and not is_quantised
@@ -356,8 +351,7 @@ def _check_base_precision(renderer: Renderer, config: BackendConfig, source: str
     text_config, reason = renderer.config.get_text_config(), None
     if config.base_precision is None:
         return
-    quantisation = getattr(renderer.config, "quantization_config", None)
-    if quantisation is None or renderer.config.model_type == gpt_oss.MODEL_TYPE:
+    if quantisation(renderer.config) is None or renderer.config.model_type == gpt_oss.MODEL_TYPE:
         reason = "its files are not in fp8 by blocks, and the engine would sample from other numbers than are trained"
     elif getattr(text_config, "num_experts_per_tok", 0):
         reason = "experts are not kept in fp8"

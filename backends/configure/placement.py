@@ -232,7 +232,7 @@ class _Search:
         if self._device == "cpu":
             yield config.ranks or config.context_parallel, config.tensor_parallel or 1, False
             return
-        fixed = config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else None)
+        fixed = _set_ranks(config)
         step = config.context_parallel
         ranks = (fixed,) if fixed else range(step, len(self._trainer_gpus) + 1, step)
         num_sampling = len(self._sampler_gpus or self._totals) // (config.engines or 1)
@@ -305,6 +305,11 @@ def _num_used(ranks: int, tensor_parallel: int, is_apart: bool) -> int:
     return ranks + tensor_parallel if is_apart else max(ranks, tensor_parallel)
 
 
+def _set_ranks(config: BackendConfig) -> int | None:
+    """Return the ranks of a trainer that the settings ask for; None: they leave them open."""
+    return config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else None)
+
+
 def _require_gpus(config: BackendConfig, num_gpus: int) -> None:
     """Raise BackendFailed if settings name more GPUs than there are."""
     for name, gpus in (("trainer_gpus", config.trainer_gpus), ("sampler_gpus", config.sampler_gpus)):
@@ -314,7 +319,7 @@ def _require_gpus(config: BackendConfig, num_gpus: int) -> None:
                 f" torch sees {num_gpus} GPUs"
             )
     trainer_gpus = len(config.trainer_gpus) if config.trainer_gpus else num_gpus
-    ranks = config.ranks or (trainer_gpus if config.trainer_gpus else config.context_parallel)
+    ranks = _set_ranks(config) or config.context_parallel
     if trainer_gpus < ranks or num_gpus == 0:
         raise BackendFailed(
             f"{ranks} ranks on CUDA need as many GPUs; torch sees {num_gpus}, trainers may use {trainer_gpus}"
@@ -335,7 +340,7 @@ def _require_gpus(config: BackendConfig, num_gpus: int) -> None:
 
 def _require_slices(config: BackendConfig) -> None:
     """Raise BackendFailed if ranks cannot be divided into those that compute a microbatch together."""
-    ranks = config.ranks or (len(config.trainer_gpus) if config.trainer_gpus else config.context_parallel)
+    ranks = _set_ranks(config) or config.context_parallel
     if ranks % config.context_parallel:
         raise BackendFailed(
             f"{ranks} ranks (setting backend.ranks, or one for each of backend.trainer_gpus) cannot be divided into"

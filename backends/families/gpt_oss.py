@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from backends.formats.model_files import quantisation
 from backends.patches import Patch
 from backends.protocol import BackendFailed
 
@@ -39,10 +40,10 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 def require_known(config: PretrainedConfig, source: str) -> None:
     """Raise BackendFailed, naming the config's field, for what the engine computes otherwise or without a word."""
-    quantisation = getattr(config, "quantization_config", None) or {}
+    quantised = quantisation(config) or {}
     in_turn = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.num_hidden_layers)]
     fields = {
-        "quantization_config.quant_method": (quantisation.get("quant_method", "mxfp4"), "mxfp4"),
+        "quantization_config.quant_method": (quantised.get("quant_method", "mxfp4"), "mxfp4"),
         "layer_types": (config.layer_types, in_turn),
         "rope_type": (config.rope_parameters["rope_type"], "yarn"),
         "attention_bias": (config.attention_bias, True),

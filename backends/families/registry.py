@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from backends.families import gpt_oss, internvl, qwen3_vl, smolvlm, text
 from backends.families.family import Family
 from backends.formats import block_fp8
+from backends.formats.model_files import quantisation
 from backends.protocol import BackendFailed
 
 WITH_IMAGES: dict[str, Callable[[PretrainedConfig, str], Family]] = {
@@ -32,9 +33,8 @@ _TOOL_PARSERS = {
 def find_family(config: PretrainedConfig, source: str) -> Family:
     """Return the family of the model in the directory `source`. Raises BackendFailed for a model that none covers."""
     (architecture, *_) = config.architectures or [""]
-    quantisation = getattr(config, "quantization_config", None)
-    if quantisation is not None and architecture != gpt_oss.ARCHITECTURE:
-        block_fp8.require_known(quantisation, source)
+    if (quantised := quantisation(config)) is not None and architecture != gpt_oss.ARCHITECTURE:
+        block_fp8.require_known(quantised, source)
     if architecture in WITH_IMAGES:
         return WITH_IMAGES[architecture](config, source)
     if architecture in _REASONS:

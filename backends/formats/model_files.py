@@ -6,10 +6,11 @@ import logging
 import math
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -97,6 +98,12 @@ def tensor_bytes(directory: Path) -> dict[str, int]:
 def tensor_layouts(directory: Path) -> dict[str, tuple[str, list[int]]]:
     """Type and shape of each tensor in the safetensors files, as they name them."""
     return {one.name: (one.dtype, one.shape) for path in _weight_files(directory) for one in _read_header(path)}
+
+
+def quantisation(config: PretrainedConfig) -> Mapping[str, Any] | None:
+    """Return how a model's files are quantised, as its config says; None if they are not."""
+    found: Mapping[str, Any] | None = getattr(config, "quantization_config", None)
+    return found
 
 
 def fingerprint(directory: Path) -> str:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
-from api_schemas.inputs import Datum
 from backends.families.registry import find_family
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
@@ -24,7 +23,7 @@ from backends.trainer.model.loading import load
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import EXPERTS, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
-from tests.sampling import ATOL, request, sample, sampler_config
+from tests.sampling import ATOL, sampler_config, score_distances
 from tests.trainers import (
     LORA,
     config,
@@ -164,12 +163,7 @@ async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path:
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):
-            text = prompt(words(40, 1))
-            response = await sample(running, request(text, {"max_tokens": 1}, prompt_logprobs=True), weights)
-            ids = renderer.render(text, "prompt").token_ids_T
-            targets = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}
-            (expected,) = logprobs(rank, [Datum(model_input=text, loss_fn_inputs=targets)], name)
-            apart = np.abs(np.array(present(response.prompt_logprobs)[1:]) - expected[:-1])
+            apart = await score_distances(running, weights, rank, name, renderer)
             assert apart.max() < ATOL if dtype == "float32" else apart.mean() < 0.03
     finally:
         await running.stop()

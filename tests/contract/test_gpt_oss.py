@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from api_schemas.inputs import Datum
 from backends.families.gpt_oss import BLOCKS, SCALES, dequantised, gated, in_common_layout
 from backends.protocol import ChatTask, InvalidInput
 from backends.sampler.pool import SamplerPool
-from tests.factories import datum, make_renderer, present, prompt, words
+from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_gpt_oss, quantise
-from tests.sampling import ATOL, request, sample, sampler_config
+from tests.sampling import ATOL, sampler_config, score_distances
 from tests.trainers import LORA, logprobs, perturb, reference_logprobs, trainer
 
 
@@ -79,12 +78,7 @@ async def test_the_engine_scores_weights_in_mxfp4_as_the_trainer_and_refuses_con
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):
-            text = prompt(words(40, 1))
-            response = await sample(running, request(text, {"max_tokens": 1}, prompt_logprobs=True), weights)
-            ids = renderer.render(text, "prompt").token_ids_T
-            targets = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}
-            (expected,) = logprobs(rank, [Datum(model_input=text, loss_fn_inputs=targets)], name)
-            assert np.abs(np.array(present(response.prompt_logprobs)[1:]) - expected[:-1]).max() < ATOL
+            assert (await score_distances(running, weights, rank, name, renderer)).max() < ATOL
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
         task = ChatTask("chat_completions", body, None, "somebody")
         with pytest.raises(InvalidInput, match="gpt-oss is not supported here: vLLM writes its conversations"):

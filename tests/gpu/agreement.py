@@ -47,9 +47,17 @@ def differences(client, sampler, inputs, renderer) -> np.ndarray:
     """Absolute, nats, of all text positions."""
     futures = [sampler.compute_logprobs(sdk_input(one)) for one in inputs]
     items = [scoring_datum(one, renderer) for one in inputs]
-    found = []
-    for item, row, future in zip(items, logprobs_of(client, items), futures, strict=True):
-        scored = np.array(future.result()[1:])
-        text = item.loss_fn_inputs["target_tokens"][:-1] != renderer.config.image_token_id
-        found.append(np.abs(scored - row[:-1])[text])
-    return np.concatenate(found)
+    return np.concatenate(
+        [
+            of_text(item, future.result(), row, renderer)
+            for item, row, future in zip(items, logprobs_of(client, items), futures, strict=True)
+        ]
+    )
+
+
+def of_text(item, scored, row, renderer) -> np.ndarray:
+    """Absolute, nats, of one datum's text positions: a sampler's prompt scores and a trainer's log probabilities."""
+    placeholder = renderer.config.image_token_id if renderer.takes_images else -1
+    text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
+    distances: np.ndarray = np.abs(np.asarray(scored[1:]) - row[:-1])[text]
+    return distances

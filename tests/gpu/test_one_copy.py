@@ -27,7 +27,7 @@ from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
 from benchmarks.gpu import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
-from tests.gpu.agreement import LARGEST, MEAN, scoring_datum
+from tests.gpu.agreement import LARGEST, MEAN, of_text, scoring_datum
 from tests.models import make_tiny_of, make_tiny_vl, quantise_in_blocks
 from tests.sampling import sample, sampler_config, scoring
 from tests.trainers import LORA
@@ -88,10 +88,7 @@ class Parts:
         item = scoring_datum(model_input, renderer)
         output = await self.trainer.forward_backward("m", cross_entropy([item]), backward=False)
         await self.trainer.delete_model("m")
-        placeholder = renderer.config.image_token_id if renderer.takes_images else -1
-        text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
-        found: np.ndarray = np.abs(np.asarray(scored)[1:] - output.loss_fn_outputs[0]["logprobs"][:-1])[text]
-        return found
+        return of_text(item, scored, output.loss_fn_outputs[0]["logprobs"], renderer)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -122,10 +119,8 @@ async def test_two_gpus_have_a_copy_a_rank_and_an_engine_each(tmp_path: Path) ->
         assert all(after > one for one, after in zip(before, await parts.progress(), strict=True)), (
             "both engines scored"
         )
-        placeholder = renderer.config.image_token_id
         for item, response, row in zip(items, scored, output.loss_fn_outputs, strict=True):
-            text = item.loss_fn_inputs["target_tokens"][:-1] != placeholder
-            found = np.abs(np.asarray(response.prompt_logprobs)[1:] - row["logprobs"][:-1])[text]
+            found = of_text(item, response.prompt_logprobs, row["logprobs"], renderer)
             print(f"two GPUs: mean {found.mean():.4f}, largest {found.max():.4f} nats")
             assert found.mean() < MEAN and found.max() < LARGEST
 

@@ -28,7 +28,7 @@ from backends.families.coverage import decoder_linears
 from backends.families.family import Family
 from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
 from backends.formats.block_fp8 import SCALE
-from backends.formats.model_files import tensor_bytes
+from backends.formats.model_files import quantisation, tensor_bytes
 from backends.model_spec import ModelSpec
 from backends.processes.progress import Progress
 from backends.protocol import BackendFailed
@@ -78,18 +78,20 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     by_heads = world.context.size > 1
     attention_name = family.attention(attention.implementation(world.device, dtype, by_heads=by_heads))
     tensors = None if config.base_dir is None else _mapped(config, world, dtype)
+    packed_names = _packed_names(config, family) if config.base_precision == "fp8" else []
     shards = _Shards(world.machine, is_sharded=is_sharded)
     hook = register_module_parameter_registration_hook(shards.take)  # type: ignore[arg-type]
     try:
-        model, found = _model(config, family, tensors, {"dtype": dtype, "attn_implementation": attention_name})
+        arguments: dict[str, object] = {"dtype": dtype, "attn_implementation": attention_name}
+        model, found = _model(config, family, tensors, packed_names, arguments)
     finally:
         hook.remove()
     _check(found, config.directory)
     own = shards.of(model, config.directory)
     del shards  # it would keep what is laid out anew
     lay_out_experts(model, own, dtype)
-    if config.base_precision == "fp8":
-        _pack_linears(config, family, model, own, world.device)
+    if packed_names:
+        _pack_linears(config, packed_names, model, own, world.device)
     model.requires_grad_(False)
     _move_buffers(model, world.device)
     root = Root(model)
@@ -109,13 +111,17 @@ def _mapped(config: ModelSpec, world: World, dtype: torch.dtype) -> BaseTensors:
 
 
 def _model(
-    spec: ModelSpec, family: Family, tensors: BaseTensors | None, arguments: dict[str, object]
+    spec: ModelSpec,
+    family: Family,
+    tensors: BaseTensors | None,
+    packed_names: Sequence[str],
+    arguments: dict[str, object],
 ) -> tuple[PreTrainedModel, Found]:
-    """Return transformers' model, and how it found the files to differ."""
+    """Return transformers' model, and how it found the files to differ. Tensors of `packed_names` are not loaded."""
     # Mismatched sizes are named by `_check`.
     arguments = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
     config = AutoConfig.from_pretrained(spec.directory)
-    is_quantised = getattr(config, "quantization_config", None) is not None
+    is_quantised = quantisation(config) is not None
     is_fp8 = is_quantised and config.model_type != GPT_OSS
     if tensors is not None:
         state: Mapping[str, Tensor] = {**tensors.mapped, **tensors.own}
@@ -124,10 +130,10 @@ def _model(
             return _made_of(state, family, config, arguments)
     if is_fp8:
         # transformers takes blocks of other sizes where 128 does not divide a matrix. So it gets dequantised tensors.
-        with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
+        dtype = getattr(torch, spec.dtype)
+        with Files(Path(spec.directory), dtype) as files:
             slices: dict[str, Readable] = {name: files.slice(name) for name in files.names()}
-            if spec.base_precision == "fp8":
-                slices |= {name: _StandIn(one) for name, one in _packed(spec, family, files).items()}
+            slices |= {name: _StandIn(tuple(files.slice(name).get_shape()), dtype) for name in packed_names}
             return _made_of(with_stacked_experts(slices), family, config, arguments)
     if is_quantised:
         arguments["quantization_config"] = Mxfp4Config(dequantize=True)
@@ -135,10 +141,11 @@ def _model(
     return model, found
 
 
-def _packed(spec: ModelSpec, family: Family, files: Files) -> dict[str, InFp8]:
-    """Return the tensors that stay in fp8, by name. Raises BackendFailed if there are none."""
+def _packed_names(spec: ModelSpec, family: Family) -> list[str]:
+    """Return the names of the tensors that stay in fp8. Raises BackendFailed if there are none."""
     linears = decoder_linears(family, AutoConfig.from_pretrained(spec.directory), spec.directory)
-    found = {name: one for name in files.names() if name in linears and isinstance(one := files.slice(name), InFp8)}
+    with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
+        found = [name for name in files.names() if name in linears and isinstance(files.slice(name), InFp8)]
     if not found:
         raise BackendFailed(
             f"{spec.directory}: no linear of the decoder has a tensor in fp8 of its own name; start without"
@@ -151,18 +158,21 @@ def _packed(spec: ModelSpec, family: Family, files: Files) -> dict[str, InFp8]:
 class _StandIn:
     """A tensor without memory of the size of one that is not loaded."""
 
-    tensor: InFp8
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     def __getitem__(self, index: EllipsisType, /) -> Tensor:
-        return torch.zeros((), dtype=self.tensor.dtype).expand(self.tensor.get_shape())
+        return torch.zeros((), dtype=self.dtype).expand(self.shape)
 
 
 def _pack_linears(
-    spec: ModelSpec, family: Family, model: PreTrainedModel, own: dict[str, Tensor], device: torch.device
+    spec: ModelSpec, names: Sequence[str], model: PreTrainedModel, own: dict[str, Tensor], device: torch.device
 ) -> None:
     """Replace the linears whose tensors stay in fp8, and these tensors in `own`."""
     with Files(Path(spec.directory), getattr(torch, spec.dtype)) as files:
-        for name, tensor in _packed(spec, family, files).items():
+        for name in names:
+            tensor = files.slice(name)
+            assert isinstance(tensor, InFp8)
             module = name.removesuffix(".weight")
             linear = model.get_submodule(module)
             assert isinstance(linear, nn.Linear)
