@@ -42,6 +42,10 @@ class Watched:
         self.page.get_by_role("heading", name="Runs", exact=True).wait_for()
         return self.page
 
+    def sign_out(self) -> None:
+        self.page.get_by_role("button", name="Sign out").click()
+        self.page.get_by_label("API key").wait_for()  # opening another page earlier would end the request
+
     def answer(self, question: str, *, yes: bool) -> None:
         """Questions that the page asks before a change."""
         asked = self.page.get_by_role("dialog")

@@ -34,8 +34,7 @@ def test_a_wrong_key_is_refused_and_a_right_one_shows_the_owners_runs(
     page.keyboard.press("Enter")
     expect(page.get_by_role("row")).to_have_count(3)
     expect(page.get_by_role("link", name=run_id[:8])).to_be_visible()
-    page.get_by_role("button", name="Sign out").click()
-    expect(page.get_by_label("API key")).to_be_visible()
+    watched.sign_out()
     page.goto(f"{alice.server.url}/")
     expect(page.get_by_label("API key")).to_be_visible()
     assert watched.elsewhere() == []

@@ -38,37 +38,38 @@ def test_the_clients_metrics_come_first_and_the_others_when_they_are_opened(
 def test_ticked_runs_are_drawn_over_one_another_with_their_names(seen: Watched, owners: tuple[Owner, Owner]) -> None:
     alice, _ = owners
     made = [alice.new_run() for _ in range(3)]
+    name, tag = f"small rank {made[0][:8]}", f"sweep-{made[0][:8]}"
     for number, run_id in enumerate(made):
         alice.train(run_id, range(4 + number))
         alice.report(run_id, 0, reward=float(number))
     page = seen.open(f"/runs/{made[0]}")
     page.get_by_text("Name, tags and notes").click()
-    page.get_by_label("Name", exact=True).fill("small rank")
-    page.get_by_label("Tags").fill("sweep, vision")
+    page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("Tags").fill(f"{tag}, vision")
     page.get_by_label("Notes").fill("with 8 samples")
     page.get_by_role("button", name="Save").click()
-    expect(page.get_by_role("heading", name="small rank")).to_be_visible()
+    expect(page.get_by_role("heading", name=name)).to_be_visible()
     expect(page.get_by_text("with 8 samples").first).to_be_visible()
-    page.get_by_role("link", name="sweep").click()
+    page.get_by_role("link", name=tag).click()
     expect(page.locator("tbody tr")).to_have_count(1)
     page.get_by_label("Search runs").fill("")
     expect(page.get_by_label(f"Compare {made[1][:8]}")).to_be_visible()
     button = page.get_by_role("button", name="Compare")
     expect(button).to_be_disabled()
-    page.get_by_label("Compare small rank").check()
+    page.get_by_label(f"Compare {name}").check()
     page.get_by_label(f"Compare {made[1][:8]}").check()
     with page.expect_response("**/runs?*"):
         page.evaluate("document.activeElement.blur(); htmx.trigger(document.getElementById('runs'), 'sse:changed')")
-    expect(page.get_by_label("Compare small rank")).to_be_checked()
+    expect(page.get_by_label(f"Compare {name}")).to_be_checked()
     button.click()
     expect(page).to_have_url(re.compile("with="))
     names = page.locator("#compared li")
     expect(names).to_have_count(2)
     legend = page.locator("figure[data-curve=loss] .u-legend")
-    for name in ("small rank", made[1][:8]):
-        expect(names.filter(has_text=name)).to_have_count(1)
-        expect(legend).to_contain_text(name)
-    expect(page.locator('figure[data-curve="metric:reward"] .u-legend')).to_contain_text("small rank")
+    for named in (name, made[1][:8]):
+        expect(names.filter(has_text=named)).to_have_count(1)
+        expect(legend).to_contain_text(named)
+    expect(page.locator('figure[data-curve="metric:reward"] .u-legend')).to_contain_text(name)
     assert seen.violations() == []
     page.get_by_text("Compare with").click()
     page.get_by_role("checkbox", name=made[2][:8]).check()
