@@ -4,12 +4,12 @@ All packed arrays are little-endian. Results are stored as protobuf; `old_client
 """
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import numpy as np
 import zstandard
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from api_schemas import tinker_wire_pb2 as pb
 from api_schemas.base import MAX_TEXT, too_long, unstorable
@@ -51,6 +51,11 @@ _KEY = 1
 """Field number of the key in an entry of a map."""
 _ENVELOPE = (1, 2, 6)
 """Field numbers of model_id, seq_id and forward_only."""
+_DATA = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
+_LENGTH_DELIMITED = 2
+"""Wire type of texts, lists and messages."""
+_LONG_CALL_BYTES = 1 << 20
+"""Bytes that protobuf parses in one call, which holds up every other thread of the process."""
 
 
 class MalformedBody(ValueError):
@@ -95,8 +100,9 @@ def decompress(body: bytes, max_bytes: int) -> bytes:
 def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """Decode a ForwardBackwardRequest. Raises MalformedBody, naming datum and field, if bytes and sizes disagree."""
     _require_few_parts(body)
+    message = pb.ForwardBackwardRequest()
     try:
-        message = pb.ForwardBackwardRequest.FromString(body)
+        _merge(message, body)
     except DecodeError:
         raise _not_protobuf() from None
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
@@ -125,9 +131,56 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
     )
 
 
-def canonical(body: bytes) -> bytes:
-    """Encode a valid ForwardBackwardRequest canonically, so that equal messages have equal bytes."""
-    return pb.ForwardBackwardRequest.FromString(body).SerializeToString(deterministic=True)
+def _merge(message: Message, body: bytes | memoryview) -> None:
+    """Parse a body in pieces of whole fields, which make the same message as one call. Raises DecodeError."""
+    if len(body) <= _LONG_CALL_BYTES:
+        message.MergeFromString(bytes(body))
+        return
+    for field in _fields(body):
+        if field.number == _DATA and isinstance(message, pb.ForwardBackwardRequest) and field.content is not None:
+            _merge(message.data.add(), field.content)
+        else:
+            message.MergeFromString(bytes(field.encoded))
+
+
+def canonical(body: bytes) -> Iterator[bytes]:
+    """Encode a valid ForwardBackwardRequest in protobuf's deterministic form, so that equal messages have equal bytes.
+
+    The form comes in pieces, since one call on all of it would hold up every other thread. Names of tensors are in the
+    order of their bytes.
+    """
+    first, last = pb.ForwardBackwardRequest(), pb.ForwardBackwardRequest()
+    data: list[memoryview] = []
+    for field in _fields(body):
+        if field.number == _DATA and field.content is not None:
+            data.append(field.content)
+        else:
+            (first if field.number < _DATA else last).MergeFromString(bytes(field.encoded))
+    yield first.SerializeToString(deterministic=True)
+    for content in data:
+        pieces = _canonical_datum(content)
+        yield bytes([_DATA << 3 | _LENGTH_DELIMITED]) + _encoded_varint(sum(map(len, pieces)))
+        yield from pieces
+    yield last.SerializeToString(deterministic=True)
+
+
+def _canonical_datum(content: memoryview) -> list[bytes]:
+    """Return the pieces of a datum: its chunks, its tensors by name, and the rest."""
+    if len(content) <= _LONG_CALL_BYTES:
+        return [pb.Datum.FromString(bytes(content)).SerializeToString(deterministic=True)]
+    chunks: list[bytes] = []
+    tensors: dict[bytes, bytes] = {}
+    rest = pb.Datum()
+    for field in _fields(content):
+        alone = pb.Datum.FromString(bytes(field.encoded))
+        if alone.model_input:
+            chunks.append(alone.SerializeToString(deterministic=True))
+        elif alone.loss_fn_inputs:
+            (name,) = alone.loss_fn_inputs
+            tensors[name.encode()] = alone.SerializeToString(deterministic=True)
+        else:
+            rest.MergeFromString(bytes(field.encoded))
+    return [*chunks, *(tensors[name] for name in sorted(tensors)), rest.SerializeToString(deterministic=True)]
 
 
 class Envelope(NamedTuple):
@@ -142,11 +195,9 @@ def envelope_of(body: bytes) -> Envelope | None:
     """Read the envelope of a body that decode_forward_backward refused; None if it has none."""
     found: dict[int, int | memoryview] = {}
     try:
-        for number, (field, value) in enumerate(_fields(body)):
-            if field in _ENVELOPE:
-                found[field] = value
-            if number == MAX_PARTS:
-                break
+        for field in islice(_fields(body), MAX_PARTS):
+            if field.number in _ENVELOPE and field.value is not None:
+                found[field.number] = field.value
         model_id, seq_id, forward_only = (found.get(field, 0) for field in _ENVELOPE)
         if not isinstance(seq_id, int):
             return None
@@ -162,49 +213,68 @@ def _require_few_parts(body: bytes) -> None:
     Raises MalformedBody.
     """
     num_parts = 0
-    for field, value in _fields(body):
+    for field in _fields(body):
         num_parts += 1
-        if field == pb.ForwardBackwardRequest.DATA_FIELD_NUMBER and isinstance(value, memoryview):
-            for part, content in _fields(value):
+        if field.number == _DATA and field.content is not None:
+            for part in _fields(field.content):
                 num_parts += 1
                 if num_parts > MAX_PARTS:
                     break
-                if part == pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER:
-                    _require_short_name(content)
-        elif isinstance(value, memoryview) and len(value) > _TEXT_BYTES:
-            raise MalformedBody(f"field {field} has {len(value)} bytes; at most {_TEXT_BYTES} are allowed")
+                if part.number == pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER and part.content is not None:
+                    _require_short_name(part.content)
+        elif field.content is not None and len(field.content) > _TEXT_BYTES:
+            raise MalformedBody(
+                f"field {field.number} has {len(field.content)} bytes; at most {_TEXT_BYTES} are allowed"
+            )
         if num_parts > MAX_PARTS:
             raise MalformedBody(f"the body has more than {MAX_PARTS} parts (datums, chunks, tensors)")
 
 
-def _require_short_name(entry: int | memoryview) -> None:
+def _require_short_name(entry: memoryview) -> None:
     """Bound the name of a tensor before it is parsed, which is one long call. Raises MalformedBody."""
-    if not isinstance(entry, memoryview) or len(entry) <= _TEXT_BYTES:
+    if len(entry) <= _TEXT_BYTES:
         return
-    for field, value in _fields(entry):
-        if field == _KEY and isinstance(value, memoryview) and len(value) > _TEXT_BYTES:
-            raise MalformedBody(f"a name in loss_fn_inputs has {len(value)} bytes; at most {_TEXT_BYTES} are allowed")
+    for field in _fields(entry):
+        if field.number == _KEY and field.content is not None and len(field.content) > _TEXT_BYTES:
+            size_bytes = len(field.content)
+            raise MalformedBody(f"a name in loss_fn_inputs has {size_bytes} bytes; at most {_TEXT_BYTES} are allowed")
 
 
-def _fields(message: bytes | memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield the fields of a protobuf message by number, without parsing their content. Raises MalformedBody."""
-    view, at = memoryview(message), 0
-    while at < len(view):
-        tag, at = _varint(view, at)
+class _Field(NamedTuple):
+    """One field of a protobuf message, whose content is not parsed."""
+
+    number: int
+    encoded: memoryview
+    """All of its bytes, number and size included."""
+    value: int | memoryview | None
+    """The number of a varint, the content of a text, list or message; None for a fixed number."""
+
+    @property
+    def content(self) -> memoryview | None:
+        return self.value if isinstance(self.value, memoryview) else None
+
+
+def _fields(message: bytes | memoryview) -> Iterator[_Field]:
+    """Yield the fields of a protobuf message without parsing their content. Raises MalformedBody."""
+    view, end = memoryview(message), 0
+    while end < len(view):
+        start = end
+        tag, end = _varint(view, start)
+        value: int | memoryview | None = None
         match tag & 7:
             case 0:
-                value, at = _varint(view, at)
-                yield tag >> 3, value
+                value, end = _varint(view, end)
             case 2:
-                size, at = _varint(view, at)
-                if at + size > len(view):
-                    raise _not_protobuf()
-                yield tag >> 3, view[at : at + size]
-                at += size
+                size, at = _varint(view, end)
+                end = at + size
+                value = view[at:end]
             case 1 | 5 as kind:
-                at += 8 if kind == 1 else 4
+                end += 8 if kind == 1 else 4
             case _:
                 raise _not_protobuf()
+        if end > len(view):
+            raise _not_protobuf()
+        yield _Field(tag >> 3, view[start:end], value)
 
 
 def _varint(view: memoryview, at: int) -> tuple[int, int]:
@@ -217,6 +287,14 @@ def _varint(view: memoryview, at: int) -> tuple[int, int]:
             return value, at
         shift += 7
     raise _not_protobuf()
+
+
+def _encoded_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 128:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*encoded, value])
 
 
 def _not_protobuf() -> MalformedBody:

@@ -100,6 +100,9 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
     old_body = json.dumps(old).encode().replace(b'"DATA"', old_datum.replace(b'"ONES"', ones(MIB // 2 - 2)))
     refused = {"model_id": "m", "seq_id": 1, "forward_backward_input": 1, "more": "ONES"}
     large = [datum(4000) for _ in range(256)]
+    images = pb.Datum(
+        model_input=[pb.Chunk(image=pb.ImageChunk(data=photo(64, 64) + bytes(3 * MIB), format="png"))] * 63
+    )
     deep = b"[" * 60 + b"]" * 60 + b","
     lists = b'{"prompt":[' + b"[[[[[[1]]]]]]," * 900_000 + b"1]}"
     return {
@@ -157,6 +160,8 @@ def bodies() -> dict[str, tuple[str, str, bytes, str]]:
             "",
         ),
         "sparse tensors of 2^27 cells": ("forward_backward", PROTOBUF, batch(bomb()), ""),
+        "a batch of 190 MiB": ("forward_backward", PROTOBUF, batch(*[datum(2**15)] * 500), ""),
+        "190 MiB of images in a datum": ("forward_backward", PROTOBUF, batch(images), ""),
         "a batch of 12 MiB": ("forward_backward", PROTOBUF, batch(*large), ""),
         "4,000 empty datums": ("forward_backward", PROTOBUF, batch(*[pb.Datum()] * 4000), ""),
         "1 KiB of datums": ("forward_backward", PROTOBUF, batch(*[pb.Datum()] * 490), ""),

@@ -78,9 +78,10 @@ class OperationKind:
 
     def digest(self, body: bytes, content_type: str) -> str:
         """Return a hash that tells a repeat from another operation under the same number."""
-        if content_type == wire.PROTOBUF:
-            body = wire.canonical(body)  # the entries of a map come in any order
-        return hashlib.sha256(body).hexdigest()
+        digest = hashlib.sha256()
+        for part in wire.canonical(body) if content_type == wire.PROTOBUF else (body,):  # maps come in any order
+            digest.update(part)
+        return digest.hexdigest()
 
     def encode(self, response: Response) -> Result:
         """Encode a response as it is stored and sent."""

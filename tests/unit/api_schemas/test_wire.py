@@ -53,6 +53,59 @@ def test_a_request_decodes_to_what_was_sent():
     assert work.data[0].loss_fn_inputs["target_tokens"].tolist() == [[0, 7], [0, 0], [8, 0]]
 
 
+def large() -> pb.ForwardBackwardRequest:
+    """Two datums that are parsed in pieces, and one that is not."""
+    message = encoded(forward_only=True)
+    message.loss_fn_config_v2["beta"].number = 0.5
+    message.data.extend(message.data[:1] * 2)
+    for datum, size in ((message.data[0], 200_000), (message.data[2], 600_000)):
+        for name in ("b", "é", "advantages"):
+            datum.loss_fn_inputs[name].CopyFrom(
+                pb.Tensor(dense=np.full(size, len(name), "<f4").tobytes(), dtype=pb.DTYPE_FLOAT32, shape=[size])
+            )
+        datum.loss_fn_input_spans.add().prompt_tokens.sequence_id = "s"
+        datum.model_input.add().encoded_text.tokens = np.arange(size, dtype="<i4").tobytes()
+    return message
+
+
+def test_a_large_request_is_parsed_in_pieces_to_the_same_message_and_has_the_same_canonical_form():
+    message = large()
+    for deterministic in (True, False):
+        body = message.SerializeToString(deterministic=deterministic)
+        request = wire.decode_forward_backward(body)
+        assert (request.model_id, request.seq_id, request.forward_only) == ("m", 3, True)
+        for datum, sent in zip(request.forward_backward_input.data, message.data, strict=True):
+            assert set(datum.loss_fn_inputs) == set(sent.loss_fn_inputs)
+            assert datum.loss_fn_inputs["weights"].tolist() == [1.0] * 6
+            for name in set(sent.loss_fn_inputs) - {"weights", "target_tokens"}:
+                assert datum.loss_fn_inputs[name].tobytes() == sent.loss_fn_inputs[name].dense
+            assert [getattr(chunk, "type", None) for chunk in datum.model_input.chunks] == [
+                sent_chunk.WhichOneof("chunk") for sent_chunk in sent.model_input
+            ]
+            assert as_text(datum.model_input.chunks[-1 if len(sent.model_input) > 2 else 0]).tokens.tobytes() == (
+                sent.model_input[-1 if len(sent.model_input) > 2 else 0].encoded_text.tokens
+            )
+        assert b"".join(wire.canonical(body)) == message.SerializeToString(deterministic=True)
+
+
+def test_the_canonical_form_does_not_depend_on_the_order_in_which_a_map_came():
+    """A later entry of the same name replaces an earlier one, as protobuf's own parser does."""
+    datum = large().data[0]
+    datum.loss_fn_inputs["bb"].CopyFrom(pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[0]))
+    entries = [
+        pb.Datum(loss_fn_inputs={name: tensor}).SerializeToString() for name, tensor in datum.loss_fn_inputs.items()
+    ]
+    replaced = pb.Datum(loss_fn_inputs={"b": pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[0])}).SerializeToString()
+    forms = set()
+    for contents in ([replaced, *entries], entries[::-1]):
+        content = b"".join(contents)
+        body = bytes([3 << 3 | 2]) + wire._encoded_varint(len(content)) + content
+        forms.add(b"".join(wire.canonical(body)))
+        assert len(wire.decode_forward_backward(body).forward_backward_input.data[0].loss_fn_inputs["b"]) == 200_000
+    (form,) = forms
+    assert pb.ForwardBackwardRequest.FromString(form).data[0] == pb.Datum(loss_fn_inputs=datum.loss_fn_inputs)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
