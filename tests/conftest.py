@@ -3,9 +3,9 @@
 import gc
 import itertools
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tinker.lib.internal_client_holder import InternalClientHolder
@@ -25,6 +25,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.workers import ByEngine
 
     return ByEngine(config, log)
+
+
+FAILED = pytest.StashKey[bool]()
+
+
+class OutsideOfItsModule:
+    """Stands for a next test in another file of the same folder."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self._chain = [node for node in item.listchain() if isinstance(node, pytest.Session | pytest.Directory)]
+
+    def listchain(self) -> list[pytest.Session | pytest.Directory]:
+        return self._chain
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = report.failed
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End a file's servers and engines after a test that failed: its next attempt and the next test get new ones."""
+    if item.stash.get(FAILED, False):
+        item.session._setupstate.teardown_exact(cast(pytest.Item, OutsideOfItsModule(item)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
