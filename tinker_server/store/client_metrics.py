@@ -6,6 +6,7 @@ from typing import cast
 
 from sqlalchemy import Table, func, select, tuple_
 
+from backends.lru import LRU
 from tinker_server.errors import LimitReached
 from tinker_server.store.database import Database, delete_before
 from tinker_server.store.tables import ClientMetricRow
@@ -14,6 +15,10 @@ METRICS = cast(Table, ClientMetricRow.__table__)
 KEY = ("model_id", "name", "step")
 MAX_NAMES = 512
 """Different metrics of one run. The cookbook's RL recipes report some 60."""
+MAX_VALUES = 1 << 22
+"""Values of one run, all metrics together: 70,000 steps of 60 metrics. They take about 400 MB of the database."""
+RUNS_COUNTED = 1000
+"""Runs whose names and number of values are kept in memory."""
 _OF = METRICS.c
 
 
@@ -28,35 +33,60 @@ class Metric:
     value: float
 
 
+@dataclass
+class Counted:
+    """Stored metrics of one run."""
+
+    names: set[str]
+    num_values: int
+    """At least so many; fewer where later values have replaced earlier ones."""
+
+
 class ClientMetricStore:
     """Reads and writes the client_metrics table."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._counted: LRU[str, Counted] = LRU(RUNS_COUNTED)
 
     async def put(self, model_id: str, step: int, values: Mapping[str, float], at: float) -> None:
         """Store the metrics of one step. A later value of the same metric and step replaces the earlier one.
 
-        Raises LimitReached where the run would have more than MAX_NAMES metrics.
+        Raises LimitReached where the run would have more than MAX_NAMES metrics or MAX_VALUES values.
         """
         if not values:
             return
-        names = set(await self.names(model_id)) | set(values)
-        if len(names) > MAX_NAMES:
-            raise LimitReached(f"metrics: the run {model_id} would have {len(names)} names; {MAX_NAMES} are allowed")
+        counted = await self._count(model_id)
+        if counted.num_values + len(values) > MAX_VALUES:
+            self._counted.pop(model_id)
+            counted = await self._count(model_id)
+        num_names, num_values = len(counted.names | set(values)), counted.num_values + len(values)
+        if num_names > MAX_NAMES:
+            raise LimitReached(f"metrics: the run {model_id} would have {num_names} names; {MAX_NAMES} are allowed")
+        if num_values > MAX_VALUES:
+            raise LimitReached(f"metrics: the run {model_id} would have {num_values} values; {MAX_VALUES} are allowed")
         insert = self._db.insert(METRICS)
         put = insert.on_conflict_do_update(
             index_elements=KEY, set_={"value": insert.excluded.value, "at": insert.excluded.at}
         )
         rows = [{"model_id": model_id, "name": name, "step": step, "value": values[name], "at": at} for name in values]
+        counted.num_values += len(values)  # before the write, so that writes at the same time see it
         async with self._db.write() as session:
             await session.execute(put, rows)
+        counted.names |= set(values)
+
+    async def _count(self, model_id: str) -> Counted:
+        """Count a run's names and values, once: later ones are added by `put`."""
+        if (counted := self._counted.get(model_id)) is None:
+            query = select(_OF.name, func.count()).where(_OF.model_id == model_id).group_by(_OF.name)
+            async with self._db.read() as session:
+                of_names = {name: int(count) for name, count in await session.execute(query)}
+            counted = self._counted.setdefault(model_id, Counted(set(of_names), sum(of_names.values())))
+        return counted
 
     async def names(self, model_id: str) -> list[str]:
         """Return the names of a run's metrics, sorted."""
-        query = select(_OF.name).where(_OF.model_id == model_id).distinct().order_by(_OF.name)
-        async with self._db.read() as session:
-            return list(await session.scalars(query))
+        return sorted((await self._count(model_id)).names)
 
     async def last_step(self, model_id: str) -> int | None:
         """Return the last step that a client reported of a run."""
@@ -103,4 +133,7 @@ class ClientMetricStore:
 
     async def expire(self, before: float) -> int:
         """Delete the metrics reported before this time, a part at a time; return their number."""
-        return await delete_before(self._db, METRICS, before)
+        num_deleted = await delete_before(self._db, METRICS, before)
+        if num_deleted:
+            self._counted.clear()
+        return num_deleted

@@ -50,3 +50,21 @@ async def test_a_run_has_a_bounded_number_of_metrics(db: Database, monkeypatch: 
     with pytest.raises(LimitReached, match="3 names; 2 are allowed"):
         await store.put("m", 1, {"a": 3.0, "c": 3.0}, at=1)
     assert [one.value for one in (await store.points("m", ["a"], (0, 9), 100))["a"]] == [1.0, 2.0]
+
+
+async def test_a_run_has_a_bounded_number_of_values_and_a_replaced_one_counts_once(
+    db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_metrics, "MAX_VALUES", 4)
+    store = ClientMetricStore(db)
+    for value in (1.0, 2.0, 3.0, 4.0, 5.0):
+        await store.put("m", 0, {"a": value, "b": value}, at=0)
+    await store.put("m", 1, {"a": 1.0}, at=1)
+    for reader in (store, ClientMetricStore(db)):  # the second counts what is stored
+        with pytest.raises(LimitReached, match="5 values; 4 are allowed"):
+            await reader.put("m", 2, {"a": 1.0, "b": 1.0}, at=2)
+    await store.put("other", 2, {"a": 1.0, "b": 1.0}, at=2)
+    await store.expire(before=1)
+    assert await store.names("m") == ["a"]
+    await store.put("m", 2, {"a": 1.0, "c": 1.0}, at=2)
+    assert await store.names("m") == ["a", "c"]
