@@ -8,6 +8,7 @@ EXTRA := cpu
 ROUNDS := 200
 ENGINES := 1
 NODES := 1
+DATABASE := sqlite
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(EXTRA)
@@ -57,7 +58,8 @@ test-slow: $(STAMP)
 test-all: test test-slow
 
 chaos: $(STAMP)
-	$(BIN)/pytest tests/chaos --timeout 0 -s -m slow -k rounds --rounds $(ROUNDS) --engines $(ENGINES) --nodes $(NODES)
+	$(BIN)/pytest tests/chaos --timeout 0 -s -m slow -k rounds --rounds $(ROUNDS) --engines $(ENGINES) --nodes $(NODES) \
+		--database $(DATABASE)
 
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -p tests.conformance.report tests/conformance

@@ -21,6 +21,7 @@ import pytest
 from tests.chaos.client import PATIENCE_S, Client, Model, Request, State
 from tests.chaos.worker import Seen, Worker
 from tests.cluster.machines import free_port
+from tests.databases import fresh_database
 from tests.servers import KEY, MODEL, Server
 
 SEED = 20
@@ -252,10 +253,11 @@ def server(tiny_vl: Path, tmp_path: Path, request: pytest.FixtureRequest, cluste
     arguments = ["--engines", str(request.config.getoption("--engines", 1))]
     if request.config.getoption("--nodes", 1) > 1:
         arguments += in_cluster(cluster_port)
-    server = Server(tmp_path / "data", {MODEL: tiny_vl}, *arguments)
-    yield server
-    if server.process.poll() is None:
-        server.stop()
+    with fresh_database(request.config.getoption("--database", "sqlite"), tmp_path) as url:
+        server = Server(tmp_path / "data", {MODEL: tiny_vl}, *arguments, "--database-url", url)
+        yield server
+        if server.process.poll() is None:
+            server.stop()
 
 
 def in_cluster(port: int) -> list[str]:
