@@ -13,9 +13,10 @@ from pathlib import Path
 
 from backends.config import BackendConfig
 from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import GIB, Machine, MemoryPlan
+from backends.configure.memory_plan import GIB, TRAINED_IMAGE_TOKENS, Machine, MemoryPlan
 from backends.configure.placement import make_plan
 from backends.protocol import BackendFailed
+from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 from tests.published import COOKBOOK, NOT_FOUND
 from tests.shapes import shape
 
@@ -43,6 +44,29 @@ COOKBOOK_HEAD = """
 These are the models that the cookbook's `model_info` names. Parameters are billions of numbers in the base, with the
 vision tower. If a model is refused, the last column shows the beginning of the server's reason.
 """
+IMAGES = {
+    "Qwen3-VL": "Qwen/Qwen3-VL-4B-Instruct",
+    "Qwen3-VL MoE": "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "Qwen3.5": "Qwen/Qwen3.5-9B",
+    "Qwen3.5 MoE": "Qwen/Qwen3.5-35B-A3B",
+}
+"""A model of each kind that takes images and whose config is known."""
+IMAGES_HEAD = f"""
+## Memory for images
+These are MiB that 1,000 tokens of images take in bfloat16. In these models, a token is 32 x 32 pixels, and an image of
+1024 x 1024 pixels has 1,024 tokens.
+
+- **pixels:** in main memory, while a prompt or a batch waits, and in the image cache of the engine
+- **features:** on the GPU in a microbatch, and in main memory in the image cache of the trainer
+- **tower:** on the GPU in one call of the frozen vision tower. A call of the trainer has at most
+  {FROZEN_VALUES // 3072:,} tokens, or one larger image
+- **trained tower:** on the GPU in one call, with `--train-vision`. A call has at most {TRAINED_VALUES // 3072} tokens,
+  or one larger image. The plan has room for an image of {TRAINED_IMAGE_TOKENS:,} tokens; a larger one needs memory
+  that the microbatches leave
+- **decoder:** on the GPU in a microbatch, if all layers recompute, and if none does: as for tokens of text
+- **KV cache:** on the GPU in the engine, as for tokens of text
+
+"""
 NOT_IN_THE_TABLE = "Models whose published configs were not found are not in the table: "
 NOTES = """
 - **These are plans, not measurements.** `make hardware` writes this page from the memory plan, and a test compares the
@@ -69,7 +93,7 @@ def page() -> str:
         lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(_cell(size, card) for size in MODELS)} |")
     adapter_gib = shape("4b").adapter_numbers(32) * 4 / GIB
     not_found = textwrap.fill(NOT_IN_THE_TABLE + ", ".join(map(_short, NOT_FOUND)) + ".", 120, break_on_hyphens=False)
-    lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found]
+    lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found, IMAGES_HEAD + "\n".join(_image_lines()), ""]
     notes = NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
     return HEAD + "\n".join(lines) + "\n" + notes
 
@@ -100,6 +124,24 @@ def _cookbook_cells(name: str) -> list[str]:
         whole = ", since each engine needs all of it on one card" if size.tensor_parallels == (1,) else ""
         reason = f"too large for eight cards{whole}"
     return [f"{size.numbers.base / 1e9:.1f}", *plans, reason]
+
+
+def _image_lines() -> Iterator[str]:
+    """Yield the lines of the table of what tokens of images take."""
+    yield "| kind | model | pixels | features | tower | trained tower | decoder | KV cache |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for kind, name in IMAGES.items():
+        size = shape(name)
+        assert size.image_token is not None
+        token = size.image_token
+        decoder = [size.activation_bytes(1000, recomputes=one) for one in (True, False)]
+        constant = [size.activation_bytes(0, recomputes=one) for one in (True, False)]
+        recomputed, saved = (ours - none for ours, none in zip(decoder, constant, strict=True))
+        mib = [f"{one * 1000 / (1 << 20):.1f}" for one in (token.pixels, token.features)]
+        mib += [f"{one * 1000 / (1 << 20):,.0f}" for one in (token.forward, token.backward)]
+        mib += [f"{recomputed / (1 << 20):,.0f} to {saved / (1 << 20):,.0f}"]
+        mib += [f"{size.kv_token_bytes * 1000 / (1 << 20):.0f}"]
+        yield f"| {kind} | {_short(name)} | {' | '.join(mib)} |"
 
 
 def _short(name: str) -> str:

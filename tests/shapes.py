@@ -24,7 +24,7 @@ _SHORT = {
 
 
 @cache
-def shape(name: str) -> ModelSize:
+def shape(name: str, *, train_vision: bool = False) -> ModelSize:
     """Return the shapes of a published model, by its name or a short one, on CUDA. Its tokenizer and image processor
     are the small model's. Raises BackendFailed, as a server would, for one that cannot be served."""
     config = {**COOKBOOK, **OTHERS}[_SHORT.get(name, name)]
@@ -33,4 +33,5 @@ def shape(name: str) -> ModelSize:
             if file.suffix in (".json", ".jinja") and "index" not in file.name:
                 shutil.copy(file, directory)
         (Path(directory) / "config.json").write_text(json.dumps(config))
-        return read_size(name, Path(directory), BackendConfig(models={name: name}), "cuda")[1]
+        settings = BackendConfig(models={name: name}, train_vision=train_vision)
+        return read_size(name, Path(directory), settings, "cuda")[1]

@@ -13,7 +13,7 @@ from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSiz
 from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
 from backends.families import gpt_oss
-from backends.families.coverage import Numbers, check_coverage, decoder_linears, image_token_numbers
+from backends.families.coverage import Numbers, check_coverage, decoder_linears, image_token
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
 from backends.formats import block_fp8
@@ -239,7 +239,7 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
         layer_token_bytes=_layer_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         kv_token_bytes=kv_bytes_per_token(text_config, dtype),
         state_bytes=state_bytes_per_sequence(text_config, dtype),
-        image_token_bytes=image_token_numbers(config) * BYTES_PER_NUMBER[dtype],
+        image_token=image_token(config, BYTES_PER_NUMBER[dtype]),
         exchanged_token_bytes=_exchanged_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         longest_context=text_config.max_position_embeddings,
     )
