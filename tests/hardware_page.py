@@ -4,13 +4,20 @@
 themselves by their shapes.
 """
 
+import json
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from backends.config import BackendConfig
 from backends.configure.gpus import CARDS_GIB, cards
-from backends.configure.memory_plan import GIB, Machine, MemoryPlan
+from backends.configure.memory_plan import GIB, TRAINED_IMAGE_TOKENS, Machine, MemoryPlan
 from backends.configure.placement import make_plan
 from backends.protocol import BackendFailed
+from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
+from tests.published import COOKBOOK, NOT_FOUND
 from tests.shapes import shape
 
 PAGE = Path(__file__).parents[1] / "docs/hardware.md"
@@ -19,18 +26,48 @@ MODELS = {
     "8b-text": "Qwen3-8B, text",
     "32b": "Qwen3-VL-32B, images",
     "30b-a3b": "Qwen3-VL-30B-A3B, images, experts",
-    "70b": "Llama of 70 billion, text",
+    "70b": "Llama-3.1-70B, text",
 }
 COUNTS = (1, 2, 4, 8)
+LARGE_CARDS = ("H100", "H200", "B200")
 HEAD = """# Hardware
 
-The table shows, for each model and card, the smallest number of cards that can serve the model with the default
+The tables show, for each model and card, the smallest number of cards that can serve the model with the default
 settings. The server trains and samples the model on these cards at the same time.
 
 A cell shows the number of cards, the longest context, the largest LoRA rank, and the number of models of this rank that
 train at once. A dash means that eight cards of one machine are too few.
 
 """
+COOKBOOK_HEAD = """
+## The models of the cookbook
+These are the models that the cookbook's `model_info` names. Parameters are billions of numbers in the base, with the
+vision tower. If a model is refused, the last column shows the beginning of the server's reason.
+"""
+IMAGES = {
+    "Qwen3-VL": "Qwen/Qwen3-VL-4B-Instruct",
+    "Qwen3-VL MoE": "Qwen/Qwen3-VL-30B-A3B-Instruct",
+    "Qwen3.5": "Qwen/Qwen3.5-9B",
+    "Qwen3.5 MoE": "Qwen/Qwen3.5-35B-A3B",
+}
+"""A model of each kind that takes images and whose config is known."""
+IMAGES_HEAD = f"""
+## Memory for images
+These are MiB that 1,000 tokens of images take in bfloat16. In these models, a token is 32 x 32 pixels, and an image of
+1024 x 1024 pixels has 1,024 tokens.
+
+- **pixels:** in main memory, while a prompt or a batch waits, and in the image cache of the engine
+- **features:** on the GPU in a microbatch, and in main memory in the image cache of the trainer
+- **tower:** on the GPU in one call of the frozen vision tower. A call of the trainer has at most
+  {FROZEN_VALUES // 3072:,} tokens, or one larger image
+- **trained tower:** on the GPU in one call, with `--train-vision`. A call has at most {TRAINED_VALUES // 3072} tokens,
+  or one larger image. The plan has room for an image of {TRAINED_IMAGE_TOKENS:,} tokens; a larger one needs memory
+  that the microbatches leave
+- **decoder:** on the GPU in a microbatch, if all layers recompute, and if none does: as for tokens of text
+- **KV cache:** on the GPU in the engine, as for tokens of text
+
+"""
+NOT_IN_THE_TABLE = "Models whose published configs were not found are not in the table: "
 NOTES = """
 - **These are plans, not measurements.** `make hardware` writes this page from the memory plan, and a test compares the
   page with the plan. The sizes of weights, adapters, slots and cache are exact. All other sizes are estimated from one
@@ -55,7 +92,60 @@ def page() -> str:
     for card, memory_gib in CARDS_GIB.items():
         lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(_cell(size, card) for size in MODELS)} |")
     adapter_gib = shape("4b").adapter_numbers(32) * 4 / GIB
-    return HEAD + "\n".join(lines) + "\n" + NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
+    not_found = textwrap.fill(NOT_IN_THE_TABLE + ", ".join(map(_short, NOT_FOUND)) + ".", 120, break_on_hyphens=False)
+    lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found, IMAGES_HEAD + "\n".join(_image_lines()), ""]
+    notes = NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
+    return HEAD + "\n".join(lines) + "\n" + notes
+
+
+def _cookbook_lines() -> Iterator[str]:
+    """Yield the lines of the table of the cookbook's models, one for all models of equal shapes."""
+    yield f"| model | parameters | {' | '.join(f'{card}, {CARDS_GIB[card]:g} GiB' for card in LARGE_CARDS)} | refused |"
+    yield f"|---|---|{'---|' * len(LARGE_CARDS)}---|"
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name, config in COOKBOOK.items():
+        alike[json.dumps(config)].append(name)
+    for names in alike.values():
+        yield f"| {', '.join(map(_short, names))} | {' | '.join(_cookbook_cells(names[0]))} |"
+
+
+def _cookbook_cells(name: str) -> list[str]:
+    """Return a model's parameters, its plan on each card, and the reason if there is none."""
+    try:
+        size = shape(name)
+    except BackendFailed as refused:
+        # Behind the source, without the advice, and of weights the first two.
+        reason, *weights = re.split(r"; |\. ", str(refused).partition(": ")[2])[0].split(", ")
+        reason += "".join(f", {name}" for name in weights[:1]) + (" and others" if weights[1:] else "")
+        return ["", *("-" for _ in LARGE_CARDS), reason]
+    plans = [_cell(name, card) for card in LARGE_CARDS]
+    reason = ""
+    if not any(plan != "-" for plan in plans):
+        whole = ", since each engine needs all of it on one card" if size.tensor_parallels == (1,) else ""
+        reason = f"too large for eight cards{whole}"
+    return [f"{size.numbers.base / 1e9:.1f}", *plans, reason]
+
+
+def _image_lines() -> Iterator[str]:
+    """Yield the lines of the table of what tokens of images take."""
+    yield "| kind | model | pixels | features | tower | trained tower | decoder | KV cache |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for kind, name in IMAGES.items():
+        size = shape(name)
+        assert size.image_token is not None
+        token = size.image_token
+        decoder = [size.activation_bytes(1000, recomputes=one) for one in (True, False)]
+        constant = [size.activation_bytes(0, recomputes=one) for one in (True, False)]
+        recomputed, saved = (ours - none for ours, none in zip(decoder, constant, strict=True))
+        mib = [f"{one * 1000 / (1 << 20):.1f}" for one in (token.pixels, token.features)]
+        mib += [f"{one * 1000 / (1 << 20):,.0f}" for one in (token.forward, token.backward)]
+        mib += [f"{recomputed / (1 << 20):,.0f} to {saved / (1 << 20):,.0f}"]
+        mib += [f"{size.kv_token_bytes * 1000 / (1 << 20):.0f}"]
+        yield f"| {kind} | {_short(name)} | {' | '.join(mib)} |"
+
+
+def _short(name: str) -> str:
+    return name.partition("/")[2]
 
 
 def _cell(size: str, card: str) -> str:

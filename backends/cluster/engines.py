@@ -9,7 +9,7 @@ from pathlib import Path
 from backends.cluster.client import Node, StartThere
 from backends.cluster.offer import Offer
 from backends.config import BackendConfig
-from backends.configure.gpus import read_gpus
+from backends.configure.gpus import smallest_gpu
 from backends.model_spec import ModelSpec
 from backends.protocol import BackendFailed
 from backends.sampler.client import EngineClient, Sending
@@ -61,17 +61,13 @@ class RemoteEngines:
             raise BackendFailed(
                 f"an engine of {spec.name} needs {num} GPUs, and this machine has {len(offer.gpu_bytes)}"
             )
-        smallest, ours = min(offer.gpu_bytes), self.smallest_gpu(spec)
+        own = (gpu for gpus in spec.placement.engines for gpu in gpus)
+        smallest, ours = min(offer.gpu_bytes), smallest_gpu(own)
         if smallest < SAME_GPU * ours:
             raise BackendFailed(
                 f"a GPU of this machine has {smallest / 2**30:.1f} GiB, and the server's have {ours / 2**30:.1f} GiB,"
                 " for which memory is planned: show `join` the larger ones alone"
             )
-
-    def smallest_gpu(self, spec: ModelSpec) -> int:
-        """Return the memory of the smallest GPU of the server's own engines; 0 if it cannot be read."""
-        gpus = read_gpus(gpu for gpus in spec.placement.engines for gpu in gpus)
-        return min((gpu.total_bytes for gpu in gpus), default=0)
 
     def begin(self, node: Node, start: StartThere) -> None:
         """Implement the protocol."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from backends.cluster.client import Node, StartThere
 from backends.cluster.engines import SAME_GPU, RemoteEngines, gpus_of_engines
 from backends.cluster.offer import Offer
-from backends.configure.gpus import read_gpus
+from backends.configure.gpus import smallest_gpu
 from backends.model_spec import ModelSpec
 from backends.processes.launcher import Seat
 from backends.processes.rpc import Child
@@ -79,7 +79,7 @@ class RemoteReplicas:
         gpus, num = spec.placement.gpus, len(offer.gpu_bytes)
         if max(gpus) >= num:
             return f"the ranks need GPU {max(gpus)}, and the machine has {num} GPUs"
-        smallest, ours = min(offer.gpu_bytes[gpu] for gpu in gpus), self.smallest_gpu(spec)
+        smallest, ours = min(offer.gpu_bytes[gpu] for gpu in gpus), smallest_gpu(gpus)
         if smallest < SAME_GPU * ours:
             return f"one of its GPUs has {smallest / 2**30:.1f} GiB, and the server's have {ours / 2**30:.1f} GiB"
         for gpu in gpus:
@@ -98,7 +98,3 @@ class RemoteReplicas:
             part += placement.trainer_fraction * (gpu in placement.gpus)
             part += placement.sampler_fraction * sum(gpu in gpus for gpus in gpus_of_engines(spec, offer))
         return part
-
-    def smallest_gpu(self, spec: ModelSpec) -> int:
-        """Return the memory of the smallest GPU of the server's own ranks; 0 if it cannot be read."""
-        return min((gpu.total_bytes for gpu in read_gpus(spec.placement.gpus)), default=0)

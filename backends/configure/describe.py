@@ -13,7 +13,7 @@ from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSiz
 from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
 from backends.families import gpt_oss
-from backends.families.coverage import Numbers, check_coverage, decoder_linears, image_token_numbers
+from backends.families.coverage import Numbers, check_coverage, decoder_linears, image_token
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
 from backends.formats import block_fp8
@@ -130,33 +130,10 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     """Read a model's files; `number` tells its directories from other models'. Raises BackendFailed for files that are
     no model that can be served."""
     source, device = config.models[name], chosen_device(config, machine)
-    renderer = _renderer(directory, config, source)
-    numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
-    dtype = _dtype(renderer.family, device, config, source)
-    text_config = renderer.config.get_text_config()
-    _check_tensor_parallel(renderer, config, source)
-    _check_context_parallel(renderer, config, source)
-    _check_base_copies(renderer, config, device, source)
-    _check_base_precision(renderer, config, source)
-    is_quantised = quantisation(renderer.config) is not None
-    # Linear attention, float32 and quantised bases have not been seen to share a copy on a GPU.
-    is_proved = (
-        dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster and not is_quantised
-    )
-    longest = config.max_context_length or CONTEXTS[device][0]
-    check_rotation(text_config, min(text_config.max_position_embeddings, longest), source)
-    if config.full:
-        _check_full(numbers, source, is_quantised=is_quantised)
+    renderer, size = read_size(name, directory, config, device)
+    text_config, numbers = renderer.config.get_text_config(), size.numbers
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
-    size = replace(
-        model_size(name, renderer.config, numbers, dtype),
-        can_be_captured=not renderer.family.has_linear_attention,
-        trains_all=config.full,
-        can_be_shared=_unshared(renderer, config, device) is None and (config.base_copies == 1 or is_proved),
-        tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),
-        context_parallels=tuple(one for one in range(1, 65) if _unsliced(renderer, config, one) is None),
-    )
     if config.base_precision == "fp8":
         size = _packed(size, directory, renderer, source)
     scratch_dir = config.scratch_dir / str(number)
@@ -171,11 +148,11 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         vocab_size=renderer.vocab_size,
         takes_images=renderer.takes_images,
         device=device,
-        dtype=dtype,
+        dtype=_dtype(renderer.family, device, config, source),
         weight_bytes=size.base_bytes,
-        is_quantised=is_quantised,
+        is_quantised=quantisation(renderer.config) is not None,
         base_precision=config.base_precision,
-        max_context_length=min(size.longest_context, longest),
+        max_context_length=min(size.longest_context, _longest_context(config, device)),
         max_lora_rank=config.max_lora_rank or LORA_RANKS[0],
         adapter_bytes=_ADAPTER_NUMBER_BYTES * numbers.adapter,
         adapter_matrices=sum(one.count for one in numbers.matrices),
@@ -199,6 +176,42 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
         routing_dir=scratch_dir.with_name(f"{number}-routing").absolute() if replays_routing else None,
     )
     return FoundModel(spec, renderer, size)
+
+
+def read_size(name: str, directory: Path, config: BackendConfig, device: Device) -> tuple[Renderer, ModelSize]:
+    """Return a model's renderer and shapes, from all of its files but the weights. Raises BackendFailed for a model
+    that cannot be served."""
+    source = config.models[name]
+    renderer = _renderer(directory, config, source)
+    numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
+    dtype = _dtype(renderer.family, device, config, source)
+    text_config = renderer.config.get_text_config()
+    _check_tensor_parallel(renderer, config, source)
+    _check_context_parallel(renderer, config, source)
+    _check_base_copies(renderer, config, device, source)
+    _check_base_precision(renderer, config, source)
+    is_quantised = quantisation(renderer.config) is not None
+    # Linear attention, float32 and quantised bases have not been seen to share a copy on a GPU.
+    is_proved = (
+        dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster and not is_quantised
+    )
+    longest = min(text_config.max_position_embeddings, _longest_context(config, device))
+    check_rotation(text_config, longest, source)
+    if config.full:
+        _check_full(numbers, source, is_quantised=is_quantised)
+    return renderer, replace(
+        model_size(name, renderer.config, numbers, dtype),
+        can_be_captured=not renderer.family.has_linear_attention,
+        trains_all=config.full,
+        can_be_shared=_unshared(renderer, config, device) is None and (config.base_copies == 1 or is_proved),
+        tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),
+        context_parallels=tuple(one for one in range(1, 65) if _unsliced(renderer, config, one) is None),
+    )
+
+
+def _longest_context(config: BackendConfig, device: Device) -> int:
+    """Return the longest context that a plan may have, whatever the model's own limit."""
+    return config.max_context_length or CONTEXTS[device][0]
 
 
 def _renderer(directory: Path, config: BackendConfig, source: str) -> Renderer:
@@ -226,7 +239,7 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
         layer_token_bytes=_layer_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         kv_token_bytes=kv_bytes_per_token(text_config, dtype),
         state_bytes=state_bytes_per_sequence(text_config, dtype),
-        image_token_bytes=image_token_numbers(config) * BYTES_PER_NUMBER[dtype],
+        image_token=image_token(config, BYTES_PER_NUMBER[dtype]),
         exchanged_token_bytes=_exchanged_token_bytes(text_config, BYTES_PER_NUMBER[dtype]),
         longest_context=text_config.max_position_embeddings,
     )

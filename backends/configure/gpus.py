@@ -47,6 +47,11 @@ def read_gpus(numbers: Iterable[int]) -> list[GpuState]:
         pynvml.nvmlShutdown()
 
 
+def smallest_gpu(numbers: Iterable[int]) -> int:
+    """Return the memory of the smallest GPU with one of these numbers, in bytes; 0 if it cannot be read."""
+    return min((gpu.total_bytes for gpu in read_gpus(numbers)), default=0)
+
+
 def all_gpus() -> list[GpuState]:
     """Read all GPUs that this process may use."""
     try:

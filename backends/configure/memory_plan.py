@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from backends.config import MemoryPart, Process
-from backends.families.coverage import Numbers
+from backends.families.coverage import ImageToken, Numbers
 from backends.model_spec import ENGINE_GRAPHS_BYTES
 from backends.trainer.model.recompute import MARGIN
+from backends.trainer.model.vision import FROZEN_VALUES, TRAINED_VALUES
 from backends.trainer.step.batch_request import MAX_SUMMED_RANK
 
 GIB = 1 << 30
@@ -30,6 +31,9 @@ PROCESS_BYTES = 3 << 29
 """torch, transformers or vLLM in main memory, before any weights."""
 ENGINE_TOKENS = 8192
 """Tokens of one step of an engine on CUDA (`engine.py`)."""
+TRAINED_IMAGE_TOKENS = 1024
+"""Tokens of the largest image for whose backward through the vision tower there is room in any case. A larger one needs
+what the microbatches leave."""
 _LOGITS_BYTES = 3 << 29
 """Logits of a chunk and their gradient, whatever the vocabulary (`token_logprobs.MAX_LOGITS`): measured 1.5 GiB."""
 _MASTER_BYTES, _MOMENTS_BYTES, _GRADIENT_BYTES = 4, 8, 4
@@ -60,8 +64,8 @@ class ModelSize:
     kv_token_bytes: int
     state_bytes: int = 0
     """Bytes of a sequence's state in layers of linear attention."""
-    image_token_bytes: int = 0
-    """Bytes that the vision tower takes for a token of an image, by estimate; 0 without images."""
+    image_token: ImageToken | None = None
+    """None without images."""
     longest_context: int = 1 << 20
     """The model's own limit, in tokens."""
     can_be_captured: bool = True
@@ -92,6 +96,21 @@ class ModelSize:
             return 0
         largest = max(one.outputs * one.inputs for one in self.numbers.matrices if not one.in_tower)
         return largest * (self.number_bytes + 8)
+
+    @property
+    def trains_tower(self) -> bool:
+        """True if models may train the vision tower."""
+        return any(one.in_tower for one in self.numbers.matrices)
+
+    def tower_bytes(self, num_tokens: int) -> int:
+        """Return what the images of a microbatch take before the decoder computes, or after its backward, if they are
+        all of its tokens: their features, and the largest call of the tower."""
+        if (token := self.image_token) is None:
+            return 0
+        if self.trains_tower:  # each call is recomputed for its backward, alone; features have a gradient
+            at_once = max(TRAINED_VALUES // token.pixels, TRAINED_IMAGE_TOKENS)
+            return 2 * num_tokens * token.features + min(num_tokens, at_once) * token.backward
+        return num_tokens * token.features + min(num_tokens, FROZEN_VALUES // token.pixels) * token.forward
 
     def adapter_numbers(self, rank: int) -> int:
         """Return the numbers of an adapter that trains everything."""
@@ -258,8 +277,9 @@ def trainer_parts(size: ModelSize, demand: Demand, num_ranks: int, replicates: b
     microbatch = size.activation_bytes(demand.slice_tokens, recomputes=True) + size.unpacking_bytes
     if demand.context_parallel > 1:
         microbatch += demand.slice_tokens * size.exchanged_token_bytes
-    images = int(size.image_token_bytes * min(demand.context, ENGINE_TOKENS))
-    parts["microbatch or optim_step"] = max(microbatch, images, step_bytes)
+    if size.image_token is not None:
+        microbatch += demand.slice_tokens * size.image_token.features
+    parts["microbatch or optim_step"] = max(microbatch, size.tower_bytes(demand.slice_tokens), step_bytes)
     is_alone = (num_ranks == 1 or replicates) and demand.context_parallel == 1
     if size.can_be_captured and is_alone and not size.trains_all:
         parts["graphs"] = int(_SMALLEST_GRAPH_TOKENS * (1 + size.num_layers) * size.layer_token_bytes)
@@ -302,8 +322,8 @@ def engine_parts(size: ModelSize, demand: Demand, tensor_parallel: int, device: 
     step_tokens = max(ENGINE_TOKENS, demand.max_sequences)
     token_bytes = 2 * size.layer_token_bytes / tensor_parallel + 20 * size.hidden
     parts["step"] = int(step_tokens * token_bytes + demand.max_sequences * size.vocab_size * 4 * 4)
-    if size.image_token_bytes:
-        parts["images"] = int(size.image_token_bytes * step_tokens)
+    if size.image_token is not None:
+        parts["images"] = size.image_token.forward * step_tokens
     return parts | {"graphs": ENGINE_GRAPHS_BYTES, "context": ENGINE_CONTEXT_BYTES}
 
 

@@ -50,6 +50,20 @@ class Numbers:
         return sum(one.count * (one.outputs + one.inputs) for one in self.matrices)
 
 
+@dataclass(frozen=True)
+class ImageToken:
+    """Bytes that a token of an image takes, by estimate but for pixels and features."""
+
+    pixels: int
+    """Decoded, a byte for each channel."""
+    features: int
+    """What the tower gives for it."""
+    forward: int
+    """In a call of the tower without a gradient, at its peak."""
+    backward: int
+    """Saved in a call of the tower for its backward."""
+
+
 def check_coverage(family: Family, config: PretrainedConfig, source: str, *, train_vision: bool = False) -> Numbers:
     """Refuse a model unless every weight matrix is trained by exactly one flag, or frozen by its family.
 
@@ -94,16 +108,32 @@ def decoder_linears(family: Family, config: PretrainedConfig, source: str) -> di
     }
 
 
-def image_token_numbers(config: PretrainedConfig) -> int:
-    """Estimate the numbers that a frozen vision tower takes for a token of an image: a layer's of its patches, and the
-    token's features. 0 without a tower."""
+def image_token(config: PretrainedConfig, number_bytes: int) -> ImageToken | None:
+    """Return what a token of an image takes, of a tower whose layers are those of a vision transformer (ViT,
+    arXiv:2010.11929). None without a tower."""
     vision = getattr(config, "vision_config", None)
     if vision is None:
-        return 0
+        return None
+    side = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    pixels = 3 * side**2
+    values = pixels * getattr(vision, "temporal_patch_size", 1)
     merged = int(getattr(vision, "spatial_merge_size", 0) or getattr(config, "scale_factor", 2)) ** 2
     taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-    patch = 6 * vision.hidden_size + 2 * vision.intermediate_size
-    return int(merged * patch + (1 + taps) * config.get_text_config().hidden_size)
+    features = (1 + taps) * config.get_text_config().hidden_size * number_bytes
+    width, inner = vision.hidden_size, vision.intermediate_size
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+    is_gated = vision.hidden_act == "silu"
+    # In the MLP: what goes in, twice, its norm and the stream; where a layer scales its outputs, the unscaled one too.
+    streams = (3 if is_gated else 4) + (getattr(vision, "layer_scale_init_value", None) is not None)
+    widest = streams * width + (3 if is_gated else 2) * inner
+    # A layer saves inputs of norms and linears, queries, keys and values before and after rotation, and its output.
+    saved = depth * ((13 if is_gated else 11) * width + (4 if is_gated else 2) * inner) + (4 + 3 * taps) * width
+    return ImageToken(
+        pixels=merged * pixels,
+        features=features,
+        forward=merged * (number_bytes * (values + widest) + values + pixels) + features,
+        backward=merged * number_bytes * saved,
+    )
 
 
 def _matrices(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, int, int]]:

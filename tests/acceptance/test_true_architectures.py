@@ -1,5 +1,6 @@
 """The names that recipes have by default, served as what they name: random models of the true architecture."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests.acceptance.recipes import PYTHON, Cookbook
 from tests.models import make_tiny_qwen3_5, make_tiny_vl
+from tests.published import COOKBOOK, NOT_FOUND
 from tests.servers import Server
 
 DEFAULT = "Qwen/Qwen3.5-397B-A17B"
@@ -102,6 +104,19 @@ def test_adapters_of_experts_are_built_and_merged_by_the_cookbooks_tools(
         f"distances to the trainer: {said}",
         true_cookbook,
     )
+
+
+NAMES = """
+from tinker_cookbook import model_info
+infos = [getattr(model_info, name)() for name in dir(model_info) if name.startswith("get_") and name.endswith("_info")]
+print(*(f"{one.organization}/{name}" for info in infos for name, one in info.items()))
+"""
+
+
+@pytest.mark.quick
+def test_the_page_of_hardware_has_every_model_that_the_cookbook_names() -> None:
+    said = subprocess.run([PYTHON, "-c", NAMES], capture_output=True, text=True, check=True).stdout
+    assert {*said.split()} == {*COOKBOOK, *NOT_FOUND}
 
 
 def distance(model: torch.nn.Module, token_ids: list[int], expected: np.ndarray) -> float:

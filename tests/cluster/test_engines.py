@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,11 +62,23 @@ async def running(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> As
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def there(running: Running) -> AsyncIterator[Running]:
-    """With an engine of another machine that is ready, and has fetched the model."""
-    async with joined(running.cluster, "a", None) as running.machine:
-        await until(lambda: running.remote.supervisor.is_alive)
-        yield running
+async def machines(running: Running) -> AsyncIterator[AsyncExitStack]:
+    """Those that tests have made join, until all have run."""
+    async with AsyncExitStack() as joining:
+        yield joining
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def there(running: Running, machines: AsyncExitStack) -> Running:
+    """With an engine of another machine that is ready, and has fetched the model; also after a test that has killed
+    it."""
+    if running.machine is not None and running.machine.process.returncode is not None:
+        await until(lambda: not is_alive(running.cluster, "a") and len(running.pool.engines) == 1)
+        running.machine = None
+    if running.machine is None:
+        running.machine = await machines.enter_async_context(joined(running.cluster, "a", None))
+    await until(lambda: running.remote.supervisor.is_alive)
+    return running
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +100,14 @@ async def test_an_engine_on_another_machine_scores_images_with_an_adapter_that_i
 ) -> None:
     weights = reference.save("small", RANKS["small"], tmp_path / "small")
     task = SamplingTask.from_request(scoring(ADJACENT), weights, "somebody")
+    before = there.received()
     child = await there.remote.running()
     answers = await asyncio.gather(*(there.remote.call(child, Sample(task)) for _ in range(3)))
     for answer in answers:
         np.testing.assert_allclose(
             present(answer.prompt_logprobs), reference.prompt_logprobs(ADJACENT, "small"), atol=ATOL
         )
-    assert len(there.received()) == 1  # sent once, though three asked for it
+    assert len(there.received()) == len(before) + 1  # sent once, though three asked for it
     shutil.rmtree(weights)  # of which it has its own copy
     assert (await there.remote.call(child, Sample(task))).prompt_logprobs is not None
 
@@ -147,10 +161,11 @@ async def test_a_machine_without_the_model_fetches_it_once(there: Running) -> No
 
 async def test_an_engine_that_dies_on_another_machine_is_started_again_there(there: Running) -> None:
     [child] = there.remote.supervisor.children
-    asked = asyncio.create_task(ask_many(there.pool, None))
-    await until(lambda: bool(there.remote.requests))
-    psutil.Process(child.process.pid).kill()
-    assert len(await asked) == 24
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(ask_many(there.pool, None))
+        await until(lambda: bool(there.remote.requests))
+        psutil.Process(child.process.pid).kill()
+    assert len(asked.result()) == 24
     await until(lambda: there.remote.supervisor.is_alive)
     [again] = there.remote.supervisor.children
     assert again.process.pid != child.process.pid and again.name == f"sampler {MODEL} engine {there.remote.number} on a"
@@ -181,16 +196,18 @@ async def test_a_lost_machines_samples_run_elsewhere_and_it_is_used_again_when_i
     weights = reference.save("small", RANKS["small"], tmp_path / "small")
     [child] = there.remote.supervisor.children
     process = psutil.Process(child.process.pid)
-    asked = asyncio.create_task(ask_many(there.pool, weights))
-    await until(lambda: bool(there.remote.requests) and bool(there.received()))
-    assert there.pool.engines[0].requests
-    kill(present(there.machine).process.pid)
-    lengths = await asked
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(ask_many(there.pool, weights))
+        await until(lambda: bool(there.remote.requests) and bool(there.received()))
+        assert there.pool.engines[0].requests
+        kill(present(there.machine).process.pid)
+    lengths = asked.result()
     assert len(lengths) == 24
     await until(lambda: len(there.pool.engines) == 1)
     await until(lambda: not process.is_running())  # it has ended with its machine
     async with joined(there.cluster, "a", tiny_vl):
         await until(lambda: there.remote.supervisor.is_alive)
-        asked = asyncio.create_task(ask_many(there.pool, weights))
-        await until(lambda: bool(there.remote.requests))
-        assert await asked == lengths
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(ask_many(there.pool, weights))
+            await until(lambda: bool(there.remote.requests))
+        assert asked.result() == lengths

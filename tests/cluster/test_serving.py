@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -63,33 +64,35 @@ async def test_a_machine_samples_and_trains_for_a_server_and_comes_back_to_it_af
     alone = await asyncio.to_thread(drawn, sampling)
 
     machine = await Machine(f"127.0.0.1:{port}", token_file, "a", tiny_vl).start()
-    await until(lambda: gauges(server, "tinker_node_up", "node") == {"a": 1})
-    command = [sys.executable, "-m", "tinker_server", "status", "--url", server.base_url]
-    status = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
-    assert re.search(r"machine a at 127\.0\.0\.1 .* alive", status.stdout)
-    assert not [command for command in commands() if token in command]
-    received = data / "machine-a/received"
+    async with AsyncExitStack() as leaving:
+        leaving.push_async_callback(machine.stop)
+        await until(lambda: gauges(server, "tinker_node_up", "node") == {"a": 1})
+        command = [sys.executable, "-m", "tinker_server", "status", "--url", server.base_url]
+        status = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        assert re.search(r"machine a at 127\.0\.0\.1 .* alive", status.stdout)
+        assert not [command for command in commands() if token in command]
+        received = data / "machine-a/received"
 
-    async def draw_until_both_have() -> None:
-        async with asyncio.timeout(250):
-            while "1" not in gauges(server, "tinker_pool_sequences", "engine"):  # noqa: ASYNC110 - it loads
-                await asyncio.sleep(2)
-            while not any(received.glob("*/adapter_model.safetensors")):
-                assert await asyncio.to_thread(drawn, sampling) == alone
+        async def draw_until_both_have() -> None:
+            async with asyncio.timeout(250):
+                while "1" not in gauges(server, "tinker_pool_sequences", "engine"):  # noqa: ASYNC110 - it loads
+                    await asyncio.sleep(2)
+                while not any(received.glob("*/adapter_model.safetensors")):
+                    assert await asyncio.to_thread(drawn, sampling) == alone
 
-    await draw_until_both_have()
-    assert gauges(server, "tinker_process_up", "process")[ENGINE] == 1
-    await until(lambda: gauges(server, "tinker_process_up", "process").get(RANK) == 1, 200)
-    await asyncio.to_thread(step, training, batch(renderer, 1))
-    saved = await asyncio.to_thread(lambda: training.save_weights_for_sampler("second").result())
-    assert saved.path.endswith("second")
+        await draw_until_both_have()
+        assert gauges(server, "tinker_process_up", "process")[ENGINE] == 1
+        await until(lambda: gauges(server, "tinker_process_up", "process").get(RANK) == 1, 200)
+        await asyncio.to_thread(step, training, batch(renderer, 1))
+        saved = await asyncio.to_thread(lambda: training.save_weights_for_sampler("second").result())
+        assert saved.path.endswith("second")
 
-    server.kill()
-    await until(lambda: not rays())
-    await asyncio.to_thread(server.start)
-    shutil.rmtree(received, ignore_errors=True)
-    await draw_until_both_have()
-    code, said = await machine.stop()
-    assert code == 130 and token not in said + server.log.read_text()
-    assert gauges(server, "tinker_node_up", "node") == {}
-    assert await asyncio.to_thread(server.stop) == 0
+        server.kill()
+        await until(lambda: not rays())
+        await asyncio.to_thread(server.start)
+        shutil.rmtree(received, ignore_errors=True)
+        await draw_until_both_have()
+        code, said = await machine.stop()
+        assert code == 130 and token not in said + server.log.read_text()
+        assert gauges(server, "tinker_node_up", "node") == {}
+        assert await asyncio.to_thread(server.stop) == 0

@@ -35,7 +35,7 @@ def spec(scratch: Path, **fields: object) -> ModelSpec:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
+async def two_engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
     """Two engines."""
     running = SamplerPool(spec(tmp_path_factory.mktemp("pool"), placement=Placement(engines=((), ()))))
     await running.start()
@@ -44,12 +44,28 @@ async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sample
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def divided(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
+async def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
     """One engine of two ranks."""
     running = SamplerPool(spec(tmp_path_factory.mktemp("divided"), tensor_parallel=2))
     await running.start()
     yield running
     await running.stop()
+
+
+async def ready(sampler: SamplerPool) -> SamplerPool:
+    """Have all of a pool's engines run: a test that failed may have left one dead."""
+    await asyncio.gather(*(engine.opened() for engine in sampler.engines))
+    return sampler
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(two_engines: SamplerPool) -> SamplerPool:
+    return await ready(two_engines)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def divided(two_ranks: SamplerPool) -> SamplerPool:
+    return await ready(two_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -66,29 +82,30 @@ async def on_each(pool: SamplerPool, weights: Path | None, model_input: object) 
     """The same request to each engine, which is chosen by having the others count as dead."""
     found = []
     engines = pool.engines
-    for engine in engines:
-        pool.engines = [engine]
-        found.append(await sample(pool, scoring(model_input), weights))  # type: ignore[arg-type]
-    pool.engines = engines
+    try:
+        for engine in engines:
+            pool.engines = [engine]
+            found.append(await sample(pool, scoring(model_input), weights))  # type: ignore[arg-type]
+    finally:
+        pool.engines = engines
     return found
 
 
 async def test_both_engines_are_used_and_all_samples_of_a_prompt_go_to_one(pool: SamplerPool) -> None:
     prompts = [prompt(words(300, seed)) for seed in range(6)]
-    asked = [
-        asyncio.create_task(sample(pool, request(one, {"max_tokens": 200, "stop": []}, num_samples=2), None))
-        for one in prompts
-    ]
-    await asyncio.sleep(0.5)
-    assert [len(engine.requests) for engine in pool.engines] == [3, 3]
-    use = await pool.engine_use()
-    assert use is not None and use.sequences_running == 12 and set(use.engines) == {0, 1}
-    assert [one.sequences_running for one in use.engines.values()] == [6, 6]
-    of_engines = [engine.requests.copy() for engine in pool.engines]
-    again = [asyncio.create_task(sample(pool, request(one, {"max_tokens": 50, "stop": []}), None)) for one in prompts]
-    await asyncio.sleep(0.1)
-    assert [len(engine.requests - of) for engine, of in zip(pool.engines, of_engines, strict=True)] == [3, 3]
-    await asyncio.gather(*asked, *again)
+    async with asyncio.TaskGroup() as group:
+        for one in prompts:
+            group.create_task(sample(pool, request(one, {"max_tokens": 200, "stop": []}, num_samples=2), None))
+        await asyncio.sleep(0.5)
+        assert [len(engine.requests) for engine in pool.engines] == [3, 3]
+        use = await pool.engine_use()
+        assert use is not None and use.sequences_running == 12 and set(use.engines) == {0, 1}
+        assert [one.sequences_running for one in use.engines.values()] == [6, 6]
+        of_engines = [engine.requests.copy() for engine in pool.engines]
+        for one in prompts:
+            group.create_task(sample(pool, request(one, {"max_tokens": 50, "stop": []}), None))
+        await asyncio.sleep(0.1)
+        assert [len(engine.requests - of) for engine, of in zip(pool.engines, of_engines, strict=True)] == [3, 3]
 
 
 async def test_an_adapter_published_once_gives_the_same_log_probabilities_from_both_engines(
@@ -109,15 +126,15 @@ async def test_an_engine_killed_under_load_loses_nothing_and_the_other_goes_on(
     greedy = {"max_tokens": 60, "stop": [], "temperature": 0}
     expected = [await sample(pool, request(one, greedy), adapter) for one in prompts[:4]]
     hosts = [engine.supervisor.children[0].process.pid for engine in pool.engines]
-    asked = [
-        asyncio.create_task(sample(pool, request(one, greedy), adapter, f"owner {seed % 3}"))
-        for seed, one in enumerate(prompts)
-    ]
-    await asyncio.sleep(0.2)
-    assert all(engine.requests for engine in pool.engines)
-    psutil.Process(hosts[0]).kill()
-    async with asyncio.timeout(120):
-        answers = await asyncio.gather(*asked)
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        asked = [
+            group.create_task(sample(pool, request(one, greedy), adapter, f"owner {seed % 3}"))
+            for seed, one in enumerate(prompts)
+        ]
+        await asyncio.sleep(0.2)
+        assert all(engine.requests for engine in pool.engines)
+        psutil.Process(hosts[0]).kill()
+    answers = [one.result() for one in asked]
     assert not pool.engines[0].supervisor.is_alive  # all was done before it could start again
     assert pool.engines[1].supervisor.children[0].process.pid == hosts[1]
     for got, wanted in zip(answers, expected, strict=False):
@@ -187,9 +204,10 @@ async def test_a_killed_rank_ends_its_engine_which_starts_again(divided: Sampler
     host = psutil.Process(divided.engines[0].supervisor.children[0].process.pid)
     ranks = [one for one in host.children(recursive=True) if "Worker" in one.name()]
     assert len(ranks) == 2
-    asked = asyncio.create_task(sample(divided, request(MIXED["text"], {"max_tokens": 1000, "stop": []}), adapter))
-    await asyncio.sleep(0.3)
-    ranks[1].kill()
-    async with asyncio.timeout(300):
-        assert len((await asked).sequences[0].tokens) == 1000
+    long = request(MIXED["text"], {"max_tokens": 1000, "stop": []})
+    async with asyncio.timeout(300), asyncio.TaskGroup() as group:
+        asked = group.create_task(sample(divided, long, adapter))
+        await asyncio.sleep(0.3)
+        ranks[1].kill()
+    assert len(asked.result().sequences[0].tokens) == 1000
     assert not host.is_running()

@@ -62,8 +62,16 @@ def text_renderer(tiny_text: Path) -> Renderer:
 
 
 @pytest.fixture(scope="module")
-def text_rank(tiny_text: Path) -> TrainerRank:
+def text_base(tiny_text: Path) -> TrainerRank:
     return full_trainer(tiny_text)
+
+
+@pytest.fixture
+def text_rank(text_base: TrainerRank) -> TrainerRank:
+    """Without the model of a test that came before, or failed in the middle."""
+    for name in list(text_base.models):
+        text_base.delete_model(name)
+    return text_base
 
 
 def test_five_steps_are_those_of_transformers_and_adamw(text_rank, tiny_text, text_renderer):

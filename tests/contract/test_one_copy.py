@@ -53,7 +53,7 @@ class Parts:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
+async def running_parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
     scratch = tmp_path_factory.mktemp("scratch")
     base = BaseWeights(replace(sampler_config(SOURCE, scratch), base_copies=1, max_context_length=1024))
     trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
@@ -65,9 +65,21 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
     assert not present(base.spec.base_dir).exists()
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def parts(running_parts: Parts) -> Parts:
+    """All alive: a test that failed may have left some dead."""
+    for supervisor in running_parts.supervisors:
+        await supervisor.running()
+    return running_parts
+
+
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     return Reference(SOURCE, Renderer(str(SOURCE), image_cache_bytes=1 << 26, max_image_pixels=10**7), {"small": 4})
+
+
+def num_restarts(supervisor: Supervisor) -> int:
+    return supervisor.processes()[0].restarts
 
 
 async def scores(parts: Parts) -> np.ndarray:
@@ -79,9 +91,11 @@ async def scores(parts: Parts) -> np.ndarray:
 async def loss_of(parts: Parts, model_id: str, reference: Reference) -> np.ndarray:
     """The trainer's log probabilities of `INPUT`."""
     await parts.trainer.create_model(model_id, LORA, "owner")
-    batch = cross_entropy([datum(INPUT, reference._renderer)])
-    output = await parts.trainer.forward_backward(model_id, batch, backward=False)
-    await parts.trainer.delete_model(model_id)
+    try:
+        batch = cross_entropy([datum(INPUT, reference._renderer)])
+        output = await parts.trainer.forward_backward(model_id, batch, backward=False)
+    finally:
+        await parts.trainer.delete_model(model_id)
     return output.loss_fn_outputs[0]["logprobs"]
 
 
@@ -126,8 +140,9 @@ async def test_an_engine_or_a_trainer_that_dies_maps_the_same_copy_again(parts: 
     holder, trainer, engine = parts.pids()
     os.kill(present(engine), signal.SIGKILL)
     assert np.array_equal(await scores(parts), before, equal_nan=True)
+    restarts = num_restarts(parts.trainer._supervisor)
     os.kill(present(trainer), signal.SIGKILL)
-    await parts.trainer.restarted(0)
+    await parts.trainer.restarted(restarts)
     await loss_of(parts, "again", reference)
     after = parts.pids()
     assert after[0] == holder and after[1] != trainer and after[2] != engine
@@ -141,16 +156,18 @@ async def test_a_dead_holder_leaves_mapped_weights_right_and_all_start_again(
     contents = {name: tensor.clone() for name, tensor in mapped.items()}
     long = request(prompt(words(5)), {"max_tokens": 400, "stop": [], "seed": 3})
     wanted = (await sample(parts.sampler, long, None)).sequences[0].tokens
-    in_flight = asyncio.create_task(sample(parts.sampler, long, None))
-    await asyncio.sleep(0.2)
-    pids = parts.pids()
-    os.kill(present(pids[0]), signal.SIGKILL)
-    async with asyncio.timeout(SIGNALS_S):
-        await parts.base._supervisor.restarted(0)
-    assert all(tensor.equal(contents[name]) for name, tensor in mapped.items())
-    # Those that had mapped the first copy were ended before the second was made.
-    assert not set(pids) & set(parts.pids())
-    assert np.array_equal((await in_flight).sequences[0].tokens, wanted)
+    restarts = num_restarts(parts.base._supervisor)
+    async with asyncio.TaskGroup() as group:
+        in_flight = group.create_task(sample(parts.sampler, long, None))
+        await asyncio.sleep(0.2)
+        pids = parts.pids()
+        os.kill(present(pids[0]), signal.SIGKILL)
+        async with asyncio.timeout(SIGNALS_S):
+            await parts.base._supervisor.restarted(restarts)
+        assert all(tensor.equal(contents[name]) for name, tensor in mapped.items())
+        # Those that had mapped the first copy were ended before the second was made.
+        assert not set(pids) & set(parts.pids())
+    assert np.array_equal(in_flight.result().sequences[0].tokens, wanted)
     assert np.array_equal(await scores(parts), before, equal_nan=True)
     await loss_of(parts, "anew", reference)
     assert all(pid is not None for pid in parts.pids())

@@ -5,6 +5,7 @@ pytest -m slow tests/e2e/test_operating.py
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -143,6 +144,8 @@ def test_traces_reach_the_collector(guide: Guide) -> None:
 
 
 def test_a_backup_of_the_running_server_is_restored(guide: Guide) -> None:
+    for made in ("backups", "tinker-data-again"):  # by a first attempt
+        shutil.rmtree(guide.folder / made, ignore_errors=True)
     said = guide.run(guide.here(BACKUP))
     assert "restored the" in said and (guide.folder / "tinker-data-again/keys").is_file()
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from api_schemas import ids
 from api_schemas.checkpoints import CopyWeightsRequest
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest
-from api_schemas.training import OptimizerConfig
+from api_schemas.training import OptimizerConfig, Trainable
 from api_schemas.weights import TinkerPath
 from tinker_server.errors import BadRequest, UnknownCheckpoint
 from tinker_server.store.checkpoints import CheckpointStore, parse_path
@@ -30,6 +30,26 @@ async def finished_session(
     done = FinishSessionRequest(reason=FinishReason(type="success"), detail=f"made by {made_by}")
     await sessions.finish(session_id, done, owner)
     return session_id
+
+
+def run_of_weights(
+    owner: str, place: tuple[str, int], base: tuple[str, str | None], trainable: Trainable, created_at: float
+) -> TrainingRun:
+    """Return the record of the run that such weights belong to, which was never in memory. `place`: its session and its
+    number there; `base`: name and fingerprint."""
+    session_id, number = place
+    return TrainingRun(
+        model_id=ids.model_id(session_id, number),
+        owner=owner,
+        session_id=session_id,
+        model_seq_id=number,
+        base_model=base[0],
+        base_fingerprint=base[1],
+        trainable=trainable,
+        optimizer_config=OptimizerConfig().model_dump(),
+        status="lost",
+        created_at=created_at,
+    )
 
 
 class Copying:
@@ -72,19 +92,9 @@ class Copying:
                     return path
                 raise BadRequest(f"{path.run_id} is in use, and not for a copy of {source}")
             await self._holdings.require_room(owner, checkpoint.size_bytes)
-            run = TrainingRun(
-                model_id=path.run_id,
-                owner=owner,
-                session_id=session_id,
-                model_seq_id=number,
-                base_model=checkpoint.base_model,
-                base_fingerprint=checkpoint.base_fingerprint,
-                trainable=checkpoint.trainable,
-                user_metadata=checkpoint.user_metadata,
-                optimizer_config=OptimizerConfig().model_dump(),
-                status="lost",
-                created_at=now,
-            )
+            base = checkpoint.base_model, checkpoint.base_fingerprint
+            run = run_of_weights(owner, (session_id, number), base, checkpoint.trainable, now)
+            run = replace(run, user_metadata=checkpoint.user_metadata)
             expires_at = None if request.ttl_seconds is None else now + request.ttl_seconds
             await self._write(checkpoint, path, run, expires_at)
         return path

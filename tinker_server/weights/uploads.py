@@ -15,17 +15,17 @@ from pathlib import Path
 
 from api_schemas import ids
 from api_schemas.checkpoints import UploadStartRequest
-from api_schemas.training import OptimizerConfig, Trainable
+from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
 from backends.protocol import ADAPTER_FILE, BackendFailed, BaseModelInfo, ModelLost, ProcessDied
 from tinker_server.auth.links import VALID_S
 from tinker_server.errors import BadRequest, LimitReached, Unsupported, UploadFailed, failure
-from tinker_server.store.records import Checkpoint, TrainingRun
+from tinker_server.store.records import Checkpoint
 from tinker_server.store.runs import RunStore
 from tinker_server.store.sessions import SessionStore
 from tinker_server.store.uploads import FILES, Upload, UploadFolder
 from tinker_server.weights import export
-from tinker_server.weights.copying import finished_session
+from tinker_server.weights.copying import finished_session, run_of_weights
 from tinker_server.weights.lookup import WeightStores
 
 NAME = "uploaded"
@@ -120,19 +120,8 @@ class Uploads:
     async def _save(self, upload: Upload, source: Path, path: TinkerPath, session_id: str) -> None:
         """Have the trainer read the adapter and save it, and record the weights with the run that they belong to."""
         stores, base, now = self._stores, self._stores.bases.base(upload.base_model), time.time()
-        run = TrainingRun(
-            model_id=path.run_id,
-            owner=upload.owner,
-            session_id=session_id,
-            model_seq_id=0,
-            base_model=base.info.name,
-            base_fingerprint=base.info.fingerprint,
-            trainable=await asyncio.to_thread(_trainable, upload, source, base.info),
-            user_metadata=None,
-            optimizer_config=OptimizerConfig().model_dump(),
-            status="lost",
-            created_at=now,
-        )
+        trainable = await asyncio.to_thread(_trainable, upload, source, base.info)
+        run = run_of_weights(upload.owner, (session_id, 0), (base.info.name, base.info.fingerprint), trainable, now)
         async with stores.storage.writing(*path) as directory:
             target = stores.storage.path(directory)
             async with stores.holdings.model(run.owner, run.model_id):

@@ -8,6 +8,7 @@ T tokens of the microbatch, S of a rank's slice, K targets of a token, R summed 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -44,7 +45,8 @@ def slice_tokens(batch: Microbatch, scales_TR: Tensor, context: World) -> tuple[
     if padding:
         end = torch.tensor([num_tokens + padding], dtype=bounds_host.dtype)
         bounds, bounds_host = torch.cat([bounds, to_device(end, bounds.device)]), torch.cat([bounds_host, end])
-    parts = [slice(*np.searchsorted(one_N, (tokens.start, tokens.stop)).tolist()) for one_N in batch.feature_tokens]
+    whole = batch.feature_tokens()
+    parts = [slice(*np.searchsorted(one_N, (tokens.start, tokens.stop)).tolist()) for one_N in whole]
     here = [index for index, part in enumerate(parts) if part.start < part.stop]
     experts = batch.experts_LTK
     own = replace(
@@ -56,7 +58,7 @@ def slice_tokens(batch: Microbatch, scales_TR: Tensor, context: World) -> tuple[
         max_seqlen=max(batch.max_seqlen, padding),
         images=_chosen(batch.images, here),
         tower_scales=_chosen(batch.tower_scales, here) if batch.tower_scales else (),
-        feature_tokens=_chosen(batch.feature_tokens, here),
+        feature_tokens=partial(_chosen, whole, here),
         feature_parts=_chosen(parts, here),
         experts_LTK=None if experts is None else _cut(experts, 1, tokens),
     )

@@ -9,6 +9,7 @@ T tokens of the microbatch, K targets of a token
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -82,8 +83,8 @@ class Microbatch:
     """Tokens of each given sample; the rest is padding."""
     tower_scales: Sequence[Tensor | None] = ()
     """By image, its model's scales [R] if that trains the vision tower, else None; empty: none does."""
-    feature_tokens: Sequence[np.ndarray] = ()
-    """By image, indices of the whole microbatch's tokens whose embeddings its features replace."""
+    feature_tokens: Callable[[], list[np.ndarray]] = list
+    """Finds by image the indices of the whole microbatch's tokens whose embeddings its features replace."""
     feature_parts: Sequence[slice] | None = None
     """By image, those of its features that a slice of a microbatch has; None: all."""
     experts_LTK: Tensor | None = None
@@ -129,12 +130,13 @@ def pack(
         max(lengths),
         to_device(torch.from_numpy(_side_by_side([targets for _, targets in samples], 0)), device),
         own_lengths,
-        feature_tokens=[
-            begin + one
-            for begin, (rendered, _) in zip(ends, samples, strict=False)
-            for one in _features(rendered, family)
-        ],
+        feature_tokens=partial(_feature_tokens, [rendered for rendered, _ in samples], ends[:-1], family),
     )
+
+
+def _feature_tokens(samples: Sequence[Rendered], begins: np.ndarray, family: Family) -> list[np.ndarray]:
+    """Implement `Microbatch.feature_tokens`."""
+    return [begin + one for begin, rendered in zip(begins, samples, strict=True) for one in _features(rendered, family)]
 
 
 def _features(rendered: Rendered, family: Family) -> Iterator[np.ndarray]:

@@ -29,8 +29,9 @@ from backends.trainer.trained_weights import TrainedWeights
 _FIRST = 8
 """Images that a GPU begins with while the next are still decoded; then twice as many, and so on. Launching a tower's
 kernels takes 11 to 19 ms, for 8 images or for 48."""
-_VALUES_AT_ONCE = 1 << 20
-"""Values of pixel tensors in one call of a trained tower: backward holds all of the call's activations."""
+FROZEN_VALUES, TRAINED_VALUES = 3 << 23, 1 << 20
+"""Values of pixels in one call of the tower on a GPU, if it is frozen, and if it trains: backward then holds all of the
+call's activations. An image with more is alone."""
 
 
 class _CachedFeatures:
@@ -153,8 +154,7 @@ class ImageEncoder:
     def _compute(self, images: list[RenderedImage], device: torch.device) -> None:
         """Compute and cache features. On the CPU one by one: the last bits of several at once depend on which they are,
         and a restored model's results would depend on the cache."""
-        groups = [[image] for image in images] if device.type == "cpu" else [images] if images else []
-        for group in groups:
+        for group in _groups(images, FROZEN_VALUES, device):
             for image, features in zip(group, self._tower.compute(group, device), strict=True):
                 cached = _CachedFeatures(features)
                 self._cache.put(image.hash, cached)
@@ -167,7 +167,7 @@ class ImageEncoder:
         """Compute with the adapters of the model of these scales. Backward recomputes each group: only one group's
         activations are held at once, and no linear runs twice before its gradients are accumulated."""
         run = partial(checkpoint, self._adapted, use_reentrant=False, preserve_rng_state=False)
-        groups = [[image] for image in images.values()] if device.type == "cpu" else _groups(images.values())
+        groups = _groups(images.values(), TRAINED_VALUES, device)
         return {
             image.hash: one for group in groups for image, one in zip(group, run(group, scales_R, device), strict=True)
         }
@@ -182,15 +182,15 @@ def _cut(features: ImageFeatures, tokens: slice) -> ImageFeatures:
     return tuple(part.flatten(0, -2)[tokens].view(-1, *(1,) * (part.ndim - 2), part.shape[-1]) for part in features)
 
 
-def _groups(images: Iterable[RenderedImage]) -> list[list[RenderedImage]]:
-    """Group images that fit into one call of the tower; a larger one is alone."""
+def _groups(images: Iterable[RenderedImage], most_values: int, device: torch.device) -> list[list[RenderedImage]]:
+    """Group images that fit into one call of the tower; a larger one is alone, and on the CPU each."""
     groups: list[list[RenderedImage]] = []
     room = 0
     for image in images:
         size = sum(tensor.numel() for tensor in image.tensors.values())
-        if size > room:
+        if size > room or device.type == "cpu":
             groups.append([])
-            room = _VALUES_AT_ONCE
+            room = most_values
         groups[-1].append(image)
         room -= size
     return groups

@@ -57,7 +57,7 @@ def test_a_model_that_is_not_the_servers_is_refused() -> None:
 
 def test_gpus_that_do_not_hold_an_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engines, _ = served(device="cuda", tensor_parallel=2, placement=Placement(engines=((0, 1),)))
-    monkeypatch.setattr(RemoteEngines, "smallest_gpu", lambda self, spec: 80 * GIB)
+    monkeypatch.setattr("backends.cluster.engines.smallest_gpu", lambda gpus: 80 * GIB)
     engines.check(offer(80, 80))
     with pytest.raises(BackendFailed, match="an engine of a/b needs 2 GPUs, and this machine has 1"):
         engines.check(offer(80))

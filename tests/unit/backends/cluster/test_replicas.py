@@ -26,7 +26,7 @@ def offer(*gpu_gib: int, models: tuple[str, ...] = ("a/b",)) -> Offer:
 
 def obstacle(placement: Placement, given: Offer, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> str | None:
     spec: ModelSpec = replace(tiny_spec(Path("/here")), device=device, placement=placement, mesh=Mesh(shard=2))  # type: ignore[arg-type]
-    monkeypatch.setattr(RemoteReplicas, "smallest_gpu", lambda self, spec: 80 * GIB)
+    monkeypatch.setattr("backends.cluster.replicas.smallest_gpu", lambda gpus: 80 * GIB)
     trainers = {name: (spec, TrainerClient(spec)) for name in ("a/b", "c")}
     return RemoteReplicas("10.0.0.1", trainers, RemoteEngines({})).obstacle(spec, given)
 

@@ -64,7 +64,7 @@ def test_slices_are_together_the_whole(kind: str, count: int, tmp_path: Path) ->
         for scale, image, part in zip(one.tower_scales, one.images, parts, strict=True):
             assert scale is not None and image is whole.images[int(scale)]
             seen.setdefault(int(scale), []).extend(range(part.start, part.stop))
-    assert seen == {index: [*range(len(tokens))] for index, tokens in enumerate(whole.feature_tokens)}
+    assert seen == {index: [*range(len(tokens))] for index, tokens in enumerate(whole.feature_tokens())}
     assert any(len(one.images) < len(whole.images) for one, _ in found)
 
 
