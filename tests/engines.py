@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,6 +34,7 @@ IMPORTED = (
 STARTS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """The modules by which vLLM starts an engine, and its ranks."""
 MESSAGE_BYTES = 4096
+_ONE_AT_A_TIME = threading.Lock()
 
 
 async def fork_sampler(spec: ModelSpec) -> list[Child]:
@@ -58,9 +60,10 @@ async def fork_sampler(spec: ModelSpec) -> list[Child]:
 
 def _forked(folder: str, connection: socket.socket) -> int:
     """Return the number of a new process at the other end of a connection, which has vLLM's sockets in a folder."""
-    forker = _forker()
-    socket.send_fds(forker, [folder.encode()], [connection.fileno()])
-    answer = forker.recv(MESSAGE_BYTES)
+    with _ONE_AT_A_TIME:
+        forker = _forker()
+        socket.send_fds(forker, [folder.encode()], [connection.fileno()])
+        answer = forker.recv(MESSAGE_BYTES)
     assert answer, "the process that forks engines has ended"
     return int(answer)
 
