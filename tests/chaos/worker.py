@@ -9,6 +9,8 @@ from tests.chaos.client import Client, Model, State, tokens, well
 
 ACTIONS = {"train": 8, "probe": 3, "save": 3, "load": 2, "sample": 5}
 """With their weights."""
+PAUSE_S = 3.0
+"""Between two actions of a worker that does not hurry."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,11 @@ class Worker:
     seen: list[Seen] = field(default_factory=list)
     error: BaseException | None = None
     num_samples: int = 0
+    hurries: threading.Event = field(default_factory=threading.Event)
+    """Set while one action follows the other at once."""
 
     def start(self) -> None:
+        self.hurries.set()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -43,6 +48,7 @@ class Worker:
             self.model = Model(self.client, self.session_id, 0)
             self.model.create()
             while self.may_go_on():
+                self.hurries.wait(PAUSE_S)
                 (action,) = self.random.choices(list(ACTIONS), list(ACTIONS.values()))
                 getattr(self, f"_{action}")()
         except BaseException as error:  # noqa: BLE001 - raised again by the test

@@ -23,6 +23,7 @@ from backends.sampler.client import EngineClient
 from backends.sampler.commands import Chat, Sample
 from backends.sampler.pool import SamplerPool
 from tests.cluster.machines import GPUS, Machine, is_alive, joined, kill, started, until
+from tests.engines import fork_sampler
 from tests.factories import present, prompt, words
 from tests.models import make_tiny_vl
 from tests.sampling import ADJACENT, ATOL, RANKS, Reference, request, sample, sampler_config, scoring
@@ -52,7 +53,7 @@ class Running:
 async def running(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     directory = tmp_path_factory.mktemp("cluster")
     spec = replace(sampler_config(tiny_vl, directory / "scratch"), name=MODEL, fingerprint=fingerprint(tiny_vl))
-    pool = SamplerPool(spec, may_grow=True)
+    pool = SamplerPool(spec, fork_sampler, may_grow=True)
     await pool.start()
     try:
         async with started(directory, RemoteEngines({MODEL: (spec, pool)}), models={MODEL: str(tiny_vl)}) as cluster:

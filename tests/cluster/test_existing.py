@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from backends.cluster import client
 from backends.cluster.client import Cluster, ExistingRay
@@ -20,6 +21,7 @@ from tests.cluster.machines import Machine, NoUse, address_of, free_port, is_ali
 from tests.servers import MODEL
 
 pytestmark = pytest.mark.slow
+shares_nodes = pytest.mark.asyncio(loop_scope="module")
 
 
 @dataclass
@@ -46,28 +48,38 @@ async def of_two(directory: Path, env: dict[str, str]) -> AsyncIterator[Nodes]:
         yield Nodes(address, worker, directory)
 
 
-@pytest.fixture
-async def nodes(temporary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Nodes]:
-    made_token(tmp_path / "ray-token")
-    env = ray_environment(tmp_path / "ray-token")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    async with of_two(tmp_path, env) as nodes:
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        yield nodes
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(temporary_of_file: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Nodes]:
+    directory = tmp_path_factory.mktemp("nodes")
+    made_token(directory / "ray-token")
+    env = ray_environment(directory / "ray-token")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        async with of_two(directory, env) as nodes:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            yield nodes
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def nodes(running: Nodes) -> AsyncIterator[Nodes]:
+    """None belongs to a server, before each test and after it."""
+    yield running
+    await until(lambda: not members(running))
+
+
+@shares_nodes
 async def test_nodes_of_a_cluster_that_exists_join_by_themselves(nodes: Nodes, tiny_vl: Path, tmp_path: Path) -> None:
     async with started(tmp_path, NoUse(), models={MODEL: str(tiny_vl)}, existing=nodes.existing()) as cluster:
         await until(lambda: is_alive(cluster, "b"))
         assert [node.name for node in cluster.states()] == ["b"]  # and not the serving machine
         offer = cluster.nodes["b"].offer
-        assert Path(offer.data_dir) == tmp_path / "nodes/b"
+        assert Path(offer.data_dir) == nodes.directory / "nodes/b"
         assert offer.environment["CUDA_VISIBLE_DEVICES"] == "4,5"
         assert offer.environment["OMP_NUM_THREADS"] is None  # Ray sets it to 1
         code, said = await (await Machine(address_of(cluster), cluster.token_file, "c", tiny_vl).start()).ended()
         assert code == 2 and f"it uses the Ray cluster at {nodes.address}, whose machines join by themselves" in said
-        member = member_of(nodes)
+        [member] = members(nodes)
         member.kill()
         await until(lambda: not is_alive(cluster, "b"))
         await until(lambda: is_alive(cluster, "b"))  # invited again
@@ -77,14 +89,11 @@ async def test_nodes_of_a_cluster_that_exists_join_by_themselves(nodes: Nodes, t
         await until(lambda: cluster.states() == [])
 
 
-def member_of(nodes: Nodes) -> psutil.Process:
-    [member] = [one for one in beneath(nodes) if "Member.belong" in " ".join(one.cmdline())]
-    return member
-
-
-def beneath(nodes: Nodes) -> list[psutil.Process]:
-    """The processes of the worker's Ray, which lead no session of their own."""
-    return [one for one in psutil.process_iter() if os.getsid(one.pid) == nodes.worker.pid]
+def members(nodes: Nodes) -> list[psutil.Process]:
+    """Those of the processes of the worker's Ray, which lead no session of their own, that belong to a server."""
+    found = psutil.process_iter(["cmdline"])
+    named = [one for one in found if "Member.belong" in " ".join(one.info["cmdline"] or ())]
+    return [one for one in named if os.getsid(one.pid) == nodes.worker.pid]
 
 
 async def killed_head(cluster: Cluster) -> None:
@@ -93,6 +102,7 @@ async def killed_head(cluster: Cluster) -> None:
     await until(lambda: not is_alive(cluster, "b"))
 
 
+@shares_nodes
 async def test_a_node_of_another_version_is_named(
     nodes: Nodes, tiny_vl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +120,7 @@ async def test_a_node_of_another_version_is_named(
     assert "the machine b: the server at" in said and "the server has 99: install the same" in said
 
 
+@shares_nodes
 async def test_a_cluster_without_the_right_token_is_refused(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +131,11 @@ async def test_a_cluster_without_the_right_token_is_refused(
             pass
 
 
-async def test_a_cluster_that_takes_everybody_is_refused(temporary: str, tmp_path: Path) -> None:
+async def test_a_cluster_that_takes_everybody_is_refused(
+    temporary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ray_environment(tmp_path):
+        monkeypatch.delenv(name, raising=False)  # that of the nodes above
     async with of_two(tmp_path, {"RAY_AUTH_MODE": "disabled", "RAY_usage_stats_enabled": "0"}) as nodes:
         with pytest.raises(BackendFailed, match="takes everybody: start it with RAY_AUTH_MODE=token"):
             async with started(tmp_path, NoUse(), existing=nodes.existing()):

@@ -18,6 +18,7 @@ from tests.fake_server import Running, datum
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 TIMEOUT_S = 1.0
+PATIENCE_S = 120
 CLIENT = """
 import sys, time, tinker
 client = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-test")
@@ -34,8 +35,9 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
     running.stop()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
-    deadline = time.monotonic() + timeout_s
+def until(condition: Callable[[], bool]) -> None:
+    """A suspension and a sweep sync the disk a dozen times, which others may keep busy for a second each time."""
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)

@@ -17,6 +17,7 @@ from backends.sampler.pool import SamplerPool
 from backends.trainer import base_model
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
+from tests.engines import fork_sampler
 from tests.factories import prompt, words
 from tests.models import make_tiny_of
 from tests.sampling import request, sample, sampler_config
@@ -43,7 +44,7 @@ async def test_both_keep_what_layers_add_to_in_float32(tmp_path, monkeypatch):
     rounding = perturbed_rank(source, "bfloat16")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
     settings = replace(sampler_config(source, tmp_path / "scratch"), dtype="bfloat16", kv_cache_bytes=1 << 28)
-    running = SamplerPool(settings)
+    running = SamplerPool(settings, fork_sampler)
     await running.start()
     params = {"max_tokens": 48, "stop": [], "seed": 1}
     prompts = [prompt(words(16, seed)) for seed in range(24)]

@@ -21,6 +21,7 @@ from backends.trainer.lora.linear import lora_linears
 from backends.trainer.lora.packed_fp8 import packed, packed_bytes
 from backends.trainer.model.loading import load
 from backends.trainer.rank import TrainerRank
+from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import EXPERTS, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
 from tests.sampling import ATOL, sampler_config, score_distances
@@ -159,7 +160,9 @@ async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path:
         rank.create_model(name, LORA)
     perturb(rank, "a")
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
-    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype))
+    running = SamplerPool(
+        replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True, dtype=dtype), fork_sampler
+    )
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):

@@ -15,8 +15,11 @@ import pytest
 from tests.away import way_to
 from tests.fake_server import Running, forward_backward_body
 from tinker_server.store import lease
+from tinker_server.store.database import RETRY_S
 
 PATIENCE_S = 120
+LONG_S = RETRY_S + 5
+"""Longer than work waits for the database, so that it is refused."""
 
 
 class Work:
@@ -86,9 +89,9 @@ class Work:
         raise AssertionError("there was no answer")
 
 
-@pytest.mark.parametrize("away_s", [2, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("away_s", [2, pytest.param(LONG_S, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_a_postgresql_that_is_away_costs_a_pause(database_url: str, tmp_path: Path, away_s: int) -> None:
+def test_a_postgresql_that_is_away_costs_a_pause(database_url: str, tmp_path: Path, away_s: float) -> None:
     with way_to(database_url) as way:
         running = Running(tmp_path, database_url=way.url)
         try:
@@ -113,12 +116,12 @@ def test_a_postgresql_that_is_away_costs_a_pause(database_url: str, tmp_path: Pa
 
 
 @pytest.mark.flaky(reruns=1)  # holds a limit of wall time
-@pytest.mark.parametrize("silent_s", [9, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("silent_s", [9, pytest.param(LONG_S, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_a_network_that_silently_loses_everything_costs_a_pause(
     database_url: str,
     tmp_path: Path,
-    silent_s: int,
+    silent_s: float,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -19,6 +19,7 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import ModelSpec, Placement
 from backends.protocol import BackendFailed
 from backends.sampler.pool import SamplerPool
+from tests.engines import fork_sampler
 from tests.factories import MIXED, image, prompt, words
 from tests.sampling import ATOL, Reference, assert_close, request, sample, sampler_config, scoring
 from tinker_server.embedded import DIRECTORIES, TINY_VL
@@ -37,7 +38,7 @@ def spec(scratch: Path, **fields: object) -> ModelSpec:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two_engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
     """Two engines."""
-    running = SamplerPool(spec(tmp_path_factory.mktemp("pool"), placement=Placement(engines=((), ()))))
+    running = SamplerPool(spec(tmp_path_factory.mktemp("pool"), placement=Placement(engines=((), ()))), fork_sampler)
     await running.start()
     yield running
     await running.stop()
@@ -46,7 +47,7 @@ async def two_engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
     """One engine of two ranks."""
-    running = SamplerPool(spec(tmp_path_factory.mktemp("divided"), tensor_parallel=2))
+    running = SamplerPool(spec(tmp_path_factory.mktemp("divided"), tensor_parallel=2), fork_sampler)
     await running.start()
     yield running
     await running.stop()

@@ -24,6 +24,7 @@ from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.lora.linear import ALPHA
 from backends.trainer.rank import TrainerRank
+from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.models import FAMILIES, make_tiny_moe, make_tiny_smolvlm
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
@@ -210,7 +211,7 @@ async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, rendere
     rank.save_sampler_weights("a", weights["d"], for_elsewhere=True)
     trained_as = {None: "fresh", "d": "a"}
     rank.create_model("fresh", LORA)  # adds nothing
-    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype))
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), dtype=dtype), fork_sampler)
     await running.start()
     try:
         works = [(name, item) for item in data for name in weights]

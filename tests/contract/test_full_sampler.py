@@ -21,6 +21,7 @@ from api_schemas.sampling import SampleResponse
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
 from backends.sampler.pool import SamplerPool
+from tests.engines import fork_sampler
 from tests.factories import MIXED, image, present, prompt, words
 from tests.full import FULL, full_trainer, mixed_data, train
 from tests.sampling import ATOL, request, sample, sampler_config, scoring
@@ -35,7 +36,7 @@ MODEL_FILE = "model.safetensors"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sampler(tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SamplerPool]:
     config = sampler_config(tiny_vl, tmp_path_factory.mktemp("scratch"))
-    running = SamplerPool(replace(config, full=True))
+    running = SamplerPool(replace(config, full=True), fork_sampler)
     await running.start()
     yield running
     await running.stop()

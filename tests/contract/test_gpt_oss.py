@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from backends.families.gpt_oss import BLOCKS, SCALES, dequantised, gated, in_common_layout
 from backends.protocol import ChatTask, InvalidInput
 from backends.sampler.pool import SamplerPool
+from tests.engines import fork_sampler
 from tests.factories import datum, make_renderer, prompt, words
 from tests.models import make_tiny_gpt_oss, quantise
 from tests.sampling import ATOL, sampler_config, score_distances
@@ -74,7 +75,7 @@ async def test_the_engine_scores_weights_in_mxfp4_as_the_trainer_and_refuses_con
         rank.create_model(name, LORA)
     perturb(rank, "a")
     rank.save_sampler_weights("a", tmp_path / "a", for_elsewhere=False)
-    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True))
+    running = SamplerPool(replace(sampler_config(quantised, tmp_path / "scratch"), is_quantised=True), fork_sampler)
     await running.start()
     try:
         for name, weights in (("fresh", None), ("a", tmp_path / "a")):

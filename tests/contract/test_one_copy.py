@@ -19,11 +19,12 @@ import torch
 from backends.base_weights.client import BaseWeights
 from backends.base_weights.mapped import map_views
 from backends.inputs.rendering import Renderer
-from backends.processes.launcher import launch_sampler, launch_trainer
+from backends.processes.launcher import launch_trainer
 from backends.processes.supervisor import Supervisor
 from backends.protocol import ignore_loading
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
+from tests.engines import fork_sampler
 from tests.factories import cross_entropy, datum, image, present, prompt, words
 from tests.sampling import Reference, assert_close, request, sample, sampler_config, scoring
 from tests.trainers import LORA
@@ -57,7 +58,7 @@ async def running_parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterat
     scratch = tmp_path_factory.mktemp("scratch")
     base = BaseWeights(replace(sampler_config(SOURCE, scratch), base_copies=1, max_context_length=1024))
     trainer = TrainerClient(base.spec, base.mapped_by(launch_trainer))
-    running = Parts(base, trainer, SamplerPool(base.spec, base.mapped_by(launch_sampler)))
+    running = Parts(base, trainer, SamplerPool(base.spec, base.mapped_by(fork_sampler)))
     await asyncio.gather(base.start(ignore_loading), trainer.start(), running.sampler.start())
     yield running
     await asyncio.gather(trainer.stop(), running.sampler.stop())

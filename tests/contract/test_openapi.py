@@ -134,6 +134,8 @@ def test_every_answer_is_as_described(case: Case, server: Running, known: dict[s
     check_answer(case, server, known)
 
 
+# What is slow is to make the requests, and the routes above are held to both kinds of database.
+@pytest.mark.parametrize("module_database_url", ["sqlite"], indirect=True)
 @pytest.mark.slow
 @schema.include(path_regex=BATCHES).parametrize()
 @FEW

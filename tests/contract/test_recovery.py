@@ -141,6 +141,20 @@ async def test_the_next_server_goes_on_bit_for_bit_where_a_killed_one_was(tiny_v
     assert found == undisturbed
 
 
+async def test_the_next_server_goes_on_bit_for_bit_where_one_was_stopped_between_two_requests(
+    tiny_vl, tmp_path, undisturbed
+):
+    async with server(tmp_path, RealTrainer(tiny_vl)) as client:
+        await create(client)
+        found = [await train(client, 1)]
+        await finished(client, await forward_backward(client, 4))
+        session_id = client.session_id
+    assert list(tmp_path.glob("checkpoints/*/snapshots/*")), "the model is not on disk, with its gradient"
+    async with server(tmp_path, RealTrainer(tiny_vl), session_id) as client:
+        found += [await train(client, 4), await train(client, 7)]
+    assert found == undisturbed
+
+
 async def test_an_operation_under_which_the_trainer_dies_twice_fails_alone(tiny_vl, tmp_path, undisturbed):
     backend = RealTrainer(tiny_vl)
     async with server(tmp_path, backend) as client:

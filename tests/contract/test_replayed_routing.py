@@ -19,6 +19,7 @@ from backends.formats.expert_routing import read_routing, routing_name
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
+from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN
 from tests.models import make_tiny_gpt_oss, make_tiny_vl, make_wide_moe
@@ -49,7 +50,7 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
     rank.create_model("m", LORA)
     perturb(rank, "m")
     rank.save_sampler_weights("m", tmp_path / "m", for_elsewhere=False)
-    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), routing_dir=routing_dir))
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), routing_dir=routing_dir), fork_sampler)
     await running.start()
     drawn: list[tuple[ModelInput, np.ndarray, np.ndarray]] = []
 

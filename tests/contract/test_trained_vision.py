@@ -21,6 +21,7 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE, InvalidInput
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
+from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
 from tests.models import make_tiny_qwen2_5_vl, make_tiny_qwen3_5, make_tiny_vl
 from tests.ranks import Stepped, check_two_are_as_one, two_steps
@@ -245,7 +246,7 @@ async def test_the_sampler_sees_an_image_with_each_models_own_tower(source, rend
     for one, other in itertools.combinations(expected.values(), 2):
         assert max(np.abs(a - b).max() for a, b in zip(one, other, strict=True)) > 0.1
     works = list(itertools.product(range(len(data)), weights))
-    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), trains_vision=True))
+    running = SamplerPool(replace(sampler_config(source, tmp_path / "scratch"), trains_vision=True), fork_sampler)
     await running.start()
     try:
         scores = [sample(running, scoring(data[index].model_input), weights[one]) for index, one in works]

@@ -17,7 +17,7 @@ from tests.factories import MIXED, batch, datum
 from tests.servers import KEY, MODEL, Server
 from tests.training import logprobs_of
 
-BATCHES, SEED = 200, 1
+BATCHES, SEED = 100, 1
 
 
 def damaged(body: bytes, draw: random.Random) -> bytes:

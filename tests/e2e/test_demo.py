@@ -1,6 +1,7 @@
-"""The demo with `--keep`: its server and dashboard stay until Ctrl-C, and it says what to do next.
+"""The demo with `--keep`: the embedded model learns real photographs, names that it was never trained on; server and
+dashboard stay until Ctrl-C; and it says what to do next.
 
-pytest -m slow tests/e2e/test_demo.py
+pytest -m "slow or not slow" tests/e2e/test_demo.py
 """
 
 import re
@@ -12,15 +13,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.photographs import EXAMPLES, SEEING, photographs
 
-pytestmark = pytest.mark.slow
+ROOT = EXAMPLES.parent
+HEARS = ["env", "--default-signal=INT"]
+"""Shells have their background jobs ignore Ctrl-C, with all that these start."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_demo_leaves_its_server_until_it_is_interrupted(tmp_path: Path) -> None:
-    program = ROOT / "examples/caltech10_demo.py"
-    command = [sys.executable, str(program), "--keep", "--steps", "4", "--output", str(tmp_path)]
+def test_the_demo_teaches_photographs_and_leaves_its_server_until_it_is_interrupted(tmp_path: Path) -> None:
+    program = EXAMPLES / "caltech10_demo.py"
+    command = [*HEARS, sys.executable, str(program), "--keep", "--steps", "20", "--output", str(tmp_path)]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert demo.stdout is not None
     try:
@@ -29,6 +33,9 @@ def test_the_demo_leaves_its_server_until_it_is_interrupted(tmp_path: Path) -> N
             line = demo.stdout.readline()
             assert line, said
             said += line
+        accuracy = re.search(r"^accuracy (\S+) -> (\S+) on 200 held-out photographs$", said, re.MULTILINE)
+        assert accuracy is not None
+        assert float(accuracy[1]) < 0.1 and float(accuracy[2]) >= 0.85
         found = re.search(r"goes on at (\S+) until Ctrl-C", said)
         assert found is not None
         for address in re.findall(rf"^  ({found[1]}\S*)$", said, re.MULTILINE):
@@ -42,3 +49,15 @@ def test_the_demo_leaves_its_server_until_it_is_interrupted(tmp_path: Path) -> N
     assert demo.returncode == 130
     with pytest.raises(httpx.TransportError):
         httpx.get(found[1], timeout=5)
+
+
+def test_as_many_held_out_photographs_of_each_class_are_asked_about() -> None:
+    """An accuracy of 0.85 is then far beyond what an answer without looking has."""
+    labels = [photo.label for photo in photographs("test", 200)]
+    assert {labels.count(label) for label in labels} == {20} and len(set(labels)) == 10
+
+
+def test_the_embedded_model_is_small_and_whole() -> None:
+    files = {path.name: path.stat().st_size for path in SEEING.iterdir()}
+    assert sum(files.values()) <= 25_000_000
+    assert {"config.json", "tokenizer.json", "preprocessor_config.json", "chat_template.jinja"} <= files.keys()

@@ -32,7 +32,8 @@ def environment() -> dict[str, str]:
     own = str(Path(sys.executable).parent)
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     path = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != own)
-    return {**kept, "PATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
+    # Compiled in advance, all packages would take a minute more; few of their modules are imported.
+    return {**kept, "PATH": path, "OMP_WAIT_POLICY": "PASSIVE", "PIP_COMPILE": "0"}
 
 
 def run(script: str, folder: Path) -> str:

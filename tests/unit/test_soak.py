@@ -1,11 +1,16 @@
 """The decisions of benchmarks/soak.py, on numbers whose slopes are known."""
 
+import subprocess
+import sys
+from subprocess import PIPE
+
 import numpy as np
 import psutil
 import pytest
 
 from benchmarks.slopes import BLOCKS, Slope, slope
 from benchmarks.soak import DISK_SETTLES_S, Soak, of_processes, role
+from tests.factories import present
 
 TIMES_S = [10.0 * number for number in range(241)]
 
@@ -79,12 +84,27 @@ def test_slopes_begin_where_the_settling_ends_and_what_is_missing_is_0() -> None
     assert found["engine", "files"].mean == pytest.approx(1.5, abs=0.05) and found["engine", "files"].per_hour > 0
 
 
-def test_this_process_is_read_with_its_memory_files_and_threads() -> None:
-    process = psutil.Process()
-    values, roles = of_processes(process)
-    assert roles[process.pid] == role(process)
-    assert values[role(process), "processes"] >= 1 and values[role(process), "threads"] >= 1
-    held = np.ones(40 << 17)  # 40 MiB
-    grown, _ = of_processes(process)
-    assert grown[role(process), "memory, MiB"] - values[role(process), "memory, MiB"] == pytest.approx(40, abs=4)
-    assert held.sum() == 40 << 17
+HOLDER = """
+import sys
+print(flush=True)
+for line in sys.stdin:
+    held = b"1" * int(line)
+    print(flush=True)
+"""
+
+
+def test_a_process_is_read_with_its_memory_files_and_threads() -> None:
+    """In this process threads of other tests take memory and give it back, at any time; that one only waits."""
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=PIPE, stdout=PIPE, text=True) as holder:
+        requests, answers = present(holder.stdin), present(holder.stdout)
+        answers.readline()
+        process = psutil.Process(holder.pid)
+        values, roles = of_processes(process)
+        name = role(process)
+        assert roles == {holder.pid: name}
+        assert values[name, "processes"] == 1 and values[name, "threads"] == 1 and values[name, "files"] >= 3
+        print(40 << 20, file=requests, flush=True)
+        answers.readline()
+        grown, _ = of_processes(process)
+        assert grown[name, "memory, MiB"] - values[name, "memory, MiB"] == pytest.approx(40, abs=1)
+        requests.close()

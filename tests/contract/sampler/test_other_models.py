@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from backends.sampler.pool import SamplerPool
+from tests.engines import fork_sampler
 from tests.factories import make_renderer, prompt, words
 from tests.models import make_tiny_text, make_tiny_vl
 from tests.sampling import (
@@ -29,7 +30,7 @@ async def test_other_models_with_adapters_on_the_head_are_those_of_peft(model, t
     reference = Reference(source, make_renderer(source), RANKS)
     names = [None, *RANKS]
     saved = {name: reference.save(name, rank, tmp_path / name) for name, rank in RANKS.items()}
-    running = SamplerPool(sampler_config(source, tmp_path / "scratch"))
+    running = SamplerPool(sampler_config(source, tmp_path / "scratch"), fork_sampler)
     await running.start()
     try:
         inputs = [prompt(words(20 + i, i)) for i in range(24)]

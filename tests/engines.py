@@ -1,0 +1,121 @@
+"""Engines that start in seconds, where the start is not what is tested: forks of a process that has imported vLLM.
+
+A sampler's process and the engine beneath it would each import it anew, 9 s of a core. The process that forks has the
+environment that the launcher gives. It computes nothing, so has no threads that a fork would miss.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+from backends.model_spec import ModelSpec
+from backends.processes import launcher
+from backends.processes.messages import STREAM_LIMIT
+from backends.processes.rpc import Child, Process
+from tests.specs import tiny_spec
+
+IMPORTED = (
+    "backends.sampler.vllm_patches.worker",
+    "vllm.model_executor.models.qwen3_vl",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_model_runner",
+)
+STARTS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
+"""The modules by which vLLM starts an engine, and its ranks."""
+MESSAGE_BYTES = 4096
+_ONE_AT_A_TIME = threading.Lock()
+
+
+async def fork_sampler(spec: ModelSpec) -> list[Child]:
+    """Start an engine's process as `launcher.launch_sampler` does, but with all imports done, and without a guard."""
+    ours, theirs = socket.socketpair()
+    folder = launcher._for_engine(spec)[launcher._VLLM_SOCKETS]
+    with theirs:
+        pid = await asyncio.to_thread(_forked, folder, theirs)
+    reader, writer = await asyncio.open_connection(sock=ours, limit=STREAM_LIMIT)
+
+    async def end(grace_s: float) -> None:
+        with contextlib.suppress(TimeoutError, ProcessLookupError):
+            async with asyncio.timeout(grace_s):
+                while True:
+                    os.kill(pid, 0)
+                    await asyncio.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    return [Child(launcher.sampler_name(spec), Process(pid, end), reader, writer)]
+
+
+def _forked(folder: str, connection: socket.socket) -> int:
+    """Return the number of a new process at the other end of a connection, which has vLLM's sockets in a folder."""
+    with _ONE_AT_A_TIME:
+        forker = _forker()
+        socket.send_fds(forker, [folder.encode()], [connection.fileno()])
+        answer = forker.recv(MESSAGE_BYTES)
+    assert answer, "the process that forks engines has ended"
+    return int(answer)
+
+
+@cache
+def _forker() -> socket.socket:
+    """Start the process that forks; return the connection to it, with which it ends."""
+    ours, theirs = socket.socketpair()
+    env = {**os.environ, **launcher._WITHOUT_BARS, **launcher._for_vllm(tiny_spec(Path()), ())}
+    command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _fork_on_request(requests: socket.socket) -> None:
+    """Fork an engine's process for each request, until the connection ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended are gone at once
+    while True:
+        folder, fds, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 1)
+        if not folder:
+            return
+        if (pid := os.fork()) == 0:
+            requests.close()
+            _serve(fds[0], folder.decode())
+        os.close(fds[0])
+        requests.sendall(str(pid).encode())
+
+
+def _serve(connection: int, folder: str) -> None:
+    """Be an engine's process, whose engine is a fork in its turn."""
+    from backends.sampler import process
+
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ[launcher._VLLM_SOCKETS] = folder
+    for name in STARTS:
+        importlib.import_module(name).get_mp_context = lambda: get_context("fork")  # type: ignore[attr-defined]
+    sys.argv[1:] = [str(connection)]
+    held = [connection]
+    os.register_at_fork(after_in_child=lambda: [os.close(held.pop()) for _ in held[:]])  # the server sees our end by it
+    asyncio.run(process.main())
+    sys.exit()
+
+
+if __name__ == "__main__":
+    for module in IMPORTED:
+        importlib.import_module(module)
+    _fork_on_request(socket.socket(fileno=int(sys.argv[1])))
