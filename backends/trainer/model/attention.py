@@ -198,8 +198,11 @@ def _packed_attention(
     group = arguments["packed_group"]
     query, key, value = _to_heads([tensor[0].transpose(0, 1) for tensor in (query, key, value)], group)
     varlen = arguments["packed_cu_seqlens"], arguments["packed_cu_seqlens_host"], arguments["packed_max_seqlen"]
+    width = value.shape[-1]
+    # The kernels take values as wide as keys; those of latent attention are narrower.
+    value = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
     out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, _own_sinks(sinks_H, group))
-    return _to_tokens(out, group)[None], None
+    return _to_tokens(out[..., :width], group)[None], None
 
 
 def _window(
