@@ -384,10 +384,10 @@ def make_tiny_deepseek_v3(directory: Path, *, seed: int = 0, **sizes: object) ->
         "num_key_value_heads": 2,
         "q_lora_rank": 48,
         "kv_lora_rank": 40,
-        "qk_nope_head_dim": 24,
+        "qk_nope_head_dim": 48,
         "qk_rope_head_dim": 16,
         "head_dim": 16,  # which transformers takes for the rotated part
-        "v_head_dim": 32,
+        "v_head_dim": 40,
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 32,
         "n_routed_experts": 16,
