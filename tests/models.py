@@ -378,9 +378,10 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
 
 
 def make_tiny_deepseek_v3(directory: Path, *, seed: int = 0, **sizes: object) -> Path:
-    """A DeepSeek-V3: a layer without experts, then one with four groups of them. Values are narrower than keys, and
-    what corrects the router's scores is as large as these."""
+    """A DeepSeek-V3: a layer without experts, then one with four groups of them. Values are narrower than keys, what
+    corrects the router's scores is as large as these, and an epsilon is as large as what its norms take."""
     settings = {
+        "rms_norm_eps": 0.1,
         "num_key_value_heads": 2,
         "q_lora_rank": 48,
         "kv_lora_rank": 40,
