@@ -44,13 +44,12 @@ def require_known(config: PretrainedConfig, source: str) -> None:
 def _rope_fields(config: PretrainedConfig) -> dict[str, tuple[object, object]]:
     """Return the values of a config's rotation, and those that the engine has."""
     rope: Mapping[str, Any] = config.rope_parameters
-    if rope["rope_type"] == "default":
-        return {}
+    if rope["rope_type"] != "yarn":
+        return {"rope_type": (rope["rope_type"], "default")}
     longest = int(rope["factor"] * rope["original_max_position_embeddings"])
     # Where one of both is missing, transformers does not read the other.
     both_or_none = rope.get("mscale") if rope.get("mscale_all_dim") else None
     return {
-        "rope_type": (rope["rope_type"], "yarn"),
         "rope_parameters.attention_factor": (rope.get("attention_factor"), None),
         "rope_parameters.truncate": (rope.get("truncate", True), True),
         "rope_parameters.mscale": (rope.get("mscale"), both_or_none),
