@@ -128,12 +128,14 @@ class PlainKernel:
     def __init__(self) -> None:
         self.spans: list[list[int]] = []
         self.windows: list[int | None] = []
+        self.widths: list[set[int]] = []
 
     def forward(self, qkv: list[Tensor], span: Span, scale: float) -> tuple[Tensor, Tensor]:
         bounds = span.cu_seqlens.tolist()
         self.spans.append([end - begin for begin, end in pairwise(bounds)])
         assert max(self.spans[-1]) <= span.longest
         self.windows.append(span.window)
+        self.widths.append({one.shape[-1] for one in qkv})
         found = []
         for begin, end in pairwise(bounds):
             query, key, value = (tensor[begin:end].transpose(0, 1) for tensor in qkv)

@@ -377,6 +377,52 @@ def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
     return directory
 
 
+def make_tiny_deepseek_v3(directory: Path, *, seed: int = 0, **sizes: object) -> Path:
+    """A DeepSeek-V3: a layer without experts, then one with four groups of them. Values are narrower than keys, what
+    corrects the router's scores is as large as these, and an epsilon is as large as what its norms take."""
+    settings = {
+        "rms_norm_eps": 0.1,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 40,
+        "qk_nope_head_dim": 48,
+        "qk_rope_head_dim": 16,
+        "head_dim": 16,  # which transformers takes for the rotated part
+        "v_head_dim": 40,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.8,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": CONTEXT // 4,
+        },
+    }
+    make_tiny_of("deepseek_v3", directory, seed=seed, **{**settings, **sizes})
+    (path,) = directory.glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensor.normal_(0, 0.5, generator=generator)
+        elif name.endswith("a_layernorm.weight"):
+            tensor.normal_(1, 0.3, generator=generator)
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
 def quantise(directory: Path, quantised: Path) -> None:
     """Make of a gpt-oss one whose experts are in MXFP4, and write what these are into the first one's files: by
     transformers' own conversion."""
@@ -543,6 +589,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
         attention_multiplier=0.3,
     ),
     "gpt-oss": make_tiny_gpt_oss,
+    "DeepSeek-V3": make_tiny_deepseek_v3,
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-Next": make_tiny_qwen3_next,
     "Qwen2 MoE": partial(

@@ -48,6 +48,7 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "Gemma 2": FAMILIES["Gemma 2"],
     "Granite": FAMILIES["Granite"],
     "gpt-oss": FAMILIES["gpt-oss"],
+    "DeepSeek-V3": FAMILIES["DeepSeek-V3"],
 }
 """Those whose sampler is compared with their trainer."""
 SIZES = {

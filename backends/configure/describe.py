@@ -255,7 +255,9 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
         # Of each (token, expert) pair the input, gate, up, their product, and the output.
         inner = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size
         numbers += chosen * (2 * hidden + 3 * inner)
-        numbers += 2 * (getattr(text_config, "shared_expert_intermediate_size", 0) or 0)
+        shared = getattr(text_config, "shared_expert_intermediate_size", 0) or 0
+        shared += (getattr(text_config, "n_shared_experts", 0) or 0) * inner
+        numbers += 2 * shared
     else:
         numbers += 2 * text_config.intermediate_size
     return float(number_bytes * numbers + 4 * hidden)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
+from backends.families import deepseek_v3
 from backends.families.biased_experts import BiasedExperts
 from backends.families.family import Family, LoraFlag, TowerLora
 from backends.families.gpt_oss import ARCHITECTURE, has_own_experts
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *deepseek_v3.ATTENTION)
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """Qwen3-Next has two input projections, Qwen3.5 four."""

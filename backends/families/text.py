@@ -6,7 +6,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from backends.families import gpt_oss
+from backends.families import deepseek_v3, gpt_oss
 from backends.families.family import ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
 
@@ -18,6 +18,7 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     "Qwen2MoeForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
     "MixtralForCausalLM": (_ROUTER,),
     gpt_oss.ARCHITECTURE: (gpt_oss.ROUTER,),
+    deepseek_v3.ARCHITECTURE: (_ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
 WITHOUT_MIXED_WINDOWS = ("Qwen2MoeForCausalLM",)

@@ -152,9 +152,10 @@ def _read_header(path: Path) -> Iterator[_Tensor]:
 
 
 def head_width(text_config: PretrainedConfig) -> int:
-    """Return the numbers of a head's query or key."""
-    # Older architectures' configs name no head_dim.
-    return int(getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads)
+    """Return the numbers of a head's query or key; its value has as many, or fewer and zeros."""
+    # With latent attention head_dim is the rotated part alone. Older architectures' configs name none.
+    named = getattr(text_config, "qk_head_dim", None) or getattr(text_config, "head_dim", None)
+    return int(named or text_config.hidden_size // text_config.num_attention_heads)
 
 
 def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:

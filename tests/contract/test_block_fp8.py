@@ -23,7 +23,14 @@ from backends.trainer.model.loading import load
 from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, datum, make_renderer, present, prompt, words
-from tests.models import EXPERTS, make_tiny_of, make_tiny_qwen3_5, make_tiny_vl, quantise_in_blocks
+from tests.models import (
+    EXPERTS,
+    make_tiny_deepseek_v3,
+    make_tiny_of,
+    make_tiny_qwen3_5,
+    make_tiny_vl,
+    quantise_in_blocks,
+)
 from tests.sampling import ATOL, sampler_config, score_distances
 from tests.trainers import (
     LORA,
@@ -46,6 +53,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL MoE": partial(make_tiny_vl, moe=True),
     "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
+    "DeepSeek-V3": make_tiny_deepseek_v3,
 }
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
 

@@ -215,6 +215,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "windows": FAMILIES["Mistral"],
     "capped scores": FAMILIES["Gemma 2"],
     "sinks and experts": FAMILIES["gpt-oss"],
+    "latent attention": FAMILIES["DeepSeek-V3"],
     "linear attention": FAMILIES["Qwen3-Next"],
     "linear attention and images": FAMILIES["Qwen3.5"],
     "tiles": FAMILIES["InternVL"],
@@ -257,7 +258,8 @@ def operator(implementation: Callable[..., str], *_: object, **__: object) -> st
 
 @pytest.mark.slow
 def test_the_operator_of_cuda_computes_slices_in_compiled_and_recomputed_layers(tmp_path: Path) -> None:
-    sources = {"windows and sinks": FAMILIES["gpt-oss"](tmp_path / "model")}
+    kinds = ("gpt-oss", "DeepSeek-V3")  # windows and sinks; values that are narrower than keys
+    sources = {kind: FAMILIES[kind](tmp_path / kind) for kind in kinds}
     check_as_one(on_slices(2, 2, on_the_operator, sources), of_kinds(ALONE, sources))
 
 

@@ -22,7 +22,7 @@ from backends.trainer.rank import TrainerRank
 from tests.engines import fork_sampler
 from tests.factories import MIXED, cross_entropy, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN
-from tests.models import make_tiny_gpt_oss, make_tiny_vl, make_wide_moe
+from tests.models import make_tiny_deepseek_v3, make_tiny_gpt_oss, make_tiny_vl, make_wide_moe
 from tests.sampling import ATOL, request, sample, sampler_config
 from tests.servers import Server
 from tests.trainers import LORA, OWNER, config, forward_backward, perturb
@@ -37,8 +37,12 @@ def with_sampled(model_input: ModelInput, tokens: np.ndarray) -> ModelInput:
 
 @pytest.mark.parametrize(
     ("make", "prompts"),
-    [(partial(make_tiny_vl, moe=True), [*MIXED.values()]), (make_tiny_gpt_oss, [prompt(words(9, 9))])],
-    ids=["Qwen3-VL MoE", "gpt-oss"],
+    [
+        (partial(make_tiny_vl, moe=True), [*MIXED.values()]),
+        (make_tiny_gpt_oss, [prompt(words(9, 9))]),
+        (make_tiny_deepseek_v3, [prompt(words(9, 9))]),
+    ],
+    ids=["Qwen3-VL MoE", "gpt-oss", "DeepSeek-V3"],
 )
 async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later_messages(
     make: Callable[[Path], Path], prompts: list[ModelInput], tmp_path: Path
@@ -73,7 +77,7 @@ async def test_the_trainer_finds_the_experts_of_prompts_images_samples_and_later
 
     chosen: list[torch.Tensor] = []
     for module in rank.base.scorer.model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
             module.register_forward_hook(lambda _, inputs, output: chosen.append(output[2]))
     for model_input, tokens, logprobs in drawn:
         whole = with_sampled(model_input, tokens[:-1])

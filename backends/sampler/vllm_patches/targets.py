@@ -312,6 +312,14 @@ GPT_OSS_WEIGHTS = Patch(
     "b40c522c80b19203aced007f10cc0022e37ad675a1bf67be5c0280dd75310d93",
     "As gpt-oss-experts; and files in MXFP4 are dequantised, as the trainer's base is.",
 )
+LATENT_NORMS = Patch(
+    "latent-norms",
+    "vllm.model_executor.models.deepseek_v2:DeepseekV2Attention",
+    "0db730dbe2718e72eac9c0bf9d315273806543a783cf8dd77ba78c5b719c7e33",
+    "The norms of latents get the config's epsilon, where DeepSeek's own code and transformers have 1e-6; values are"
+    " padded to the width of keys.",
+    how="relied on",
+)
 READ_WEIGHTS = Patch(
     "read-weights",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",

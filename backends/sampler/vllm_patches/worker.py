@@ -26,6 +26,7 @@ from backends.processes.heap import give_back_memory
 from backends.sampler.grammars import BoundedGrammar
 from backends.sampler.vllm_patches import prompt_scores, targets
 from backends.sampler.vllm_patches.block_fp8 import dequantise_fp8
+from backends.sampler.vllm_patches.deepseek_v3 import set_latent_norms
 from backends.sampler.vllm_patches.float32_residual import mark, register_norms
 from backends.sampler.vllm_patches.gpt_oss import lay_out_experts
 from backends.sampler.vllm_patches.heads import give_heads_adapters
@@ -94,6 +95,7 @@ class Worker(VllmWorker):  # type: ignore[misc]
                 self.vllm_config.load_config.device = "cpu:0"  # else the loader asks for the number of the GPU
         super().load_model(**kwargs)
         mark(self.model_runner.get_model())
+        set_latent_norms(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
         """Return the bytes of the KV cache.

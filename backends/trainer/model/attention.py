@@ -198,8 +198,20 @@ def _packed_attention(
     group = arguments["packed_group"]
     query, key, value = _to_heads([tensor[0].transpose(0, 1) for tensor in (query, key, value)], group)
     varlen = arguments["packed_cu_seqlens"], arguments["packed_cu_seqlens_host"], arguments["packed_max_seqlen"]
+    width, value = value.shape[-1], _as_wide_as(key, value)
     out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, _own_sinks(sinks_H, group))
-    return _to_tokens(out, group)[None], None
+    return _to_tokens(out[..., :width], group)[None], None
+
+
+def _as_wide_as(key_TGD: Tensor, value: Tensor) -> Tensor:
+    """[T, G, D], with zeros behind the values of latent attention, which are narrower than keys: kernels take one
+    width. It is laid out as the keys, as the kernels' tests at start are."""
+    width = value.shape[-1]
+    if width == key_TGD.shape[-1]:
+        return value
+    wide_TGD = torch.zeros_like(key_TGD)
+    wide_TGD[..., :width] = value
+    return wide_TGD
 
 
 def _window(

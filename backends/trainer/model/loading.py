@@ -264,7 +264,7 @@ def _refuse(source: str, fault: str, names: Iterable[str]) -> None:
 
 
 def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Move the buffers, which transformers has computed on the CPU: they are not in the files."""
+    """Move the buffers, which transformers has computed or read on the CPU: the shards are of parameters alone."""
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         module, _, last = name.rpartition(".")
         setattr(model.get_submodule(module), last, buffer.to(device))

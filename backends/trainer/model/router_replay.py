@@ -29,6 +29,10 @@ class TopKRouter(Protocol):
     weight: Tensor
     num_experts: int
     top_k: int
+    norm_topk_prob: bool
+    """Not all have it: without it, all normalise."""
+    routed_scaling_factor: float
+    """By which a router multiplies the weights whose scores are sigmoids, not a softmax; others have none."""
 
     def __call__(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [T, E], and weights and experts [T, K]."""
@@ -43,17 +47,21 @@ class ReplayingRouter(nn.Module):
     def __init__(self, base: TopKRouter) -> None:
         super().__init__()
         self.base = base
-        # Those without the attribute all normalise.
-        self._normalises: bool = getattr(base, "norm_topk_prob", True)
+        self._normalises = getattr(base, "norm_topk_prob", True)
+        self._factor: float | None = getattr(base, "routed_scaling_factor", None)
 
     def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [T, E], and experts and their weights [T, K], as `base` gives them."""
         logits_TE, own_weights_TK, own_TK = self.base(hidden_TH)
         replayed_TK = self.experts_TK.to(own_TK.dtype)
         experts_TK = torch.where(replayed_TK == UNKNOWN, own_TK, replayed_TK)
-        weights_TK = F.softmax(logits_TE, dtype=torch.float32, dim=-1).gather(-1, experts_TK)
+        is_softmax = self._factor is None
+        scores_TE = F.softmax(logits_TE, dtype=torch.float32, dim=-1) if is_softmax else logits_TE.float().sigmoid()
+        weights_TK = scores_TE.gather(-1, experts_TK)
         if self._normalises:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self._factor is not None:
+            weights_TK = weights_TK * self._factor
         return logits_TE, weights_TK.to(own_weights_TK.dtype), experts_TK
 
 
@@ -68,7 +76,7 @@ class RouterReplay:
         self._routers: dict[int, ReplayingRouter] = {}
         for index, layer in enumerate(self._layers):
             for name, module in [*layer.named_modules()]:
-                if type(module).__name__.endswith("TopKRouter"):
+                if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
                     self._routers[index] = ReplayingRouter(module)
                     layer.set_submodule(name, self._routers[index])
         if not self._routers:

@@ -141,6 +141,72 @@ def test_gpt_oss_is_refused_by_name_where_the_engine_would_pass_over_its_config(
         find_family(model, "dir")
 
 
+DEEPSEEK_V3 = {
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 32,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 2048}
+
+
+def deepseek_v3(**fields: object) -> PretrainedConfig:
+    found = config("deepseek_v3", **{**DEEPSEEK_V3, **fields})
+    found.architectures = ["DeepseekV3ForCausalLM"]
+    return found
+
+
+def test_deepseek_v3_is_covered_with_its_latents_and_shared_experts_and_its_router_frozen() -> None:
+    model = deepseek_v3(q_lora_rank=48, kv_lora_rank=40)
+    numbers = check_coverage(find_family(model, "dir"), model, "dir")
+    for name, outputs, inputs in (
+        ("q_a_proj", 48, 64),
+        ("q_b_proj", 2 * (128 + 64), 48),
+        ("kv_a_proj_with_mqa", 40 + 64, 64),
+        ("kv_b_proj", 2 * (128 + 128), 40),
+        ("o_proj", 64, 2 * 128),
+    ):
+        assert LoraMatrices(name, 4, outputs, inputs) in numbers.matrices
+    assert LoraMatrices("experts", 3 * 2 * 16, 32, 64) in numbers.matrices
+    assert LoraMatrices("gate_proj", 3, 32, 64) in numbers.matrices  # shared experts'
+    assert list(find_family(model, "dir").frozen) == ["model.layers.*.mlp.gate"]
+    without = deepseek_v3(q_lora_rank=None)
+    numbers = check_coverage(find_family(without, "dir"), without, "dir")
+    assert LoraMatrices("q_proj", 4, 2 * (128 + 64), 64) in numbers.matrices
+
+
+@pytest.mark.parametrize("mscales", [{}, {"mscale": 0.7, "mscale_all_dim": 1.0}])
+def test_deepseek_v3_is_served_with_yarn_as_published(mscales: dict[str, float]) -> None:
+    find_family(deepseek_v3(rope_parameters={**YARN, **mscales}), "dir")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("topk_method", None),
+        ("scoring_func", "softmax"),
+        ("moe_layer_freq", 2),
+        ("hidden_act", "gelu"),
+        ("num_key_value_heads", 1),
+        ("attention_bias", True),
+        ("rope_interleave", False),
+        ("tie_word_embeddings", True),
+        ("rope_type", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        ("rope_parameters.attention_factor", {**YARN, "attention_factor": 1.0}),
+        ("rope_parameters.truncate", {**YARN, "truncate": False}),
+        ("rope_parameters.mscale", {**YARN, "mscale": 0.7}),
+        ("max_position_embeddings", {**YARN, "factor": 1.5}),
+    ],
+)
+def test_deepseek_v3_is_refused_by_name_where_the_engine_would_compute_otherwise(field: str, value: object) -> None:
+    model = deepseek_v3(**{"rope_parameters" if isinstance(value, dict) else field: value})
+    wanted = rf"DeepseekV3ForCausalLM with {re.escape(field)} .* the engine has it with .* alone"
+    with pytest.raises(BackendFailed, match=wanted):
+        find_family(model, "dir")
+
+
 def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_ignore() -> None:
     layers = {"use_sliding_window": True, "sliding_window": 32}
     for layer_types in (None, ["full_attention"] * 2 + ["sliding_attention"] * 2):

@@ -45,7 +45,7 @@ from tests.trainers import (
 
 TEXTS = [prompt(words(length, length)) for length in (5, 11, 23)]
 TINY_VL = Path(__file__).parents[4] / "tinker_server/tiny_vl"
-KINDS = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen2 MoE", "Mixtral")
+KINDS = ("Qwen3 MoE", "Qwen3-VL MoE", "Qwen2 MoE", "Mixtral", "DeepSeek-V3")
 
 
 def make(kind: str, directory: Path) -> Path:
@@ -167,17 +167,19 @@ def forced(model, experts_TLK: np.ndarray) -> Iterator[None]:
     """Inside, transformers' routers choose these experts [T, L, K]."""
 
     def choose(experts_TK, router, inputs, output):
-        probabilities_TE = (inputs[0].flatten(0, -2) @ router.weight.T).softmax(-1)
-        weights_TK = torch.stack([row[chosen] for row, chosen in zip(probabilities_TE, experts_TK, strict=True)])
+        logits_TE = inputs[0].flatten(0, -2) @ router.weight.T
+        has_sigmoid = type(router).__name__.startswith("DeepseekV3")
+        scores_TE = logits_TE.sigmoid() if has_sigmoid else logits_TE.softmax(-1)
+        weights_TK = torch.stack([row[chosen] for row, chosen in zip(scores_TE, experts_TK, strict=True)])
         if getattr(router, "norm_topk_prob", True):
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return output[0], weights_TK, experts_TK
+        return output[0], (1.8 if has_sigmoid else 1) * weights_TK, experts_TK
 
     hooks = [
         module.register_forward_hook(partial(choose, torch.from_numpy(experts_TLK[:, index].astype(np.int64))))
         for index, layer in enumerate(model.get_decoder().layers)
         for module in layer.modules()
-        if type(module).__name__.endswith("TopKRouter")
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))
     ]
     assert hooks
     yield

@@ -14,7 +14,7 @@ from backends.protocol import BackendFailed
 from backends.trainer.model import attention
 from backends.trainer.model.attention import PACKED, PER_SAMPLE, _packed_attention, _window
 from tests.attention import PlainKernel
-from tests.models import EXPERTS, make_tiny_of
+from tests.models import EXPERTS, make_tiny_deepseek_v3, make_tiny_of
 from tests.trainers import trainer
 
 LENGTHS = attention.varlen_arguments(*(torch.tensor([0, 3], dtype=torch.int32),) * 2, 3)
@@ -97,6 +97,35 @@ def test_windows_of_packed_samples_are_transformers_own(
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
         if max(lengths) > 2 * WINDOW:
             assert (got - other).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_values_narrower_than_keys_are_attended_to_as_by_transformers(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator of CUDA, on a plain kernel that, as CUDA's, has one width."""
+    kernel = PlainKernel()
+    monkeypatch.setattr(varlen_attention, "_flash", kernel)
+    source = make_tiny_deepseek_v3(tmp_path / "model")
+    packed = AutoModelForCausalLM.from_pretrained(source, attn_implementation=registered(PACKED)).eval()
+    alone = AutoModelForCausalLM.from_pretrained(source).eval()
+    if compiles:
+        for layer in packed.model.layers:
+            layer.self_attn.compile(dynamic=True, backend="aot_eager")
+    lengths = [23, 1, 30]
+    ids = torch.randint(0, 300, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    extra = attention.varlen_arguments(bounds, bounds, max(lengths))
+    got = packed(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits
+    wanted = torch.cat([alone(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+    for logits in (got, wanted):
+        logits.log_softmax(-1)[0, range(sum(lengths)), ids[0]].sum().backward()
+    expected = dict(alone.named_parameters())
+    for name, parameter in packed.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-4)
+    assert kernel.widths == [{64}] * len(kernel.widths) != []
 
 
 def windowed(architecture: str, **changes: object) -> PretrainedConfig:

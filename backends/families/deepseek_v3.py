@@ -1,0 +1,57 @@
+"""DeepSeek-V3: latent attention (MLA), and experts that a sigmoid router chooses by groups. Moonlight and Kimi K2 have
+the same architecture.
+
+Queries come from a token's latent, keys and values from another one; all heads share the rotated part of their keys.
+The engine computes whole keys and values as the trainer does (`processes/launcher.py`). In vLLM's own form of this
+attention `kv_b_proj` is multiplied into other matrices at load, which would leave out its adapters without an error.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from backends.protocol import BackendFailed
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Linears of latent attention beside `o_proj`; a `q_proj` takes the place of the first two where queries have no
+latent."""
+NORM_EPSILON = 1e-6
+"""Epsilon of the latents' norms, in transformers as in DeepSeek's own code, whatever the config says."""
+
+
+def require_known(config: PretrainedConfig, source: str) -> None:
+    """Raise BackendFailed, naming the config's field, for what the engine computes otherwise or without a word."""
+    fields: dict[str, tuple[object, object]] = {
+        "topk_method": (getattr(config, "topk_method", None), "noaux_tc"),
+        "scoring_func": (getattr(config, "scoring_func", None), "sigmoid"),
+        "moe_layer_freq": (getattr(config, "moe_layer_freq", 1), 1),
+        "hidden_act": (config.hidden_act, "silu"),
+        "num_key_value_heads": (config.num_key_value_heads, config.num_attention_heads),
+        "attention_bias": (config.attention_bias, False),
+        "rope_interleave": (config.rope_interleave, True),
+        "tie_word_embeddings": (config.tie_word_embeddings, False),
+        **_rope_fields(config),
+    }
+    for field, (value, known) in fields.items():
+        if value != known:
+            raise BackendFailed(
+                f"{source}: {ARCHITECTURE} with {field} {value} is not supported: the engine has it with {known} alone"
+            )
+
+
+def _rope_fields(config: PretrainedConfig) -> dict[str, tuple[object, object]]:
+    """Return the values of a config's rotation, and those that the engine has."""
+    rope: Mapping[str, Any] = config.rope_parameters
+    if rope["rope_type"] != "yarn":
+        return {"rope_type": (rope["rope_type"], "default")}
+    longest = int(rope["factor"] * rope["original_max_position_embeddings"])
+    # Where one of both is missing, transformers does not read the other.
+    both_or_none = rope.get("mscale") if rope.get("mscale_all_dim") else None
+    return {
+        "rope_parameters.attention_factor": (rope.get("attention_factor"), None),
+        "rope_parameters.truncate": (rope.get("truncate", True), True),
+        "rope_parameters.mscale": (rope.get("mscale"), both_or_none),
+        "max_position_embeddings": (config.max_position_embeddings, min(config.max_position_embeddings, longest)),
+    }
