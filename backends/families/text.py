@@ -6,7 +6,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from backends.families import gpt_oss
+from backends.families import gpt_oss, nemotron_h
 from backends.families.family import ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
 
@@ -18,11 +18,12 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     "Qwen2MoeForCausalLM": (_ROUTER, _SHARED_EXPERT_GATE),
     "MixtralForCausalLM": (_ROUTER,),
     gpt_oss.ARCHITECTURE: (gpt_oss.ROUTER,),
+    nemotron_h.ARCHITECTURE: (nemotron_h.ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
 WITHOUT_MIXED_WINDOWS = ("Qwen2MoeForCausalLM",)
 """Architectures whose engine ignores windows if not all layers have one; measured: 3.2 nats beyond the window."""
-WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM",)
+WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM", nemotron_h.ARCHITECTURE)
 
 
 class Text:
