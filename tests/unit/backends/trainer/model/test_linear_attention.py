@@ -188,6 +188,6 @@ def test_short_samples_have_short_chunks(lengths: list[int], size: int) -> None:
 
 
 def test_all_families_with_linear_attention_are_registered() -> None:
-    for patches in (registered.CONVOLUTIONS, registered.DELTA_RULES):
+    for patches in (registered.CONVOLUTIONS, registered.DELTA_RULES, registered.SCANS):
         assert {patch.state for patch in patches.values()} == {"as written"}
         assert all(patch in examine.PATCHES for patch in patches.values())
