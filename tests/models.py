@@ -596,6 +596,8 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Qwen2.5-VL": make_tiny_qwen2_5_vl,
     "InternVL": make_tiny_internvl,
     "SmolVLM2": make_tiny_smolvlm,
+    "Nemotron-H": partial(make_tiny_nemotron_h, moe=False),
+    "Nemotron-3": make_tiny_nemotron_h,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
 }

@@ -23,7 +23,7 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
 WITHOUT_MIXED_WINDOWS = ("Qwen2MoeForCausalLM",)
 """Architectures whose engine ignores windows if not all layers have one; measured: 3.2 nats beyond the window."""
-WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM", nemotron_h.ARCHITECTURE)
+WITH_DELTA_RULE = ("Qwen3NextForCausalLM",)
 
 
 class Text:
@@ -35,7 +35,8 @@ class Text:
 
     def __init__(self, architecture: str = "") -> None:
         """`architecture` is the name in the model's config."""
-        self.has_linear_attention = architecture in WITH_LINEAR_ATTENTION
+        self.needs_bfloat16_on_cpu = architecture in WITH_DELTA_RULE
+        self.has_linear_attention = self.needs_bfloat16_on_cpu or architecture == nemotron_h.ARCHITECTURE
         self._is_mixture = architecture in FROZEN_OF_MIXTURES
         self.frozen: Sequence[str] = FROZEN_OF_MIXTURES.get(architecture, ())
 

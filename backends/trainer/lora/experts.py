@@ -23,22 +23,12 @@ from backends.trainer.lora.linear import TokenScales, add_product, scaled
 
 
 class StackedExperts(Protocol):
-    """A mixture's experts as transformers has them, gate and up concatenated, without biases."""
+    """A mixture's experts as transformers has them, without biases: gate and up concatenated in `gate_up_proj`
+    [E, 2 I, H], or `up_proj` [E, I, H] alone."""
 
-    gate_up_proj: nn.Parameter
-    """[E, 2 O, H]"""
+    has_gate: bool
     down_proj: nn.Parameter
-    """[E, H, O]"""
-    act_fn: nn.Module
-
-
-class UngatedExperts(Protocol):
-    """Experts that transformers has without a gate."""
-
-    up_proj: nn.Parameter
-    """[E, O, H]"""
-    down_proj: nn.Parameter
-    """[E, H, O]"""
+    """[E, H, I]"""
     act_fn: nn.Module
 
 
@@ -69,11 +59,11 @@ class ExpertAdapters:
 class LoraExperts(nn.Module):
     """Replaces a layer's experts."""
 
-    def __init__(self, base: StackedExperts | BiasedExperts | UngatedExperts, scales: TokenScales) -> None:
+    def __init__(self, base: StackedExperts | BiasedExperts, scales: TokenScales) -> None:
         super().__init__()
         # FSDP2 knows the experts by their module: it stays where their weights are.
         self.base, self._scales = base, scales
-        self.has_gate = bool(cast(nn.Module, base).has_gate)
+        self.has_gate = base.has_gate
         num_experts, hidden, inner = base.down_proj.shape
         shapes = {name: (inner, hidden) for name in self._into} | {"down_proj": (hidden, inner)}
         self.adapters = {name: ExpertAdapters(num_experts, *shape) for name, shape in shapes.items()}
@@ -92,10 +82,11 @@ class LoraExperts(nn.Module):
         )
         token_S = order_S // experts_TK.shape[1]
         x_SH, scales_SR = hidden_TH[token_S], self._scales.scales_TR[token_S]
-        into_EIH = cast(StackedExperts, self.base).gate_up_proj if self.has_gate else cast(UngatedExperts, self.base).up_proj
+        first = "gate_up_proj" if self.has_gate else "up_proj"
+        weights_EIH = cast(nn.Module, self.base).get_parameter(first).split(inner, dim=1)
         parts_SI = [
-            lora_grouped(x_SH, weight, *self.adapters[name].all, scales_SR, ends_E)[0]
-            for name, weight in zip(self._into, into_EIH.split(inner, dim=1), strict=True)
+            lora_grouped(x_SH, weight_EIH, *self.adapters[name].all, scales_SR, ends_E)[0]
+            for name, weight_EIH in zip(self._into, weights_EIH, strict=True)
         ]
         inner_SI = self._activated(parts_SI, experts_S)
         y_SH = lora_grouped(inner_SI, self.base.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]

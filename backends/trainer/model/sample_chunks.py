@@ -12,8 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backends.kernels.pinned_copy import to_device
 
-_CHUNKS = (64, 32, 16, 8, 4, 2, 1)
-"""Lengths of chunks, the fastest first; the result is the same up to rounding."""
+CHUNK = 64
+"""Length of the fastest chunks."""
+_CHUNKS = (CHUNK, 32, 16, 8, 4, 2, 1)
+"""Lengths of chunks; the result is the same up to rounding."""
 _MOST_PADDING = 1.25
 """Tokens with padding over tokens, above which chunks are shorter: a thousand samples of two tokens would fill the
 memory of 64,000."""
