@@ -371,13 +371,13 @@ def make_tiny_nemotron_h(directory: Path, *, moe: bool = True, seed: int = 0) ->
     tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if name.endswith(("A_log", "dt_bias")):
-            tensor.uniform_(-1.5, 1.5, generator=generator)
+            tensor.uniform_(-1.5, 1.0, generator=generator)
         elif name.endswith((".D", "conv1d.bias")):
             tensor.normal_(0, 0.5, generator=generator)
         elif name.endswith("e_score_correction_bias"):
             tensor.normal_(0, 0.2, generator=generator)
         elif ".experts." in name:  # they were made as one tensor, and small
-            tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
+            tensor.normal_(0, 0.7 * tensor.shape[-1] ** -0.5, generator=generator)
     save_file(tensors, path, {"format": "pt"})
     return directory
 
@@ -548,7 +548,7 @@ def _save(
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2:
                     # A recurrence blows rounding up: beyond 1e-4 nats in float32, were its inputs as wide.
-                    width = 0.6 if "linear_attn" in name else 1.2
+                    width = 0.6 if "linear_attn" in name or "mixer.in_proj" in name else 1.2
                     parameter.normal_(0, 0.5 if "pos_embed" in name else width / parameter[0].numel() ** 0.5)
     model.generation_config = GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]

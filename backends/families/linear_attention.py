@@ -3,6 +3,7 @@ written for."""
 
 from backends.patches import Patch
 
+
 def _module(name: str) -> str:
     return f"transformers.models.{name}.modeling_{name}"
 

@@ -90,7 +90,7 @@ def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
-    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor, or up alone, with
+    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor or up alone, with
     biases only if they are gpt-oss's."""
     known = tuple(getattr(module, name, None) for name in ("is_concatenated", "is_transposed", "has_bias"))
     return known == (True, False, False) or has_own_experts(module) or isinstance(module, BiasedExperts)

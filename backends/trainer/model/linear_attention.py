@@ -1,11 +1,11 @@
-"""Linear attention (the gated delta rule, or Mamba2) over packed microbatches: each sample begins with a state of its
-own.
+"""Linear attention (the gated delta rule, Mamba2) over packed microbatches: each sample has a state of its own.
 
 transformers carries state and convolution from one packed sample into the next. Its two functions are replaced, for
 calls with the lengths of packed samples (`attention.varlen_arguments`) alone. Where ranks have slices of the tokens,
 each computes all tokens of some heads and channels (`kernels/exchange.py`). Mamba2 is in `state_space.py`. The delta
-rule is computed chunk by chunk, as by Yang et al., "Gated Delta Networks" (arXiv 2412.06464, section 3.3), and in the notation of transformers' own
-`torch_chunk_gated_delta_rule`: but a chunk never holds two samples, and all samples take a step of the scan together.
+rule is computed chunk by chunk, as by Yang et al., "Gated Delta Networks" (arXiv 2412.06464, section 3.3), and in the
+notation of transformers' own `torch_chunk_gated_delta_rule`: but a chunk never holds two samples, and all samples take
+a step of the scan together.
 
 T tokens of the microbatch, H heads, K and V widths of a key and a value, C tokens of a chunk, R chunks, S samples
 """

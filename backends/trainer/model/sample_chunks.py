@@ -1,4 +1,4 @@
-"""The chunks of a packed microbatch, of which none holds two samples: for layers that carry a state from token to token.
+"""The chunks of a packed microbatch, of which none holds two samples: for layers that carry a state.
 
 T tokens of the microbatch, C tokens of a chunk, R chunks, S samples
 """

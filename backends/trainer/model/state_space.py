@@ -25,16 +25,17 @@ def packed_scan(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scan(  # noqa: PLR0913
         hidden_states: Tensor,
         dt: Tensor,
-        A: Tensor,  # noqa: N803 - transformers gives it by this name, and the next ones
-        B: Tensor,  # noqa: N803
-        C: Tensor,  # noqa: N803
-        D: Tensor,  # noqa: N803
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
         dt_bias: Tensor,
         packed_cu_seqlens_host: Tensor | None = None,
         packed_group: str | None = None,
         **other: object,
     ) -> Tensor:
-        """Hidden states [1, T, H, P], dt [1, T, H], A, D and dt_bias [H], B and C [1, T, G, N]; returns as the first."""
+        """Hidden states [1, T, H, P], which is also returned, dt [1, T, H], A, D and dt_bias [H], B and C
+        [1, T, G, N]."""
         if packed_cu_seqlens_host is None:
             return own(hidden_states, dt, A, B, C, D=D, dt_bias=dt_bias, **other)
         assert other.get("initial_states") is None and not other.get("return_final_states"), "training keeps no states"
@@ -44,7 +45,7 @@ def packed_scan(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if packed_group is not None:
             x, of_state, to_output, steps = own_heads([x, of_state, to_output, steps[..., None]], packed_group)
             steps = steps[..., 0]
-            A, D, dt_bias = (own_part(one, packed_group) for one in (A, D, dt_bias))  # noqa: N806
+            A, D, dt_bias = (own_part(one, packed_group) for one in (A, D, dt_bias))
         wide = torch.promote_types(x.dtype, torch.float32)
         steps = F.softplus(steps.to(wide) + dt_bias.to(wide))
         x_THP = x.to(wide)
@@ -88,7 +89,8 @@ def _passed_between(decay: Tensor) -> Tensor:
     size = decay.shape[-1]
     is_before_CC = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
     steps = decay[..., None].expand(*decay.shape, size).masked_fill(~is_before_CC.tril(-1), 0)
-    return steps.cumsum(-2).masked_fill(~is_before_CC, -torch.inf).exp()
+    passed: Tensor = steps.cumsum(-2).masked_fill(~is_before_CC, -torch.inf).exp()
+    return passed
 
 
 def _states_before(written_RGMN: Tensor, kept_RGK: Tensor, steps: list[int]) -> Tensor:
