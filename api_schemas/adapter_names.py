@@ -4,6 +4,7 @@
 
     base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight   [rank, in]
     base_model.model.model.layers.{i}.mlp.experts.w1.lora_A.weight     [experts, rank, in]: w1 gate, w3 up, w2 down
+    base_model.model.model.layers.{i}.mixer.experts.w1.lora_A.weight   Nemotron's without a gate: w1 up, w2 down
     base_model.model.model.unembed_tokens.lora_B.weight                [out, rank], the head
 
 whatever the model calls its decoder (`model.language_model.layers`) and its head (`lm_head`). PEFT and vLLM need the
@@ -17,10 +18,11 @@ NOT_FOR_PEFT = "none: these are names of Tinker's tools; PEFT's form is in the d
 _LAYER = re.compile(r"base_model\.model\.(?:.+?\.)??layers\.(?P<rest>\d+\..+)")
 _HEAD = re.compile(r"base_model\.model\.(?:.+\.)?[^.]+\.(?P<half>lora_[AB])\.weight")
 _EXPERT = re.compile(
-    r"(?P<layer>.+)\.(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)"
+    r"(?P<layer>.+)\.(?P<parent>mlp|block_sparse_moe|mixer)\.experts\.(?P<number>\d+)"
     r"\.(?P<matrix>(?:gate|up|down)_proj|w[123])(?P<after>\..+)"
 )
 _OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_OF_UNGATED_EXPERTS = {"up_proj": "w1", "down_proj": "w2"}
 
 
 def is_of_a_layer(peft_name: str) -> bool:
@@ -36,8 +38,10 @@ def tinker_name(peft_name: str) -> tuple[str, int | None]:
     if layer := _LAYER.fullmatch(peft_name):
         name = f"base_model.model.model.layers.{layer['rest']}"
         if expert := _EXPERT.fullmatch(name):
-            matrix = _OF_EXPERTS.get(expert["matrix"], expert["matrix"])
-            stack = f"{expert['layer']}.mlp.experts.{matrix}{expert['after']}"
+            is_gated = expert["parent"] != "mixer"
+            matrices, parent = (_OF_EXPERTS, "mlp") if is_gated else (_OF_UNGATED_EXPERTS, "mixer")
+            matrix = matrices.get(expert["matrix"], expert["matrix"])
+            stack = f"{expert['layer']}.{parent}.experts.{matrix}{expert['after']}"
             return stack, int(expert["number"])
         return name, None
     if head := _HEAD.fullmatch(peft_name):

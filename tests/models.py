@@ -346,6 +346,42 @@ def make_tiny_qwen3_next(directory: Path, *, seed: int = 0) -> Path:
     )
 
 
+def make_tiny_nemotron_h(directory: Path, *, moe: bool = True, seed: int = 0) -> Path:
+    """A Nemotron-H: two Mamba2 layers, attention without rotation, an MLP, and one layer of experts if `moe`, whose
+    router's correction changes its choice. Time steps and decays are of every size, and biases are not 0."""
+    kinds = ["linear_attention", "moe" if moe else "mlp", "full_attention", "mlp", "linear_attention"]
+    make_tiny_of(
+        "nemotron_h",
+        directory,
+        seed=seed,
+        layers_block_type=kinds,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        chunk_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=96,
+        moe_shared_expert_intermediate_size=32,
+        routed_scaling_factor=2.5,
+        time_step_min=1e-9,  # transformers has no shorter steps, the engine has
+    )
+    (path,) = directory.glob("*.safetensors")
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    for name, tensor in tensors.items():
+        if name.endswith(("A_log", "dt_bias")):
+            tensor.uniform_(-1.5, 1.0, generator=generator)
+        elif name.endswith((".D", "conv1d.bias")):
+            tensor.normal_(0, 0.5, generator=generator)
+        elif name.endswith("e_score_correction_bias"):
+            tensor.normal_(0, 0.2, generator=generator)
+        elif ".experts." in name:  # they were made as one tensor, and small
+            tensor.normal_(0, 0.7 * tensor.shape[-1] ** -0.5, generator=generator)
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
 def make_tiny_gpt_oss(directory: Path, *, seed: int = 0) -> Path:
     """A gpt-oss: a layer with a window, then one without, sinks as large as scores, and biases."""
     make_tiny_of(
@@ -557,8 +593,8 @@ def _save(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() >= 2:
-                    # A recurrence blows rounding up: beyond 1e-4 nats in float32, were its inputs as wide.
-                    width = 0.6 if "linear_attn" in name else 1.2
+                    # Recurrences and squares blow rounding up: beyond 1e-4 nats in float32, were their inputs as wide.
+                    width = 0.6 if "linear_attn" in name or "mixer" in name else 1.2
                     parameter.normal_(0, 0.5 if "pos_embed" in name else width / parameter[0].numel() ** 0.5)
     model.generation_config = GenerationConfig(
         eos_token_id=[ids["<|im_end|>"], ids["<|endoftext|>"]], pad_token_id=ids["<|endoftext|>"]
@@ -607,6 +643,8 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "Qwen2.5-VL": make_tiny_qwen2_5_vl,
     "InternVL": make_tiny_internvl,
     "SmolVLM2": make_tiny_smolvlm,
+    "Nemotron-H": partial(make_tiny_nemotron_h, moe=False),
+    "Nemotron-3": make_tiny_nemotron_h,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
 }

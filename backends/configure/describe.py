@@ -12,7 +12,7 @@ from backends.config import BackendConfig
 from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSize
 from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
-from backends.families import gpt_oss
+from backends.families import gpt_oss, nemotron_h
 from backends.families.coverage import Numbers, check_coverage, decoder_linears, image_token
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
@@ -24,6 +24,7 @@ from backends.formats.model_files import (
     fingerprint,
     head_width,
     kv_bytes_per_token,
+    linear_attention,
     local_directory,
     quantisation,
     state_bytes_per_sequence,
@@ -33,6 +34,7 @@ from backends.inputs.rendering import Renderer
 from backends.model_spec import Device, Dtype, Mesh, ModelSpec
 from backends.protocol import BackendFailed
 from backends.trainer.lora.packed_fp8 import packed_bytes
+from backends.trainer.model.sample_chunks import CHUNK
 
 SAMPLER_SILENCE_S = {"cpu": 600, "cuda": 180}
 """The longest step computes 4096 tokens of prompts on a slow CPU, or waits for kernels to be built on CUDA."""
@@ -247,20 +249,33 @@ def model_size(name: str, config: PretrainedConfig, numbers: Numbers, dtype: Dty
 
 def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> float:
     """Estimate the bytes that a layer saves of a token: its input in float32, the norms' outputs, queries, keys, values
-    and attention's output, gate and up. 73.0 KiB for 4 billion parameters, where 73.7 were measured on an H200."""
+    and attention's output, gate and up. 73.0 KiB for 4 billion parameters, where 73.7 were measured on an H200.
+
+    Where layers have Mamba2, attention, an MLP or experts alone, it is the most that one of them saves."""
     hidden = text_config.hidden_size
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
-    numbers = 2 * (heads + key_heads) * head_width(text_config) + hidden
+    attention = 2 * (heads + key_heads) * head_width(text_config)
+    mlp = 2 * text_config.intermediate_size
     if chosen := getattr(text_config, "num_experts_per_tok", 0):
         # Of each (token, expert) pair the input, gate, up, their product, and the output.
         inner = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size
-        numbers += chosen * (2 * hidden + 3 * inner)
-        shared = getattr(text_config, "shared_expert_intermediate_size", 0) or 0
-        shared += (getattr(text_config, "n_shared_experts", 0) or 0) * inner
-        numbers += 2 * shared
-    else:
-        numbers += 2 * text_config.intermediate_size
-    return float(number_bytes * numbers + 4 * hidden)
+        mlp = chosen * (2 * hidden + 3 * inner)
+        mlp += 2 * _shared_expert_width(text_config, inner)
+    if getattr(text_config, "mamba_num_heads", None) is None:
+        return float(number_bytes * (attention + mlp + hidden) + 4 * hidden)
+    shape = linear_attention(text_config)
+    # In float32: values four times, three matrices of a chunk, and two states of each chunk.
+    scan = 4 * (4 * shape.values + 3 * shape.heads * CHUNK + 2 * shape.values * shape.key_width // CHUNK)
+    mamba2 = number_bytes * 2 * (shape.values + shape.channels) + scan
+    return float(max(mamba2, number_bytes * max(attention, mlp)) + number_bytes * hidden + 4 * hidden)
+
+
+def _shared_expert_width(text_config: PretrainedConfig, inner: int) -> int:
+    """Return the inner numbers of the experts that all tokens pass; `inner` are those of another expert."""
+    for name in ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"):
+        if width := getattr(text_config, name, 0):
+            return int(width)
+    return inner * int(getattr(text_config, "n_shared_experts", 0) or 0)
 
 
 def _exchanged_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> int:
@@ -299,10 +314,10 @@ def _undivided(renderer: Renderer, config: BackendConfig, size: int) -> str | No
     num_heads, num_kv_heads = text_config.num_attention_heads, text_config.num_key_value_heads
     if size == 1:
         return None
-    if getattr(text_config, "num_experts_per_tok", 0):
-        return "vLLM 0.32 gives ranks wrong parts of a mixture's adapters where its experts are padded"
     if renderer.family.has_linear_attention:
         return "adapters of linear attention are not compared with their files there"
+    if getattr(text_config, "num_experts_per_tok", 0):
+        return "vLLM 0.32 gives ranks wrong parts of a mixture's adapters where its experts are padded"
     if config.full:
         return "with backend.full an engine takes whole models, which is not supported by ranks"
     if num_heads % size or num_kv_heads % size:
@@ -328,9 +343,8 @@ def _unsliced(renderer: Renderer, config: BackendConfig, size: int) -> str | Non
         return "with backend.full each rank has samples of its own; set it to 1"
     heads = {"heads": text_config.num_attention_heads}
     if renderer.family.has_linear_attention:
-        keys = 2 * text_config.linear_num_key_heads * text_config.linear_key_head_dim
-        values = text_config.linear_num_value_heads * text_config.linear_value_head_dim
-        heads |= {"heads of linear attention": text_config.linear_num_value_heads, "channels": keys + values}
+        shape = linear_attention(text_config)
+        heads |= {"heads of linear attention": shape.heads, "channels": shape.channels}
     for what, count in heads.items():
         if count % size:
             return f"its {count} {what} cannot be divided evenly; set it to a divisor of {count}"
@@ -356,6 +370,8 @@ def _unshared(renderer: Renderer, config: BackendConfig, device: Device) -> str 
         return f"with backend.tensor_parallel {config.tensor_parallel} no GPU has the whole base"
     if renderer.config.model_type == gpt_oss.MODEL_TYPE:
         return "trainer and engine lay out gpt-oss's experts anew, and otherwise than its files"
+    if renderer.config.architectures == [nemotron_h.ARCHITECTURE]:
+        return "the engine has other numbers for Mamba2 than its files, and nobody has compared one copy"
     if device == "cpu" and renderer.family.has_linear_attention:
         return "on the CPU the engine packs the weights of linear attention anew"
     return None
@@ -394,10 +410,10 @@ def _packed(size: ModelSize, directory: Path, renderer: Renderer, source: str) -
 
 def _dtype(family: Family, device: Device, config: BackendConfig, source: str) -> Dtype:
     """Choose the precision. Raises BackendFailed for one that the engine does not have."""
-    if device == "cpu" and family.has_linear_attention:
+    if device == "cpu" and family.needs_bfloat16_on_cpu:
         if config.dtype == "float32":
             raise BackendFailed(
-                f"{source}: on the CPU the engine has linear attention in bfloat16 alone; leave dtype at auto"
+                f"{source}: on the CPU the engine has its linear attention in bfloat16 alone; leave dtype at auto"
             )
         return "bfloat16"
     if config.dtype != "auto":

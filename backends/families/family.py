@@ -163,6 +163,10 @@ class Family(Protocol):
         """True if layers carry a state from token to token (`trainer/model/linear_attention.py`)."""
 
     @property
+    def needs_bfloat16_on_cpu(self) -> bool:
+        """True if the engine has the model on a CPU in bfloat16 alone."""
+
+    @property
     def frozen(self) -> Sequence[str]:
         """Full names of modules that no flag trains, nor anything inside them; * is the number of any layer."""
 

@@ -3,7 +3,13 @@ written for."""
 
 from backends.patches import Patch
 
-_MODULES = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")]
+
+def _module(name: str) -> str:
+    return f"transformers.models.{name}.modeling_{name}"
+
+
+_OF_DELTA_RULE = [_module(name) for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")]
+_OF_MAMBA2 = [_module("nemotron_h")]
 CONVOLUTIONS = {
     module: Patch(
         f"packed-convolution {module.partition('modeling_')[2]}",
@@ -11,7 +17,7 @@ CONVOLUTIONS = {
         "c9beb1ba143f3e7c4b33f7adc2b0bae9028628ea5e5c971a17c7a5fe94c0bcaf",
         "A convolution of linear attention reads nothing of the packed sample before.",
     )
-    for module in _MODULES
+    for module in [*_OF_DELTA_RULE, *_OF_MAMBA2]
 }
 """By module, as DELTA_RULES."""
 DELTA_RULES = {
@@ -21,6 +27,15 @@ DELTA_RULES = {
         "e4e4df965ab934a6b3e1a98d75a56006bf397b19c3106a66f96fa10278a2a0e3",
         "The state of linear attention begins anew at each packed sample.",
     )
-    for module in _MODULES
+    for module in _OF_DELTA_RULE
 }
-PATCHES = [*CONVOLUTIONS.values(), *DELTA_RULES.values()]
+SCANS = {
+    module: Patch(
+        f"packed-scan {module.partition('modeling_')[2]}",
+        f"{module}:mamba2_chunk_scan",
+        "cad13e35c634d074f72dbe2afc1c2c546719759a0e5b28a10fc77a1cb34d26d4",
+        "The state of a Mamba2 layer begins anew at each packed sample.",
+    )
+    for module in _OF_MAMBA2
+}
+PATCHES = [*CONVOLUTIONS.values(), *DELTA_RULES.values(), *SCANS.values()]

@@ -13,12 +13,17 @@ from backends.families.gpt_oss import ARCHITECTURE, has_own_experts
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *deepseek_v3.ATTENTION)
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
-LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-"""Qwen3-Next has two input projections, Qwen3.5 four."""
-ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "out_proj", "lm_head")
+LINEAR_ATTENTION = tuple(
+    [f"linear_attn.in_proj_{inputs}" for inputs in ("qkvz", "ba", "qkv", "z", "b", "a")]
+    + ["linear_attn.out_proj", "mixer.in_proj", "mixer.out_proj"]
+)
+"""Qwen3-Next has two input projections, Qwen3.5 four, and Mamba2 one."""
+ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj", "lm_head")
 """The engine's names of the same. The input embeddings are not among them, though a tied head shares their weight."""
 EXPERT_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """The engine's names of the adapters of one matrix of all a layer's experts, in its order."""
+UNGATED_STACKS = {"up_proj": "w1", "down_proj": "w2"}
+"""The same of experts without a gate."""
 
 _IN_FILES = {
     "MixtralForCausalLM": {
@@ -54,7 +59,7 @@ def decoder_modules(
         if module is head:
             groups["train_unembed"].append(name)
         elif name.startswith(f"{prefix}.layers."):
-            of_linear_attention = name.endswith(tuple(f".linear_attn.{one}" for one in LINEAR_ATTENTION))
+            of_linear_attention = name.endswith(tuple(f".{one}" for one in LINEAR_ATTENTION))
             if experts and has_stacked_experts(module):
                 groups["train_mlp"].append(name)
             elif not isinstance(module, nn.Linear):
@@ -86,11 +91,10 @@ def tower_modules(model: PreTrainedModel, tower: TowerLora) -> list[str]:
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
-    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor, with biases only
-    if they are gpt-oss's."""
-    form = ("is_concatenated", "is_transposed", "has_bias", "has_gate")
-    known = tuple(getattr(module, name, None) for name in form) == (True, False, False, True)
-    return known or has_own_experts(module) or isinstance(module, BiasedExperts)
+    """Return whether these are a layer's experts in transformers' own form, gate and up in one tensor or up alone, with
+    biases only if they are gpt-oss's."""
+    known = tuple(getattr(module, name, None) for name in ("is_concatenated", "is_transposed", "has_bias"))
+    return known == (True, False, False) or has_own_experts(module) or isinstance(module, BiasedExperts)
 
 
 def trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:

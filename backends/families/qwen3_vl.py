@@ -50,7 +50,7 @@ class Qwen3VL:
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:
         """`source` is the model's directory. Raises BackendFailed if it has no image processor."""
-        self.has_linear_attention = config.architectures[0] in WITH_LINEAR_ATTENTION
+        self.has_linear_attention = self.needs_bfloat16_on_cpu = config.architectures[0] in WITH_LINEAR_ATTENTION
         self.vision = Qwen3VLVision(source, config)
         self.placeholders: Mapping[int, str] = {
             config.image_token_id: "<|image_pad|>",

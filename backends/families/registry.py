@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from backends.families import deepseek_v3, gpt_oss, internvl, qwen3_vl, smolvlm, text
+from backends.families import deepseek_v3, gpt_oss, internvl, nemotron_h, qwen3_vl, smolvlm, text
 from backends.families.family import Family
 from backends.formats import block_fp8
 from backends.formats.model_files import quantisation
@@ -43,10 +43,9 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
         raise BackendFailed(
             f"{source}: {architecture} is not supported; models that take images: {', '.join(WITH_IMAGES)}"
         )
-    if architecture == gpt_oss.ARCHITECTURE:
-        gpt_oss.require_known(config, source)
-    if architecture == deepseek_v3.ARCHITECTURE:
-        deepseek_v3.require_known(config, source)
+    for kind in (gpt_oss, deepseek_v3, nemotron_h):
+        if architecture == kind.ARCHITECTURE:
+            kind.require_known(config, source)
     if architecture in text.WITHOUT_MIXED_WINDOWS and len(set(config.layer_types)) > 1:
         raise BackendFailed(
             f"{source}: {architecture} with sliding windows in some of its layers (use_sliding_window in its config) is"

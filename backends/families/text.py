@@ -6,7 +6,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from backends.families import deepseek_v3, gpt_oss
+from backends.families import deepseek_v3, gpt_oss, nemotron_h
 from backends.families.family import ImageSpan, LoraFlag
 from backends.families.lora_names import decoder_modules
 
@@ -19,11 +19,12 @@ FROZEN_OF_MIXTURES: dict[str, tuple[str, ...]] = {
     "MixtralForCausalLM": (_ROUTER,),
     gpt_oss.ARCHITECTURE: (gpt_oss.ROUTER,),
     deepseek_v3.ARCHITECTURE: (_ROUTER,),
+    nemotron_h.ARCHITECTURE: (nemotron_h.ROUTER,),
 }
 """Mixtures of experts whose engine and trainer are known to agree, and their modules that nothing trains."""
 WITHOUT_MIXED_WINDOWS = ("Qwen2MoeForCausalLM",)
 """Architectures whose engine ignores windows if not all layers have one; measured: 3.2 nats beyond the window."""
-WITH_LINEAR_ATTENTION = ("Qwen3NextForCausalLM",)
+WITH_DELTA_RULE = ("Qwen3NextForCausalLM",)
 
 
 class Text:
@@ -35,7 +36,8 @@ class Text:
 
     def __init__(self, architecture: str = "") -> None:
         """`architecture` is the name in the model's config."""
-        self.has_linear_attention = architecture in WITH_LINEAR_ATTENTION
+        self.needs_bfloat16_on_cpu = architecture in WITH_DELTA_RULE
+        self.has_linear_attention = self.needs_bfloat16_on_cpu or architecture == nemotron_h.ARCHITECTURE
         self._is_mixture = architecture in FROZEN_OF_MIXTURES
         self.frozen: Sequence[str] = FROZEN_OF_MIXTURES.get(architecture, ())
 

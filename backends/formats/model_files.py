@@ -158,11 +158,44 @@ def head_width(text_config: PretrainedConfig) -> int:
     return int(named or text_config.hidden_size // text_config.num_attention_heads)
 
 
+_WITHOUT_KEYS = ("linear_attention", "mlp", "moe")
+"""Kinds of layers that keep no keys and values; the last two have neither attention nor a state."""
+
+
 def kv_bytes_per_token(text_config: PretrainedConfig, dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers that keep them: not those of linear attention."""
+    """Bytes of one token's keys and values in all layers that keep them."""
     kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * text_config.num_hidden_layers
-    num_layers = sum(kind != "linear_attention" for kind in kinds)
+    num_layers = sum(kind not in _WITHOUT_KEYS for kind in kinds)
     return int(2 * num_layers * text_config.num_key_value_heads * head_width(text_config) * BYTES_PER_NUMBER[dtype])
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The shape of a layer of linear attention."""
+
+    heads: int
+    """Heads of values, each with a state of its own."""
+    values: int
+    """Numbers of all their values for a token."""
+    key_width: int
+    """Numbers of a head's key: a state has so many for each number of a value."""
+    channels: int
+    """Numbers of a token that are convolved: values, and what writes to a state and reads it."""
+    convolved: int
+    """Tokens that the convolution sees."""
+
+
+def linear_attention(text_config: PretrainedConfig) -> LinearAttention:
+    """Return the shape of a model's layers of linear attention."""
+    if (heads := getattr(text_config, "mamba_num_heads", None)) is not None:
+        values, width = heads * text_config.mamba_head_dim, text_config.ssm_state_size
+        channels = values + 2 * text_config.n_groups * width
+        return LinearAttention(heads, values, width, channels, text_config.conv_kernel)
+    keys = text_config.linear_num_key_heads * text_config.linear_key_head_dim
+    heads = text_config.linear_num_value_heads
+    values = heads * text_config.linear_value_head_dim
+    convolved = text_config.linear_conv_kernel_dim
+    return LinearAttention(heads, values, text_config.linear_key_head_dim, 2 * keys + values, convolved)
 
 
 def state_bytes_per_sequence(text_config: PretrainedConfig, dtype: str) -> int:
@@ -170,8 +203,7 @@ def state_bytes_per_sequence(text_config: PretrainedConfig, dtype: str) -> int:
     num_layers = sum(kind == "linear_attention" for kind in getattr(text_config, "layer_types", None) or ())
     if not num_layers:
         return 0
-    key_width = text_config.linear_num_key_heads * text_config.linear_key_head_dim
-    value_width = text_config.linear_num_value_heads * text_config.linear_value_head_dim
-    convolution = (2 * key_width + value_width) * (text_config.linear_conv_kernel_dim - 1)
-    heads = value_width * text_config.linear_key_head_dim
+    shape = linear_attention(text_config)
+    convolution = shape.channels * (shape.convolved - 1)
+    heads = shape.values * shape.key_width
     return int(num_layers * (convolution * BYTES_PER_NUMBER[dtype] + heads * BYTES_PER_NUMBER["float32"]))

@@ -125,10 +125,11 @@ class SlotCheck:
         packed = self._manager.packed_modules.get(name, [name])
         if name in parts or not isinstance(self._manager.modules[name], FusedMoEWithLoRA):
             return [parts.get(one) for one in packed]
-        stacks = [parts.get(f"{name}.{matrix}") for matrix in EXPERT_STACKS.values()]
+        count = len(_buffers(self._manager.modules[name]))
+        stacks = [parts.get(f"{name}.{matrix}") for matrix in EXPERT_STACKS.values()][:count]
         if any(stacks):
             return stacks
-        per_matrix = [[parts.get(one) for one in packed[first::3]] for first in range(3)]
+        per_matrix = [[parts.get(one) for one in packed[first::count]] for first in range(count)]
         return [_stack(experts) for experts in per_matrix]
 
 
@@ -148,11 +149,10 @@ def _stack(experts: Sequence[Part | None]) -> Part | None:
 
 
 def _buffers(module: BaseLayerWithLoRA) -> list[tuple[Tensor, Tensor]]:
-    """Return each slice's A [S, E, R, I] and B [S, E, O, R]; those of experts are gate, down and up."""
+    """Return each slice's A [S, E, R, I] and B [S, E, O, R]; those of experts are gate, down and up, or up and down."""
     if isinstance(module, FusedMoEWithLoRA):
-        gate_a, up_a = module.w13_lora_a_stacked
-        gate_b, up_b = module.w13_lora_b_stacked
-        return [(gate_a, gate_b), (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]), (up_a, up_b)]
+        first, *others = zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
+        return [first, (module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]), *others]
     a, b = module.lora_a_stacked, module.lora_b_stacked
     return [(a, b)] if isinstance(a, Tensor) else list(zip(a, b, strict=True))
 

@@ -162,7 +162,7 @@ async def test_the_engine_scores_a_base_in_fp8_as_the_trainer(sources, tmp_path:
     _, quantised = sources
     renderer = make_renderer(quantised)
     # In which alone the engine has linear attention on the CPU.
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.has_linear_attention else "float32"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
     rank = TrainerRank(replace(config(quantised), dtype=dtype), World(0, 1, torch.device("cpu")))
     for name in ("fresh", "a"):
         rank.create_model(name, LORA)

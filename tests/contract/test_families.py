@@ -142,7 +142,9 @@ def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
             continue
         number, projection = rest.split(".")
         stacks, inner = model.get_submodule(f"{experts}.experts"), len(delta)
-        if stacks.is_transposed:  # gpt-oss's, which interleave gate and up
+        if not stacks.has_gate:
+            getattr(stacks, projection).data[int(number)] += delta
+        elif stacks.is_transposed:  # gpt-oss's, which interleave gate and up
             matrix = stacks.down_proj if projection == "w2" else stacks.gate_up_proj
             first, step = {"w1": (0, 2), "w3": (1, 2), "w2": (0, 1)}[projection]
             matrix.data[int(number), :, first::step] += delta.T
@@ -197,7 +199,7 @@ def test_two_ranks_are_as_one(source: Path) -> None:
 @pytest.mark.flaky(reruns=1)  # in bfloat16 the engine's batch composition may send a token to another expert
 async def test_the_sampler_scores_and_draws_as_the_trainer(rank, source, renderer, data, tmp_path) -> None:
     """Base and adapters at once, images too where the family takes them."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.has_linear_attention else "float32"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if renderer.family.needs_bfloat16_on_cpu else "float32"
     if dtype == "bfloat16":  # in which alone the engine has linear attention on the CPU
         rank = TrainerRank(replace(config(source), dtype=dtype), World(0, 1, torch.device("cpu")))
         for name, lora in ADAPTERS.items():

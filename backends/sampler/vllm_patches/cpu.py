@@ -6,6 +6,8 @@
    base model would run. Weights, names and slots are vLLM's own here too; only the sums are ours.
 3. A one-token prefill of a linear-attention model crashes: the convolution needs its input with a stride of its own,
    and torch says of a single row that it is contiguous whatever its stride.
+4. With prefix caching, prompts of a Mamba2 model end the engine: the state at the end of a block is to be kept beside
+   the last one, and the CPU's scan gives the last one alone. Such prompts are computed in two steps again.
 
 N rows, K experts of a row, E experts, S adapter slots, R LoRA rank, H hidden width, I inner width, T tokens, C channels
 """
@@ -22,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRACon
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _causal_conv1d_fwd_cpu
 
 from backends.families.gpt_oss import gated
@@ -106,10 +109,12 @@ def _expand(inputs: Tensor, b_stacked: Tensor, out: Tensor, slots_N: Tensor, add
         columns.index_add_(0, rows, inputs[rows].to(out.dtype) @ weight.T)
 
 
-_GATED: dict[MoEActivation, Callable[[Tensor, Tensor], Tensor]] = {
+_ACTIVATIONS: dict[MoEActivation, Callable[..., Tensor]] = {
     MoEActivation.SILU: lambda gate, up: F.silu(gate) * up,
     MoEActivation.SWIGLUOAI_UNINTERLEAVE: gated,
+    MoEActivation.RELU2_NO_MUL: lambda up: F.relu(up).square(),
 }
+"""Of gate and up, or of up alone."""
 
 
 class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[misc]
@@ -130,15 +135,15 @@ class ExpertsOnCPU(LoRAExpertsMixin, CPUUnquantizedExperts):  # type: ignore[mis
         *_: object,
         **__: object,
     ) -> None:
-        """Fill `output` [N, H]. `w1` is [E, 2 I, H], gate above up, and `w2` [E, H, I]."""
-        if activation not in _GATED:
+        """Fill `output` [N, H]. `w1` is [E, 2 I, H], gate above up, or up alone [E, I, H], and `w2` [E, H, I]."""
+        if activation not in _ACTIVATIONS:
             raise NotImplementedError(f"experts with {activation.value} have no adapters on the CPU")
         total_NH = torch.zeros(hidden_states.shape, dtype=torch.float32)
         for expert in topk_ids.unique().tolist():
             rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
             x = hidden_states[rows]
-            both = _plus(x @ w1[expert].T, self.w1_bias, expert)
-            inner = _GATED[activation](*self._with_adapters(both, x, "w13", expert, rows).chunk(2, -1))
+            into = self._with_adapters(_plus(x @ w1[expert].T, self.w1_bias, expert), x, "w13", expert, rows)
+            inner = _ACTIVATIONS[activation](*into.split(w2.shape[2], -1))
             y = self._with_adapters(_plus(inner @ w2[expert].T, self.w2_bias, expert), inner, "w2", expert, rows)
             total_NH.index_add_(0, rows, (y * topk_weights[rows, choices, None]).float())
         output.copy_(total_NH)
@@ -176,6 +181,7 @@ def patch_cpu() -> None:
     targets.PUNICA.replace(CPUKernels)
     targets.CPU_EXPERTS.replace(lambda moe_config: (UnquantizedMoeBackend.CPU, ExpertsOnCPU))
     targets.CPU_CONVOLUTION.replace(_convolve_contiguous)
+    targets.CPU_MAMBA2.replace(MambaBase.get_kv_cache_spec)
 
 
 def _leave_weights(layer: LinearBase, **_: object) -> None:

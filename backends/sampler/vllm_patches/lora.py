@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.lora_weights import PackedLoRALayerWeights
+from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
@@ -64,8 +64,17 @@ class Slots(LRUCacheLoRAModelManager):  # type: ignore[misc]
             if isinstance(module, FusedMoEWithLoRA):
                 stacks = [lora_model.loras.pop(f"{layer}.{matrix}", None) for matrix in EXPERT_STACKS.values()]
                 if any(stacks):
-                    lora_model.loras[layer] = PackedLoRALayerWeights.pack_moe_stacked(stacks, layer)
+                    lora_model.loras[layer] = _packed(stacks, layer)
         super()._create_merged_loras_inplace(lora_model)
+
+
+def _packed(stacks: list[LoRALayerWeights | None], layer: str) -> PackedLoRALayerWeights:
+    """Return w1, w2 and w3 of a layer's experts in one; without a gate there is no w3, and vLLM wants w1 again."""
+    first, down, up = stacks
+    packed = PackedLoRALayerWeights.pack_moe_stacked([first, down, up or first], layer)
+    if up is None:
+        packed.scaling[2] = 1  # or w1 would be scaled twice
+    return packed
 
 
 class WorkerAdapters(LRUCacheWorkerLoRAManager):  # type: ignore[misc]

@@ -172,6 +172,14 @@ CPU_CONVOLUTION = Patch(
     "cpu-one-token-prefill.md",
     device="cpu",
 )
+CPU_MAMBA2 = Patch(
+    "cpu-mamba2-prompts",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.get_kv_cache_spec",
+    "2f9c55af7d14e0e77f6cc8317bfeb8cfe964c928f22d581a7530b7016855f6f7",
+    "With prefix caching a prompt's state is wanted at the end of a block too, which no CPU kernel gives.",
+    "cpu-mamba2-checkpoints.md",
+    device="cpu",
+)
 CPU_ROUTING = Patch(
     "cpu-routed-experts",
     "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility",

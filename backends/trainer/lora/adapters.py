@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from api_schemas.training import Trainable
 from backends.families.family import LoraFlag
-from backends.families.lora_names import EXPERT_STACKS, name_in_files
+from backends.families.lora_names import EXPERT_STACKS, UNGATED_STACKS, name_in_files
 from backends.kernels.pinned_copy import to_device
 from backends.protocol import InvalidInput
 from backends.trainer.distributed import ALONE, World
@@ -246,9 +246,10 @@ def _matrices(
     if isinstance(module, LoraLinear):
         yield name.rpartition(".")[2], module, name, [name]
         return
+    stacks = EXPERT_STACKS if module.has_gate else UNGATED_STACKS
     for projection, adapters in module.adapters.items():
         names = [f"{name}.{i}.{projection}" for i in range(adapters.num_matrices)]
-        yield f"expert {projection}", adapters, f"{name}.{EXPERT_STACKS[projection]}", names
+        yield f"expert {projection}", adapters, f"{name}.{stacks[projection]}", names
 
 
 def _initialise(model: LoraModel) -> None:

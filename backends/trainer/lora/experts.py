@@ -1,13 +1,14 @@
 """Frozen experts of a mixture with the LoRA adapters of all models of a packed microbatch.
 
-Each expert has an adapter of its own on each of its three matrices, of its model's rank (as in PEFT and vLLM). The
+Each expert has an adapter of its own on each of its three matrices, or two if it has no gate, of its model's rank (as
+in PEFT and vLLM). The
 router is frozen: gradients pass through its weights to earlier layers, as in transformers.
 
 T tokens of a microbatch, K experts of a token, S = T * K (token, expert) pairs in the experts' order, E experts, H
 hidden width, I inputs and O outputs of a matrix, R summed ranks of the microbatch's models
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol, cast
 
@@ -20,17 +21,14 @@ from backends.families.gpt_oss import gated
 from backends.kernels.autograd import Context
 from backends.trainer.lora.linear import TokenScales, add_product, scaled
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Matrices of an expert as files name them; transformers holds the first two as one tensor."""
-
 
 class StackedExperts(Protocol):
-    """A mixture's experts as transformers has them, gate and up concatenated, without biases."""
+    """A mixture's experts as transformers has them, without biases: gate and up concatenated in `gate_up_proj`
+    [E, 2 I, H], or `up_proj` [E, I, H] alone."""
 
-    gate_up_proj: nn.Parameter
-    """[E, 2 O, H]"""
+    has_gate: bool
     down_proj: nn.Parameter
-    """[E, H, O]"""
+    """[E, H, I]"""
     act_fn: nn.Module
 
 
@@ -65,12 +63,15 @@ class LoraExperts(nn.Module):
         super().__init__()
         # FSDP2 knows the experts by their module: it stays where their weights are.
         self.base, self._scales = base, scales
+        self.has_gate = base.has_gate
         num_experts, hidden, inner = base.down_proj.shape
-        self.adapters = {
-            "gate_proj": ExpertAdapters(num_experts, inner, hidden),
-            "up_proj": ExpertAdapters(num_experts, inner, hidden),
-            "down_proj": ExpertAdapters(num_experts, hidden, inner),
-        }
+        shapes = {name: (inner, hidden) for name in self._into} | {"down_proj": (hidden, inner)}
+        self.adapters = {name: ExpertAdapters(num_experts, *shape) for name, shape in shapes.items()}
+
+    @property
+    def _into(self) -> tuple[str, ...]:
+        """The matrices that an expert's input passes first."""
+        return ("gate_proj", "up_proj") if self.has_gate else ("up_proj",)
 
     def forward(self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """[T, H]: the sum of each token's experts, weighted by the router."""
@@ -81,11 +82,13 @@ class LoraExperts(nn.Module):
         )
         token_S = order_S // experts_TK.shape[1]
         x_SH, scales_SR = hidden_TH[token_S], self._scales.scales_TR[token_S]
-        gate_SI, up_SI = (
-            lora_grouped(x_SH, weight, *self.adapters[name].all, scales_SR, ends_E)[0]
-            for name, weight in zip(PROJECTIONS, self.base.gate_up_proj.split(inner, dim=1), strict=False)
-        )
-        inner_SI = self._gated(gate_SI, up_SI, experts_S)
+        first = "gate_up_proj" if self.has_gate else "up_proj"
+        weights_EIH = cast(nn.Module, self.base).get_parameter(first).split(inner, dim=1)
+        parts_SI = [
+            lora_grouped(x_SH, weight_EIH, *self.adapters[name].all, scales_SR, ends_E)[0]
+            for name, weight_EIH in zip(self._into, weights_EIH, strict=True)
+        ]
+        inner_SI = self._activated(parts_SI, experts_S)
         y_SH = lora_grouped(inner_SI, self.base.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]
         if isinstance(self.base, BiasedExperts):
             y_SH = y_SH + self.base.down_bias[experts_S]
@@ -95,9 +98,11 @@ class LoraExperts(nn.Module):
         y_TKH: Tensor = y_SH[position_S].unflatten(0, experts_TK.shape)
         return y_TKH.sum(1).to(hidden_TH.dtype)  # some routers' weights are in float32
 
-    def _gated(self, gate_SI: Tensor, up_SI: Tensor, experts_S: Tensor) -> Tensor:
+    def _activated(self, parts_SI: Sequence[Tensor], experts_S: Tensor) -> Tensor:
         if not isinstance(self.base, BiasedExperts):
-            return cast(Tensor, self.base.act_fn(gate_SI) * up_SI)
+            first_SI: Tensor = self.base.act_fn(parts_SI[0])
+            return first_SI * parts_SI[1] if self.has_gate else first_SI
+        gate_SI, up_SI = parts_SI
         gate_bias_EI, up_bias_EI = self.base.gate_up_bias.chunk(2, 1)
         return gated(gate_SI + gate_bias_EI[experts_S], up_SI + up_bias_EI[experts_S])
 

@@ -145,21 +145,29 @@ def _window_mask(num_tokens: int, window: int, device: torch.device) -> Tensor:
 
 
 def _to_heads(qkv: Sequence[Tensor], group: str | None) -> list[Tensor]:
-    """query [T, H, D], key and value [T, G, D] of this rank's heads, from those of all heads of its tokens.
+    """query [T, H, D], key and value [T, G, D] of this rank's heads, from those of all heads of its tokens."""
+    return list(qkv) if group is None else own_heads(qkv, group)
 
-    Each rank has the key heads that its query heads need, repeated where ranks would share one.
+
+def own_heads(of_all: Sequence[Tensor], group: str) -> list[Tensor]:
+    """Return the same tensors [T, heads, D] of this rank's heads, from those of all heads of its tokens.
+
+    The first has as many heads as there are, and others may have fewer, for several of them: each rank has those that
+    its heads need, repeated where ranks would share one.
     """
-    if group is None:
-        return list(qkv)
-    query, *keys = qkv
-    size = num_ranks(group)
+    first, *others = of_all
+    return [to_heads(one, group) for one in (first, *(_for_each_rank(one, first.shape[1], group) for one in others))]
+
+
+def _for_each_rank(of_all: Tensor, num_heads: int, group: str) -> Tensor:
+    """Repeat heads [T, G, D] that several of `num_heads` share, until ranks can divide them."""
+    num_shared, size = of_all.shape[1], num_ranks(group)
     repeats = next(
         times
-        for times in range(1, query.shape[1] + 1)
-        if keys[0].shape[1] * times % size == 0 and query.shape[1] % (keys[0].shape[1] * times) == 0
+        for times in range(1, num_heads + 1)
+        if num_shared * times % size == 0 and num_heads % (num_shared * times) == 0
     )
-    keys = [one.repeat_interleave(repeats, 1) if repeats > 1 else one for one in keys]
-    return [to_heads(one, group) for one in (query, *keys)]
+    return of_all.repeat_interleave(repeats, 1) if repeats > 1 else of_all
 
 
 def _to_tokens(out_THD: Tensor, group: str | None) -> Tensor:

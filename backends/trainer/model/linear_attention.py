@@ -1,66 +1,42 @@
-"""Linear attention (the gated delta rule) over packed microbatches: each sample begins with a state of its own.
+"""Linear attention (the gated delta rule, Mamba2) over packed microbatches: each sample has a state of its own.
 
 transformers carries state and convolution from one packed sample into the next. Its two functions are replaced, for
 calls with the lengths of packed samples (`attention.varlen_arguments`) alone. Where ranks have slices of the tokens,
-each computes all tokens of some heads and channels (`kernels/exchange.py`). The rule is computed chunk by chunk, as
-by Yang et al., "Gated Delta Networks" (arXiv 2412.06464, section 3.3), and in the notation of transformers' own
-`torch_chunk_gated_delta_rule`: but a chunk never holds two samples, and all samples take a step of the scan together.
+each computes all tokens of some heads and channels (`kernels/exchange.py`). Mamba2 is in `state_space.py`. The delta
+rule is computed chunk by chunk, as by Yang et al., "Gated Delta Networks" (arXiv 2412.06464, section 3.3), and in the
+notation of transformers' own `torch_chunk_gated_delta_rule`: but a chunk never holds two samples, and all samples take
+a step of the scan together.
 
 T tokens of the microbatch, H heads, K and V widths of a key and a value, C tokens of a chunk, R chunks, S samples
 """
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers.activations import ACT2FN
 
-from backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES
+from backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES, SCANS
 from backends.kernels.exchange import own_part, to_heads, to_tokens
-from backends.kernels.pinned_copy import to_device
+from backends.trainer.model.sample_chunks import Chunks, chunks_of, spaced_of
+from backends.trainer.model.state_space import packed_scan
 
-_CHUNKS = (64, 32, 16, 8, 4, 2, 1)
-"""Lengths of chunks, the fastest first; the result is the same up to rounding."""
-_MOST_PADDING = 1.25
-"""Tokens with padding over tokens, above which chunks are shorter: a thousand samples of two tokens would fill the
-memory of 64,000."""
 _EPS = 1e-6
 """Added to the squared norm of queries and keys, as transformers does."""
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The chunks of a packed microbatch, the first ones of all samples first, of the longest sample first."""
-
-    token_RC: Tensor
-    """Index of each token; T for padding."""
-    place_T: Tensor
-    """Index of each token in the R * C of the chunks."""
-    steps: list[int]
-    """Chunks of each step of the scan: one of every sample that is as long. Samples that end are the last ones."""
-    spaced: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By padding P: index of each token in a row with P places before every sample, T for such a place; and the index
-    of each token's output in a convolution of width P + 1 over that row."""
-
-
-_KNOWN = WeakIdKeyDictionary()
-"""Chunks by the lengths of samples that they were made for, which all layers of a forward and backward have."""
 _REPLACED: set[str] = set()
 """Modules whose functions are replaced."""
 
 
 def pack_linear_attention(decoder: nn.Module) -> None:
     """Let the decoder's layers of linear attention begin anew at each packed sample."""
-    modules = {type(one).__module__ for name, one in decoder.named_modules() if name.endswith(".linear_attn")}
+    modules = {type(one).__module__ for one in decoder.modules()} & CONVOLUTIONS.keys()
     for module in modules - _REPLACED:
-        for patches, make in ((CONVOLUTIONS, _convolution), (DELTA_RULES, _delta_rule)):
-            own = getattr(importlib.import_module(module), patches[module].target.rpartition(":")[2])
-            patches[module].replace(make(own))
+        for patches, make in ((CONVOLUTIONS, _convolution), (DELTA_RULES, _delta_rule), (SCANS, packed_scan)):
+            if module in patches:
+                own = getattr(importlib.import_module(module), patches[module].target.rpartition(":")[2])
+                patches[module].replace(make(own))
         _REPLACED.add(module)
 
 
@@ -82,7 +58,7 @@ def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             weight = own_part(weight, packed_group)
             bias = None if bias is None else own_part(bias, packed_group)
             of_tokens_TC = to_heads(of_tokens_TC[..., None], packed_group)[..., 0]
-        spaced_N, kept_T = _spaced(packed_cu_seqlens_host, weight.shape[-1] - 1, hidden_states.device)
+        spaced_N, kept_T = spaced_of(packed_cu_seqlens_host, weight.shape[-1] - 1, hidden_states.device)
         row = F.pad(of_tokens_TC.T[None].to(weight.dtype), (0, 1)).index_select(-1, spaced_N)
         out = F.conv1d(row, weight.unsqueeze(1), bias, groups=weight.shape[0]).index_select(-1, kept_T)
         out = out if activation is None else ACT2FN[activation](out)
@@ -110,7 +86,7 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
             return own(query, key, value, g=g, beta=beta, **other)
         assert other.get("initial_state") is None and not other.get("output_final_state"), "training keeps no states"
         assert other.get("use_qk_l2norm_in_kernel"), "all models here have normalised queries and keys"
-        chunks = _chunks(packed_cu_seqlens_host, query.device)
+        chunks = chunks_of(packed_cu_seqlens_host, query.device)
         if packed_group is None:
             return _packed_delta_rule(query[0], key[0], value[0], g[0], beta[0], chunks)[None], None
         query, key, value = (to_heads(one[0], packed_group) for one in (query, key, value))
@@ -162,51 +138,3 @@ def _packed_delta_rule(  # noqa: PLR0913
 
 def _normalised(tensor: Tensor) -> Tensor:
     return tensor * torch.rsqrt((tensor * tensor).sum(-1, keepdim=True) + _EPS)
-
-
-def _chunks(cu_seqlens_host: Tensor, device: torch.device) -> Chunks:
-    known: Chunks | None = _KNOWN.get(cu_seqlens_host)
-    if known is None or known.token_RC.device != device:
-        known = _KNOWN[cu_seqlens_host] = make_chunks(cu_seqlens_host.numpy(), device)
-    return known
-
-
-def make_chunks(cu_seqlens: np.ndarray, device: torch.device) -> Chunks:
-    """Lay the samples between `cu_seqlens` [S + 1] out in chunks."""
-    begins, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
-    num_tokens = int(cu_seqlens[-1])
-    size = next(size for size in _CHUNKS if (-(-lengths // size) * size).sum() <= _MOST_PADDING * num_tokens)
-    order = np.argsort(-lengths, kind="stable")
-    begins, lengths = begins[order], lengths[order]
-    counts = -(-lengths // size)
-    steps = [int((counts > step).sum()) for step in range(counts[0])]
-    sample_R = np.concatenate([np.arange(num_samples) for num_samples in steps])
-    step_R = np.repeat(np.arange(len(steps)), steps)
-    offset_RC = step_R[:, None] * size + np.arange(size)
-    token_RC = begins[sample_R][:, None] + offset_RC
-    is_token_RC = offset_RC < lengths[sample_R][:, None]
-    place_T = np.empty(num_tokens, np.int64)
-    place_T[token_RC[is_token_RC]] = np.flatnonzero(is_token_RC)
-    token_RC[~is_token_RC] = num_tokens
-    return Chunks(_placed(token_RC, device), _placed(place_T, device), steps)
-
-
-def _spaced(cu_seqlens_host: Tensor, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    known = _chunks(cu_seqlens_host, device).spaced
-    if padding not in known:
-        known[padding] = make_spaced(cu_seqlens_host.numpy(), padding, device)
-    return known[padding]
-
-
-def make_spaced(cu_seqlens: np.ndarray, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of `Chunks.spaced`."""
-    num_tokens, num_samples = int(cu_seqlens[-1]), len(cu_seqlens) - 1
-    sample_T = np.repeat(np.arange(num_samples), np.diff(cu_seqlens))
-    kept_T = np.arange(num_tokens) + sample_T * padding
-    spaced_N = np.full(num_tokens + num_samples * padding, num_tokens)
-    spaced_N[kept_T + padding] = np.arange(num_tokens)
-    return _placed(spaced_N, device), _placed(kept_T, device)
-
-
-def _placed(array: np.ndarray, device: torch.device) -> Tensor:
-    return to_device(torch.from_numpy(array), device)

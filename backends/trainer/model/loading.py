@@ -27,6 +27,7 @@ from backends.families.biased_experts import lay_out_experts
 from backends.families.coverage import decoder_linears
 from backends.families.family import Family
 from backends.families.gpt_oss import MODEL_TYPE as GPT_OSS
+from backends.families.nemotron_h import unlimit_time_steps
 from backends.formats.block_fp8 import SCALE
 from backends.formats.model_files import quantisation, tensor_bytes
 from backends.model_spec import ModelSpec
@@ -90,6 +91,7 @@ def load(config: ModelSpec, family: Family, world: World, *, is_sharded: bool) -
     own = shards.of(model, config.directory)
     del shards  # it would keep what is laid out anew
     lay_out_experts(model, own, dtype)
+    unlimit_time_steps(model)
     if packed_names:
         _pack_linears(config, packed_names, model, own, world.device)
     model.requires_grad_(False)

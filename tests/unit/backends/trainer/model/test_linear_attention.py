@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from backends.configure import examine
 from backends.families import linear_attention as registered
-from backends.trainer.model import linear_attention
-from backends.trainer.model.linear_attention import Chunks, make_chunks, pack_linear_attention
+from backends.trainer.model import sample_chunks
+from backends.trainer.model.linear_attention import pack_linear_attention
+from backends.trainer.model.sample_chunks import Chunks, make_chunks
 
 CPU = torch.device("cpu")
 HEADS, KEY, VALUE, CHANNELS, WIDTH = 2, 5, 3, 6, 4
@@ -157,7 +158,7 @@ def test_every_layer_of_a_forward_has_the_same_chunks(functions, monkeypatch) ->
         made.append(cu_seqlens)
         return make_chunks(cu_seqlens, device)
 
-    monkeypatch.setattr(linear_attention, "make_chunks", counted)
+    monkeypatch.setattr(sample_chunks, "make_chunks", counted)
     host, given = lengths_of([5, 6]), inputs(11)
     for _ in range(3):
         rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, packed_cu_seqlens_host=host)
@@ -187,6 +188,6 @@ def test_short_samples_have_short_chunks(lengths: list[int], size: int) -> None:
 
 
 def test_all_families_with_linear_attention_are_registered() -> None:
-    for patches in (registered.CONVOLUTIONS, registered.DELTA_RULES):
+    for patches in (registered.CONVOLUTIONS, registered.DELTA_RULES, registered.SCANS):
         assert {patch.state for patch in patches.values()} == {"as written"}
         assert all(patch in examine.PATCHES for patch in patches.values())
