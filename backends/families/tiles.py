@@ -28,6 +28,7 @@ class Tiled:
 
     model_class: type[_BaseAutoModelClass] = AutoModelForImageTextToText
     has_linear_attention = False
+    sees_whole_images = False
 
     def attention(self, decoder: str) -> dict[str, str]:
         """Tiles are short sequences without a mask: the vision tower always uses SDPA."""
