@@ -293,6 +293,12 @@ def make_tiny_gemma3(directory: Path, *, seed: int = 0, **changes: int) -> Path:
         tie_word_embeddings=True,
     )
     _save(Gemma3ForConditionalGeneration, config, directory, ids, seed)
+    (path,) = directory.glob("*.safetensors")
+    # As in the published files: transformers leaves a part of the tower's names out, without which no engine loads it.
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
     image_processor = {
         "image_processor_type": "Gemma3ImageProcessor",
         "size": {"height": 64, "width": 64},
