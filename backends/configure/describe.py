@@ -146,7 +146,7 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     longest = config.max_context_length or CONTEXTS[device][0]
     check_rotation(text_config, min(text_config.max_position_embeddings, longest), source)
     if config.full:
-        _check_full(numbers, source, is_quantised=is_quantised)
+        _check_full(numbers, renderer.family, source, is_quantised=is_quantised)
     count_parameters(directory)  # refuses a directory without weights
     block_fp8.check_files(directory, source)
     size = replace(
@@ -254,8 +254,13 @@ def _exchanged_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> 
     return int(2 * 2 * (heads + key_heads) * head_width(text_config) * number_bytes)
 
 
-def _check_full(numbers: Numbers, source: str, *, is_quantised: bool) -> None:
+def _check_full(numbers: Numbers, family: Family, source: str, *, is_quantised: bool) -> None:
     """Raise BackendFailed for models that do not train all weights."""
+    if family.sees_whole_images:
+        raise BackendFailed(
+            f"{source}: training all weights (setting backend.full) of a model whose images' tokens see each other is"
+            " not supported: nobody has compared its trainer and its engine; train adapters"
+        )
     if is_quantised:
         raise BackendFailed(
             f"{source}: training all weights (setting backend.full) of a quantised base is not supported: what is"
@@ -288,6 +293,8 @@ def _undivided(renderer: Renderer, config: BackendConfig, size: int) -> str | No
         return "vLLM 0.32 gives ranks wrong parts of a mixture's adapters where its experts are padded"
     if renderer.family.has_linear_attention:
         return "adapters of linear attention are not compared with their files there"
+    if renderer.family.sees_whole_images:
+        return "images whose tokens see each other are not compared with the trainer there"
     if config.full:
         return "with backend.full an engine takes whole models, which is not supported by ranks"
     if num_heads % size or num_kv_heads % size:

@@ -20,7 +20,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Protocol
 
 import torch
@@ -28,25 +28,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.kernels.autograd import Context
-from backends.kernels.plain_attention import windowed_attention
+from backends.kernels.defined_attention import (
+    CLOSE,
+    TESTED_IMAGE,
+    TESTED_WINDOWS,
+    Samples,
+    random_samples,
+    require_as_defined,
+)
 from backends.kernels.whole_images import add_later_gradients, add_later_tokens
-from backends.protocol import BackendFailed
 
 log = logging.getLogger(__name__)
 LONG = 4096
 """Tokens of a sample from which a call of cuDNN of its own is worth it."""
 _BEYOND = 1e4
 """Log-sum-exp of the scores of padding, nats: exp(score - this) is 0 in backward."""
-_TESTED_TOKENS, _CLOSE = 637, 0.02
-"""Tokens of the sample by which cuDNN is tested, which is padded, and largest relative distance to FlashAttention:
-0.004 on an H100."""
-
-_NOTHING = 0.1
-"""Norm of the rounding of gradients that are 0: of query and key where a token sees itself alone."""
-_TESTED_WINDOWS, _TESTED_LENGTHS = (1, 100), (129, 300)
-"""Windows by which FlashAttention is tested, and the tokens of two samples beside each other."""
-_TESTED_IMAGE = slice(41, 105)
-"""Tokens of each of the two samples that see each other in the test of images."""
+_TESTED_TOKENS = 637
+"""Tokens of the sample by which cuDNN is tested, which is padded."""
 
 
 class Kernel(Protocol):
@@ -328,62 +326,37 @@ def _cudnn_serves(
         log.warning("cuDNN's attention is not used: %s", error)
         return False
     worst: float = max(((one - other).norm() / one.norm()).item() for one, other in zip(*found, strict=True))
-    if not worst < _CLOSE:
+    if not worst < CLOSE:
         log.warning("cuDNN's attention is not used: it is %.3g of FlashAttention's numbers away from them", worst)
-    return worst < _CLOSE
+    return worst < CLOSE
 
 
 @functools.cache
 def _require_windows(device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int) -> None:
     """Raise BackendFailed if FlashAttention, for heads of this shape, gives other numbers with a window than its
     definition: no other kernel here could take over."""
-    for window in _TESTED_WINDOWS:
-        _require_defined((device, dtype), heads, num_key_heads, window, None)
+    for window in TESTED_WINDOWS:
+        require_as_defined(_flash_attention, random_samples(device, dtype, heads, num_key_heads), window, None)
 
 
 @functools.cache
 def _require_images(device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int) -> None:
     """As `_require_windows`, with images whose tokens see each other."""
-    for window in (None, max(_TESTED_WINDOWS)):
-        _require_defined((device, dtype), heads, num_key_heads, window, _TESTED_IMAGE)
+    for window in (None, max(TESTED_WINDOWS)):
+        require_as_defined(_flash_attention, random_samples(device, dtype, heads, num_key_heads), window, TESTED_IMAGE)
 
 
-def _require_defined(
-    like: tuple[torch.device, torch.dtype],
-    heads: torch.Size,
-    num_key_heads: int,
-    window: int | None,
-    image: slice | None,
-) -> None:
-    device, dtype = like
-    generator = torch.Generator(device).manual_seed(0)
-    *qkv, grad_THD = (
-        torch.randn(sum(_TESTED_LENGTHS), number, heads[1], dtype=dtype, device=device, generator=generator)
-        for number in (heads[0], num_key_heads, num_key_heads, heads[0])
-    )
-    scale = heads[1] ** -0.5
-    cu = torch.tensor([0, *accumulate(_TESTED_LENGTHS)], dtype=torch.int32, device=device)
-    samples = [*zip(*(one.split(_TESTED_LENGTHS) for one in (*qkv, grad_THD)), strict=True)]
-    spans = [Span(0, len(grad_THD), cu, max(_TESTED_LENGTHS), is_long=False, window=window)]
-    out, lse_HT = _forward(qkv, spans, scale)
-    images_IF = None if image is None else cu[:-1, None] + torch.arange(image.start, image.stop, device=device)
+def _flash_attention(given: Samples, window: int | None, images_IF: Tensor | None) -> list[Tensor]:
+    """Output and gradients, by FlashAttention alone."""
+    spans = [Span(0, len(given.grad_THD), given.cu_seqlens, max(given.lengths), is_long=False, window=window)]
+    out, lse_HT = _forward(given.qkv, spans, given.scale)
     if images_IF is not None:
-        out, lse_HT = add_later_tokens((out, lse_HT), qkv, images_IF, scale)
-    saved = [*qkv, out, lse_HT]
-    gradients = _gradients(grad_THD, saved, spans, scale)
+        out, lse_HT = add_later_tokens((out, lse_HT), given.qkv, images_IF, given.scale)
+    saved = [*given.qkv, out, lse_HT]
+    gradients = _gradients(given.grad_THD, saved, spans, given.scale)
     if images_IF is not None:
-        gradients = add_later_gradients(gradients, grad_THD, saved, images_IF, scale)
-    expected = [windowed_attention([*one], grad, scale, window, image) for *one, grad in samples]
-    for one, parts in zip([out, *gradients], zip(*expected, strict=True), strict=True):
-        wanted = torch.cat(parts)
-        error, size = (one - wanted).norm().item(), wanted.norm().item()
-        if not error < _CLOSE * size + _NOTHING:
-            described = "" if window is None else f" with a window of {window} tokens"
-            described += "" if image is None else " and tokens of images that see each other"
-            raise BackendFailed(
-                f"FlashAttention{described} is {error:.3g} of {size:.3g} away from its definition on this GPU: numbers"
-                " would be wrong"
-            )
+        gradients = add_later_gradients(gradients, given.grad_THD, saved, images_IF, given.scale)
+    return [out, *gradients]
 
 
 def _empty_lse(query_THD: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def _image_of_tokens(arguments: _Arguments, num_tokens: int, device: torch.devic
 
 
 def _with_images(mask: Tensor | None, image_T: Tensor) -> Tensor:
-    """[1, 1, T, T]: a sample's mask, the causal one if there is none, with the tokens of an image seen by each other."""
+    """[1, 1, T, T]: a sample's mask, the causal one if it has none, in which tokens of an image see each other."""
     if mask is None:
         mask = torch.ones(len(image_T), len(image_T), dtype=torch.bool, device=image_T.device).tril()[None, None]
     return mask | ((image_T[:, None] == image_T) & (image_T >= 0))
