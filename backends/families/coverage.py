@@ -101,6 +101,8 @@ def image_token_numbers(config: PretrainedConfig) -> int:
     if vision is None:
         return 0
     merged = int(getattr(vision, "spatial_merge_size", 0) or getattr(config, "scale_factor", 2)) ** 2
+    if (per_image := getattr(config, "mm_tokens_per_image", 0)) > 0:
+        merged = (vision.image_size // vision.patch_size) ** 2 // per_image
     taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     patch = 6 * vision.hidden_size + 2 * vision.intermediate_size
     return int(merged * patch + (1 + taps) * config.get_text_config().hidden_size)

@@ -49,7 +49,7 @@ class Gemma3Vision:
     }
 
     def __init__(self, source: str, config: PretrainedConfig, ids: Mapping[str, int]) -> None:
-        self._processor = ImageProcessor(source)
+        self._processor = ImageProcessor(source, do_pan_and_scan=False)
         self.normalised = self._processor.normalised
         own, seen = self._processor.own, config.vision_config
         self._side: int = seen.image_size
@@ -119,6 +119,6 @@ def _require_windows(config: PretrainedConfig, source: str) -> None:
     if text.sliding_window is not None and text.sliding_window < config.mm_tokens_per_image:
         raise BackendFailed(
             f"{source}: a sliding_window of {text.sliding_window} tokens, shorter than the"
-            f" {config.mm_tokens_per_image} of an image (mm_tokens_per_image), is not supported: the engine would not let"
-            " an image's tokens see each other in both directions"
+            f" {config.mm_tokens_per_image} of an image (mm_tokens_per_image), is not supported: the engine would not"
+            " let an image's tokens see each other"
         )

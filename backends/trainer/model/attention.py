@@ -9,7 +9,8 @@ Where ranks have slices of the tokens, each computes all tokens of some heads (`
 
 Where tokens of an image see those behind them too, masks are widened, and the kernel adds that part by itself.
 
-T tokens of the microbatch, I images, F tokens of an image that see each other, H query heads and G key heads of this rank, D values of a head
+T tokens of the microbatch, H query heads and G key heads of this rank, D values of a head, I images whose tokens see
+each other, F tokens of each
 """
 
 from collections.abc import Mapping, Sequence

@@ -111,5 +111,5 @@ def test_a_kernel_with_which_images_are_wrong_stops_the_trainer(
         return backward(grad, [*given, lse_HT], span, scale)
 
     monkeypatch.setattr(kernel, "backward", without_others)
-    with pytest.raises(BackendFailed, match="^FlashAttention and tokens of images that see each other is"):
+    with pytest.raises(BackendFailed, match=r"^FlashAttention and tokens of images that see each other is"):
         attend(tensors(), None)
