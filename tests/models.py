@@ -17,6 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GenerationConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -59,6 +61,11 @@ INTERNVL_SPECIALS = {
     "end_image_token": "</img>",
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
+}
+GEMMA_SPECIALS = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
 }
 CONTEXT = 4096
 CHAT_TEMPLATE = """\
@@ -255,6 +262,53 @@ def make_tiny_smolvlm(directory: Path, *, first: bool = False, seed: int = 0) ->
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(image_processor))
     processor = {"image_seq_len": 4, "processor_class": f"{name}Processor"}
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    return directory
+
+
+def make_tiny_gemma3(directory: Path, *, seed: int = 0, **changes: int) -> Path:
+    """A Gemma 3 with images of 64 x 64 pixels, 16 features each: a layer with a window, then one without, and a tied
+    head. `changes` of its config."""
+    tokenizer, ids = _tokenizer(directory, GEMMA_SPECIALS, "<start_of_image>", ["\n" * count for count in range(1, 5)])
+    config = Gemma3Config(
+        text_config=dict(
+            _text_sizes(tokenizer, ids, True),
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=20,
+            query_pre_attn_scalar=32,
+        ),
+        vision_config=dict(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=64,
+            patch_size=8,
+            vision_use_head=False,
+        ),
+        **{"mm_tokens_per_image": 16, **changes},
+        image_token_index=ids["<image_soft_token>"],
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+        tie_word_embeddings=True,
+    )
+    _save(Gemma3ForConditionalGeneration, config, directory, ids, seed)
+    (path,) = directory.glob("*.safetensors")
+    # As in the published files: transformers leaves a part of the tower's names out, without which no engine loads it.
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    image_processor = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 64, "width": 64},
+        "do_pan_and_scan": None,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "processor_class": "Gemma3Processor",
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(image_processor))
+    processor = {"image_seq_length": config.mm_tokens_per_image, "processor_class": "Gemma3Processor"}
     (directory / "processor_config.json").write_text(json.dumps(processor))
     return directory
 
@@ -557,9 +611,13 @@ def _text_sizes(tokenizer: PreTrainedTokenizerFast, ids: dict[str, int], tie: bo
 
 
 def _tokenizer(
-    directory: Path, named: Mapping[str, str] | None = None, image: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    directory: Path,
+    named: Mapping[str, str] | None = None,
+    image: str = "<|vision_start|><|image_pad|><|vision_end|>",
+    texts: Sequence[str] = (),
 ) -> tuple[PreTrainedTokenizerFast, dict[str, int]]:
-    """`named`: further tokens, by the names that a processor knows; `image`: what the chat template has for one."""
+    """`named`: further tokens, by the names that a processor knows; `image`: what the chat template has for one;
+    `texts`: such as are always one token."""
     specials = [*SPECIALS, *(named or {}).values()]
     directory.mkdir(parents=True, exist_ok=True)
     raw = Tokenizer(models.BPE())
@@ -571,6 +629,7 @@ def _tokenizer(
         corpus, trainers.BpeTrainer(vocab_size=384, initial_alphabet=sorted(alphabet), show_progress=False)
     )
     raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    raw.add_tokens([AddedToken(one, normalized=False) for one in texts])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw,
         eos_token="<|im_end|>",
@@ -645,6 +704,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "SmolVLM2": make_tiny_smolvlm,
     "Nemotron-H": partial(make_tiny_nemotron_h, moe=False),
     "Nemotron-3": make_tiny_nemotron_h,
+    "Gemma 3 with images": make_tiny_gemma3,
     "Qwen3.5": make_tiny_qwen3_5,
     "Qwen3.5 MoE": lambda directory: make_tiny_qwen3_5(directory, moe=True),
 }

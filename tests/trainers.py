@@ -89,6 +89,8 @@ def reference_inputs(renderer: Renderer, model_input, model) -> dict[str, torch.
     tensors = rendered.images[0].tensors
     if "pixel_attention_mask" in tensors:  # a sample's tiles in a dimension of their own
         return {**inputs, "pixel_values": inputs["pixel_values"][None]}
+    if model.config.model_type == "gemma3":
+        return {**inputs, "token_type_ids": (ids == model.config.image_token_id).int()}
     if "image_grid_thw" not in tensors:
         return inputs
     return {

@@ -12,7 +12,7 @@ from backends.config import BackendConfig
 from backends.configure.memory_plan import Demand, Machine, MemoryPlan, ModelSize
 from backends.configure.nearest_fit import idle_gpus, plan_or_suggest
 from backends.configure.placement import CONTEXTS, LORA_RANKS, MICROBATCH_TOKENS, MOST_MODELS, placement, this_machine
-from backends.families import gpt_oss, nemotron_h
+from backends.families import deepseek_v3, gpt_oss, nemotron_h
 from backends.families.coverage import Numbers, check_coverage, decoder_linears, image_token
 from backends.families.family import Family
 from backends.families.rotation import check_rotation
@@ -193,14 +193,11 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     _check_base_copies(renderer, config, device, source)
     _check_base_precision(renderer, config, source)
     is_quantised = quantisation(renderer.config) is not None
-    # Linear attention, float32 and quantised bases have not been seen to share a copy on a GPU.
-    is_proved = (
-        dtype == "bfloat16" and not renderer.family.has_linear_attention and not config.cluster and not is_quantised
-    )
+    is_proved = dtype == "bfloat16" and not config.cluster and not is_quantised and _has_shared(renderer)
     longest = min(text_config.max_position_embeddings, _longest_context(config, device))
     check_rotation(text_config, longest, source)
     if config.full:
-        _check_full(numbers, source, is_quantised=is_quantised)
+        _check_full(numbers, renderer.family, source, is_quantised=is_quantised)
     return renderer, replace(
         model_size(name, renderer.config, numbers, dtype),
         can_be_captured=not renderer.family.has_linear_attention,
@@ -209,6 +206,12 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
         tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),
         context_parallels=tuple(one for one in range(1, 65) if _unsliced(renderer, config, one) is None),
     )
+
+
+def _has_shared(renderer: Renderer) -> bool:
+    """Return whether a model of this kind has been seen to share one copy of its base on a GPU."""
+    family, (architecture, *_) = renderer.family, renderer.config.architectures or [""]
+    return not (family.has_linear_attention or family.sees_whole_images or architecture == deepseek_v3.ARCHITECTURE)
 
 
 def _longest_context(config: BackendConfig, device: Device) -> int:
@@ -284,8 +287,13 @@ def _exchanged_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> 
     return int(2 * 2 * (heads + key_heads) * head_width(text_config) * number_bytes)
 
 
-def _check_full(numbers: Numbers, source: str, *, is_quantised: bool) -> None:
+def _check_full(numbers: Numbers, family: Family, source: str, *, is_quantised: bool) -> None:
     """Raise BackendFailed for models that do not train all weights."""
+    if family.sees_whole_images:
+        raise BackendFailed(
+            f"{source}: training all weights (setting backend.full) of a model whose images' tokens see each other is"
+            " not supported: nobody has compared its trainer and its engine; train adapters"
+        )
     if is_quantised:
         raise BackendFailed(
             f"{source}: training all weights (setting backend.full) of a quantised base is not supported: what is"
@@ -318,6 +326,8 @@ def _undivided(renderer: Renderer, config: BackendConfig, size: int) -> str | No
         return "adapters of linear attention are not compared with their files there"
     if getattr(text_config, "num_experts_per_tok", 0):
         return "vLLM 0.32 gives ranks wrong parts of a mixture's adapters where its experts are padded"
+    if renderer.family.sees_whole_images:
+        return "images whose tokens see each other are not compared with the trainer there"
     if config.full:
         return "with backend.full an engine takes whole models, which is not supported by ranks"
     if num_heads % size or num_kv_heads % size:

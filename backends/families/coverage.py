@@ -118,6 +118,8 @@ def image_token(config: PretrainedConfig, number_bytes: int) -> ImageToken | Non
     pixels = 3 * side**2
     values = pixels * getattr(vision, "temporal_patch_size", 1)
     merged = int(getattr(vision, "spatial_merge_size", 0) or getattr(config, "scale_factor", 2)) ** 2
+    if (per_image := getattr(config, "mm_tokens_per_image", 0)) > 0:
+        merged = (vision.image_size // vision.patch_size) ** 2 // per_image
     taps = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     features = (1 + taps) * config.get_text_config().hidden_size * number_bytes
     width, inner = vision.hidden_size, vision.intermediate_size

@@ -167,6 +167,11 @@ class Family(Protocol):
         """True if the engine has the model on a CPU in bfloat16 alone."""
 
     @property
+    def sees_whole_images(self) -> bool:
+        """True if an image's features see each other, whichever comes first, in every layer. All images have as many
+        features then, and no layer's window is shorter than an image's."""
+
+    @property
     def frozen(self) -> Sequence[str]:
         """Full names of modules that no flag trains, nor anything inside them; * is the number of any layer."""
 

@@ -46,6 +46,7 @@ class Qwen3VL:
     no video."""
 
     model_class: type[_BaseAutoModelClass] = AutoModelForImageTextToText
+    sees_whole_images = False
     frozen: Sequence[str] = (TOWER, *(f"model.language_model.layers.*.mlp.{gate}" for gate in GATES))
 
     def __init__(self, config: PretrainedConfig, source: str) -> None:

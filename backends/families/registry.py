@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from backends.families import deepseek_v3, gpt_oss, internvl, nemotron_h, qwen3_vl, smolvlm, text
+from backends.families import deepseek_v3, gemma3, gpt_oss, internvl, nemotron_h, qwen3_vl, smolvlm, text
 from backends.families.family import Family
 from backends.formats import block_fp8
 from backends.formats.model_files import quantisation
@@ -14,13 +14,9 @@ WITH_IMAGES: dict[str, Callable[[PretrainedConfig, str], Family]] = {
     **dict.fromkeys(qwen3_vl.ARCHITECTURES, qwen3_vl.Qwen3VL),
     **dict.fromkeys(internvl.ARCHITECTURES, internvl.InternVL),
     **dict.fromkeys(smolvlm.ARCHITECTURES, smolvlm.SmolVLM),
+    **dict.fromkeys(gemma3.ARCHITECTURES, gemma3.Gemma3),
 }
 """Families that take images, by the architecture named in a model's config."""
-_REASONS = {
-    "Gemma3ForConditionalGeneration": "tokens of one image attend to each other in both directions, which vLLM on the"
-    " CPU and the trainer's attention on CUDA would leave out without an error",
-}
-"""Reasons why other architectures that take images are refused."""
 _TOOL_PARSERS = {
     "<function=": "qwen3_coder",
     "<tool_call>": "hermes",
@@ -37,8 +33,6 @@ def find_family(config: PretrainedConfig, source: str) -> Family:
         block_fp8.require_known(quantised, source)
     if architecture in WITH_IMAGES:
         return WITH_IMAGES[architecture](config, source)
-    if architecture in _REASONS:
-        raise BackendFailed(f"{source}: {architecture} is not supported: {_REASONS[architecture]}")
     if any("vision" in key or "audio" in key for key in config.sub_configs):
         raise BackendFailed(
             f"{source}: {architecture} is not supported; models that take images: {', '.join(WITH_IMAGES)}"

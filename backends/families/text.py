@@ -31,6 +31,7 @@ class Text:
     """`Family` of models that take no images."""
 
     vision = None
+    sees_whole_images = False
     placeholders: Mapping[int, str] = {}
     model_class: type[_BaseAutoModelClass] = AutoModelForCausalLM
 

@@ -27,7 +27,7 @@ class Tiled:
     """Base of a `Family` of such models, without its image processor and its names; their decoders are dense."""
 
     model_class: type[_BaseAutoModelClass] = AutoModelForImageTextToText
-    has_linear_attention = needs_bfloat16_on_cpu = False
+    has_linear_attention = needs_bfloat16_on_cpu = sees_whole_images = False
 
     def attention(self, decoder: str) -> dict[str, str]:
         """Tiles are short sequences without a mask: the vision tower always uses SDPA."""

@@ -65,6 +65,12 @@ PATCHES = [
         _FEATURES,
     ),
     Patch(
+        "image-features Gemma3",
+        "transformers.models.gemma3.modeling_gemma3:Gemma3Model.get_image_features",
+        "221a944b7894c8baba329575e32a2c2dcd6ea45a0a3e2ef982b3202488c8d757",
+        _FEATURES,
+    ),
+    Patch(
         "image-features InternVL",
         "transformers.models.internvl.modeling_internvl:InternVLModel.get_image_features",
         "b0d01d4c9390bbb883d6afd13fce390995adad1342fa7328f1de769c3fc0aa07",

@@ -4,7 +4,8 @@ Weights that are loaded wrongly (a module left out, another scale, another model
 error. So the loader scores the text too, and uses the weights only if the scores agree. In bfloat16 that finds large
 mistakes only; `sampler/slot_check.py` checks that an engine's slot holds the file's values.
 
-A text does not test a vision tower: weights that have one are also scored behind an image.
+A text does not test a vision tower, nor whether an image's tokens see each other: weights that have a tower, and all of
+a kind whose tokens do, are also scored behind an image.
 """
 
 import base64
@@ -39,7 +40,7 @@ class LoadCheck:
     model_id: str = ""
     """The model whose weights they are."""
     image: bytes = b""
-    """A PNG file; empty for weights without a vision tower."""
+    """A PNG file; empty for weights that are scored behind none."""
     logprobs_behind_image: Sequence[float] = ()
     """Log probability of each token of the text behind the image, in nats."""
 

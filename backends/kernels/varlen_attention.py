@@ -11,6 +11,8 @@ l = log(exp(m) + exp(sink)) that of all, the output is the kernel's times exp(m 
 gradient of a score s is exp(s - l) (dO V^T - sum(dO O)), O being the whole output: the sink's value, 0, adds nothing to
 that sum. So the kernel is given O and l in place of its own output and m.
 
+Tokens of an image may see those behind them too: that part is added in the same way (`whole_images.py`).
+
 T tokens of a microbatch, N samples, H query heads, G key heads, D values of a head
 """
 
@@ -18,7 +20,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Protocol
 
 import torch
@@ -26,22 +28,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.kernels.autograd import Context
-from backends.kernels.plain_attention import windowed_attention
-from backends.protocol import BackendFailed
+from backends.kernels.defined_attention import (
+    CLOSE,
+    TESTED_IMAGE,
+    TESTED_WINDOWS,
+    Samples,
+    random_samples,
+    require_as_defined,
+)
+from backends.kernels.whole_images import add_later_gradients, add_later_tokens
 
 log = logging.getLogger(__name__)
 LONG = 4096
 """Tokens of a sample from which a call of cuDNN of its own is worth it."""
 _BEYOND = 1e4
 """Log-sum-exp of the scores of padding, nats: exp(score - this) is 0 in backward."""
-_TESTED_TOKENS, _CLOSE = 637, 0.02
-"""Tokens of the sample by which cuDNN is tested, which is padded, and largest relative distance to FlashAttention:
-0.004 on an H100."""
-
-_NOTHING = 0.1
-"""Norm of the rounding of gradients that are 0: of query and key where a token sees itself alone."""
-_TESTED_WINDOWS, _TESTED_LENGTHS = (1, 100), (129, 300)
-"""Windows by which FlashAttention is tested, and the tokens of two samples beside each other."""
+_TESTED_TOKENS = 637
+"""Tokens of the sample by which cuDNN is tested, which is padded."""
 
 
 class Kernel(Protocol):
@@ -246,15 +249,22 @@ def packed_attention(  # noqa: PLR0913
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    images: Tensor | None = None,
+    image_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """[T, H, D], and the log-sum-exp of the scores [H, T] float32, nats.
 
     `cu_seqlens` [N + 1] int32 on the device; `cu_seqlens_host` the same on the host. If all of the host's are 0, only
     the device knows the lengths, and no sample is long. `window`: tokens that a token sees, itself included.
-    `sinks_H` are frozen, and are among the scores of the log-sum-exp.
+    `sinks_H` are frozen, and are among the scores of the log-sum-exp. `images` are the tokens of images that see each
+    other, one image of `image_tokens` after the other; a window must not be shorter than an image.
     """
     spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
-    out_THD, lse_HT = _forward([query_THD, key_TGD, value_TGD], spans, scale)
+    qkv = [query_THD, key_TGD, value_TGD]
+    out_THD, lse_HT = _forward(qkv, spans, scale)
+    if images is not None:
+        _require_images(query_THD.device, query_THD.dtype, query_THD.shape[1:], key_TGD.shape[1])
+        out_THD, lse_HT = add_later_tokens((out_THD, lse_HT), qkv, images.view(-1, image_tokens), scale)
     return (out_THD, lse_HT) if sinks_H is None else _with_sinks(out_THD, lse_HT, sinks_H)
 
 
@@ -271,10 +281,16 @@ def packed_attention_backward(  # noqa: PLR0913
     longest: int,
     scale: float,
     window: int | None = None,
+    images: Tensor | None = None,
+    image_tokens: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     spans = _planned(query_THD, key_TGD, cu_seqlens, cu_seqlens_host, longest, window)
-    query, key, value = _gradients(grad_THD, [query_THD, key_TGD, value_TGD, out_THD, lse_HT], spans, scale)
+    saved = [query_THD, key_TGD, value_TGD, out_THD, lse_HT]
+    gradients = _gradients(grad_THD, saved, spans, scale)
+    if images is not None:
+        gradients = add_later_gradients(gradients, grad_THD, saved, images.view(-1, image_tokens), scale)
+    query, key, value = gradients
     return query, key, value
 
 
@@ -310,36 +326,37 @@ def _cudnn_serves(
         log.warning("cuDNN's attention is not used: %s", error)
         return False
     worst: float = max(((one - other).norm() / one.norm()).item() for one, other in zip(*found, strict=True))
-    if not worst < _CLOSE:
+    if not worst < CLOSE:
         log.warning("cuDNN's attention is not used: it is %.3g of FlashAttention's numbers away from them", worst)
-    return worst < _CLOSE
+    return worst < CLOSE
 
 
 @functools.cache
 def _require_windows(device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int) -> None:
     """Raise BackendFailed if FlashAttention, for heads of this shape, gives other numbers with a window than its
     definition: no other kernel here could take over."""
-    generator = torch.Generator(device).manual_seed(0)
-    *qkv, grad_THD = (
-        torch.randn(sum(_TESTED_LENGTHS), number, heads[1], dtype=dtype, device=device, generator=generator)
-        for number in (heads[0], num_key_heads, num_key_heads, heads[0])
-    )
-    scale = heads[1] ** -0.5
-    cu = torch.tensor([0, *accumulate(_TESTED_LENGTHS)], dtype=torch.int32, device=device)
-    samples = [*zip(*(one.split(_TESTED_LENGTHS) for one in (*qkv, grad_THD)), strict=True)]
-    for window in _TESTED_WINDOWS:
-        spans = [Span(0, len(grad_THD), cu, max(_TESTED_LENGTHS), is_long=False, window=window)]
-        out, lse_HT = _forward(qkv, spans, scale)
-        found = [out, *_gradients(grad_THD, [*qkv, out, lse_HT], spans, scale)]
-        expected = [windowed_attention([*one], grad, scale, window) for *one, grad in samples]
-        for one, parts in zip(found, zip(*expected, strict=True), strict=True):
-            wanted = torch.cat(parts)
-            error, size = (one - wanted).norm().item(), wanted.norm().item()
-            if not error < _CLOSE * size + _NOTHING:
-                raise BackendFailed(
-                    f"FlashAttention with a window of {window} tokens is {error:.3g} of {size:.3g} away from its"
-                    " definition on this GPU: numbers would be wrong"
-                )
+    for window in TESTED_WINDOWS:
+        require_as_defined(_flash_attention, random_samples(device, dtype, heads, num_key_heads), window, None)
+
+
+@functools.cache
+def _require_images(device: torch.device, dtype: torch.dtype, heads: torch.Size, num_key_heads: int) -> None:
+    """As `_require_windows`, with images whose tokens see each other."""
+    for window in (None, max(TESTED_WINDOWS)):
+        require_as_defined(_flash_attention, random_samples(device, dtype, heads, num_key_heads), window, TESTED_IMAGE)
+
+
+def _flash_attention(given: Samples, window: int | None, images_IF: Tensor | None) -> list[Tensor]:
+    """Output and gradients, by FlashAttention alone."""
+    spans = [Span(0, len(given.grad_THD), given.cu_seqlens, max(given.lengths), is_long=False, window=window)]
+    out, lse_HT = _forward(given.qkv, spans, given.scale)
+    if images_IF is not None:
+        out, lse_HT = add_later_tokens((out, lse_HT), given.qkv, images_IF, given.scale)
+    saved = [*given.qkv, out, lse_HT]
+    gradients = _gradients(given.grad_THD, saved, spans, given.scale)
+    if images_IF is not None:
+        gradients = add_later_gradients(gradients, given.grad_THD, saved, images_IF, given.scale)
+    return [out, *gradients]
 
 
 def _empty_lse(query_THD: Tensor) -> Tensor:
@@ -360,20 +377,24 @@ class _AttentionContext(Context, Protocol):
     longest: int
     scale: float
     window: int | None
+    image_tokens: int
 
 
 def _save(
     ctx: _AttentionContext,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int | None, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int | None, Tensor | None, Tensor | None, int],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    *tensors, cu_seqlens, cu_seqlens_host, ctx.longest, ctx.scale, ctx.window, _ = inputs
-    ctx.save_for_backward(*tensors, *output, cu_seqlens, cu_seqlens_host)
+    *tensors, ctx.longest, ctx.scale, ctx.window, _, images, ctx.image_tokens = inputs
+    qkv, bounds = tensors[:3], tensors[3:]
+    ctx.save_for_backward(*qkv, *output, *bounds, images)
 
 
 def _backward(ctx: _AttentionContext, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = packed_attention_backward(grad_THD, *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
-    return *gradients, *(None,) * 6
+    *saved, images = ctx.saved_tensors
+    numbers = ctx.longest, ctx.scale, ctx.window
+    gradients = packed_attention_backward(grad_THD, *saved, *numbers, images, ctx.image_tokens)
+    return *gradients, *(None,) * 8
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)

@@ -136,12 +136,13 @@ class BaseModel:
     def score_load_check(self, model: TrainedModel, model_id: str) -> LoadCheck:
         """Score the text that travels with a model's weights, on all ranks alike. Scores may be not finite.
 
-        A model that trains its vision tower scores an image too, if the context has room for it.
+        A model that trains its vision tower, or whose images' tokens see each other, scores an image too, if the
+        context has room for it.
         """
         token_ids = load_check_tokens(self.renderer.vocab_size, self.renderer.family.placeholders)
         logprobs = self._next_logprobs(model, Rendered(token_ids, [], []))[:-1]
         load_check = LoadCheck(token_ids.tolist(), logprobs, model_id)
-        if not model.config.train_vision:
+        if not (model.config.train_vision or self.renderer.family.sees_whole_images):
             return load_check
         image = load_check_image()
         rendered = self.renderer.render(image_and_text(image, load_check.token_ids), "the image of a test")
@@ -155,7 +156,7 @@ class BaseModel:
         num_tokens = len(rendered.token_ids_T)
         batch = pack([(rendered, np.roll(rendered.token_ids_T, -1))], self.renderer.family, self._device)
         (scales_R,) = self.weights.load([model])
-        if rendered.images:
+        if model.config.train_vision:
             batch = replace(batch, tower_scales=[scales_R] * len(rendered.images))
         if self.memory is not None:
             self.memory.prepare(self.memory.layers_for(num_tokens))

@@ -220,6 +220,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "linear attention and images": FAMILIES["Qwen3.5"],
     "tiles": FAMILIES["InternVL"],
     "tiles with text between them": FAMILIES["SmolVLM2"],
+    "images whose tokens see each other": FAMILIES["Gemma 3 with images"],
 }
 
 

@@ -180,6 +180,29 @@ CPU_MAMBA2 = Patch(
     "cpu-mamba2-checkpoints.md",
     device="cpu",
 )
+CPU_IMAGES = Patch(
+    "cpu-whole-images",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build",
+    "2f510081c4302294c3e9e5bef66ba9e11fe7250785084481a04e455ca62876c0",
+    "Tokens of an image that should see each other (Gemma 3) see only those before them.",
+    "cpu-whole-images.md",
+    device="cpu",
+)
+CPU_ATTENTION = Patch(
+    "cpu-whole-images-attention",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
+    "ffd116ede55f22f5874649ff6b222387d42392524f4db84a0d1e6def0bf6542d",
+    "As cpu-whole-images.",
+    "cpu-whole-images.md",
+    device="cpu",
+)
+SCHEDULED_IMAGES = Patch(
+    "images-in-one-step",
+    "vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs",
+    "746742895fa699584a484dbaec4cff99413d501e5bbf27b70a0b6ac6c76412fc",
+    "An image at the beginning of a step, or behind a cached prefix that ends in it, may be cut where the step ends.",
+    "images-in-one-step.md",
+)
 CPU_ROUTING = Patch(
     "cpu-routed-experts",
     "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility",

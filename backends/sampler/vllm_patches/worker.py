@@ -35,11 +35,13 @@ from backends.sampler.vllm_patches.mapped_weights import map_weights
 from backends.sampler.vllm_patches.placeholders import hide_from_v1, patch_v2_draws
 from backends.sampler.vllm_patches.prefill_graphs import IMAGES, capture_both_kinds
 from backends.sampler.vllm_patches.routed_experts import RoutingOnCPU, allow_on_cpu
+from backends.sampler.vllm_patches.whole_images import keep_images_whole
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 
     from backends.sampler.vllm_patches.cpu import patch_cpu, share_on_cpu
+    from backends.sampler.vllm_patches.cpu_images import attend_to_images_on_cpu
 else:
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
@@ -68,8 +70,10 @@ def _patch_process() -> None:
     lay_out_experts()
     dequantise_fp8()
     give_heads_adapters()
+    keep_images_whole()
     if is_cpu:
         patch_cpu()
+        attend_to_images_on_cpu()
         allow_on_cpu()
     else:
         targets.PUNICA.replace(kernels_with_prompt_rows(PunicaWrapperGPU))

@@ -7,7 +7,10 @@ are computed as they are defined.
 
 Where ranks have slices of the tokens, each computes all tokens of some heads (`kernels/exchange.py`).
 
-T tokens of the microbatch, H query heads and G key heads of this rank, D values of a head
+Where tokens of an image see those behind them too, masks are widened, and the kernel adds that part by itself.
+
+T tokens of the microbatch, H query heads and G key heads of this rank, D values of a head, I images whose tokens see
+each other, F tokens of each
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,6 +63,11 @@ class PackedLengths(TypedDict):
     packed_max_seqlen: int
     packed_group: str | None
     """Name of the group of ranks that have slices of the tokens; None: all of them are here."""
+    packed_images: Tensor | None
+    """[I * F] indices of the whole microbatch's tokens that see each other, image by image; None: none do. In one
+    dimension: code compiled for any number of images is recompiled for one."""
+    packed_image_tokens: int
+    """F."""
 
 
 class _Arguments(PackedLengths, total=False):
@@ -73,14 +81,21 @@ class _Arguments(PackedLengths, total=False):
 
 
 def varlen_arguments(
-    cu_seqlens: Tensor, cu_seqlens_host: Tensor, max_seqlen: int, group: str | None = None
+    cu_seqlens: Tensor,
+    cu_seqlens_host: Tensor,
+    max_seqlen: int,
+    group: str | None = None,
+    images_IF: Tensor | None = None,
 ) -> PackedLengths:
-    """Return the lengths of the packed samples as arguments of the model's forward."""
+    """Return the lengths of the packed samples as arguments of the model's forward. `images_IF` are the tokens of
+    images that see each other."""
     return PackedLengths(
         packed_cu_seqlens=cu_seqlens,
         packed_cu_seqlens_host=cu_seqlens_host,
         packed_max_seqlen=max_seqlen,
         packed_group=group,
+        packed_images=None if images_IF is None else images_IF.flatten(),
+        packed_image_tokens=0 if images_IF is None else images_IF.shape[1],
     )
 
 
@@ -99,10 +114,11 @@ def _per_sample_attention(
     _require_lengths(module, arguments)
     others = {name: value for name, value in arguments.items() if name not in PackedLengths.__annotations__}
     is_plain = others.get("softcap") is not None or others.get("s_aux") is not None
-    parts = []
+    image_T, parts = _image_of_tokens(arguments, query.shape[2], query.device), []
     for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist()):
         sample = [tensor[:, :, begin:end] for tensor in (query, key, value)]
         mask = None if attention_mask is None else attention_mask[:, :, begin:end, begin:end]
+        mask = mask if image_T is None else _with_images(mask, image_T[begin:end])
         parts.append(
             plain_attention(sample, mask, arguments["scaling"], arguments.get("softcap"), arguments.get("s_aux"))
             if is_plain
@@ -124,10 +140,11 @@ def _per_sample_by_heads(
     window, scale, group = attention_mask, arguments["scaling"], arguments["packed_group"]
     softcap, sinks_H = arguments.get("softcap"), _own_sinks(arguments.get("s_aux"), group)
     qkv = _to_heads([one[0].transpose(0, 1) for one in (query, key, value)], group)
-    parts = []
+    image_T, parts = _image_of_tokens(arguments, len(qkv[0]), query.device), []
     for begin, end in pairwise(arguments["packed_cu_seqlens_host"].tolist()):
         query, key, value = sample = [one_THD[begin:end].transpose(0, 1)[None] for one_THD in qkv]
         mask = None if window is None else _window_mask(end - begin, window, query.device)
+        mask = mask if image_T is None else _with_images(mask, image_T[begin:end])
         if softcap is not None or sinks_H is not None:
             parts.append(plain_attention(sample, mask, scale, softcap, sinks_H)[0])
         else:
@@ -142,6 +159,24 @@ def _window_mask(num_tokens: int, window: int, device: torch.device) -> Tensor:
     """[1, 1, T, T], true where a token sees another: itself and those before it, `window` in all."""
     is_before_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
     return is_before_TT.triu(1 - window)[None, None]
+
+
+def _image_of_tokens(arguments: _Arguments, num_tokens: int, device: torch.device) -> Tensor | None:
+    """[T]: the number of the image whose tokens a token sees, -1 for others; None if there are no such images."""
+    images = arguments.get("packed_images")
+    if images is None:
+        return None
+    images_IF = images.view(-1, arguments["packed_image_tokens"])
+    image_T = torch.full((num_tokens,), -1, device=device)
+    image_T[images_IF] = torch.arange(len(images_IF), device=device)[:, None]
+    return image_T
+
+
+def _with_images(mask: Tensor | None, image_T: Tensor) -> Tensor:
+    """[1, 1, T, T]: a sample's mask, the causal one if it has none, in which tokens of an image see each other."""
+    if mask is None:
+        mask = torch.ones(len(image_T), len(image_T), dtype=torch.bool, device=image_T.device).tril()[None, None]
+    return mask | ((image_T[:, None] == image_T) & (image_T >= 0))
 
 
 def _to_heads(qkv: Sequence[Tensor], group: str | None) -> list[Tensor]:
@@ -207,7 +242,9 @@ def _packed_attention(
     query, key, value = _to_heads([tensor[0].transpose(0, 1) for tensor in (query, key, value)], group)
     varlen = arguments["packed_cu_seqlens"], arguments["packed_cu_seqlens_host"], arguments["packed_max_seqlen"]
     width, value = value.shape[-1], _as_wide_as(key, value)
-    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, _own_sinks(sinks_H, group))
+    images = arguments.get("packed_images"), arguments.get("packed_image_tokens", 0)
+    own_sinks_H = _own_sinks(sinks_H, group)
+    out, _ = packed_attention(query, key, value, *varlen, arguments["scaling"], window, own_sinks_H, *images)
     return _to_tokens(out[..., :width], group)[None], None
 
 

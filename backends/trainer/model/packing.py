@@ -3,7 +3,7 @@
 A packed microbatch holds several samples one after the other. Position ids restart at each; so the model keeps them
 from attending to one another.
 
-T tokens of the microbatch, K targets of a token
+T tokens of the microbatch, K targets of a token, I images, F features of an image
 """
 
 import math
@@ -85,6 +85,8 @@ class Microbatch:
     """By image, its model's scales [R] if that trains the vision tower, else None; empty: none does."""
     feature_tokens: Callable[[], list[np.ndarray]] = list
     """Finds by image the indices of the whole microbatch's tokens whose embeddings its features replace."""
+    whole_images_IF: Tensor | None = None
+    """By image, indices of the whole microbatch's tokens that see each other; None: no image's do."""
     feature_parts: Sequence[slice] | None = None
     """By image, those of its features that a slice of a microbatch has; None: all."""
     experts_LTK: Tensor | None = None
@@ -122,6 +124,8 @@ def pack(
     }
     ends = np.concatenate([[0], np.cumsum(lengths)])
     cu_seqlens = torch.from_numpy(ends.astype(np.int32))
+    feature_tokens = partial(_feature_tokens, [rendered for rendered, _ in samples], ends[:-1], family)
+    sees_images = family.sees_whole_images and any(rendered.images for rendered, _ in samples)
     return Microbatch(
         model_inputs,
         [image for rendered, _ in samples for image in rendered.images],
@@ -130,7 +134,8 @@ def pack(
         max(lengths),
         to_device(torch.from_numpy(_side_by_side([targets for _, targets in samples], 0)), device),
         own_lengths,
-        feature_tokens=partial(_feature_tokens, [rendered for rendered, _ in samples], ends[:-1], family),
+        feature_tokens=feature_tokens,
+        whole_images_IF=to_device(torch.from_numpy(np.stack(feature_tokens())), device) if sees_images else None,
     )
 
 

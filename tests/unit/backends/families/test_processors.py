@@ -15,13 +15,14 @@ from backends.families.processors import ImageProcessor
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed
 from tests.factories import image, make_renderer, present, prompt
-from tests.models import make_tiny_internvl, make_tiny_qwen2_5_vl, make_tiny_smolvlm, make_tiny_vl
+from tests.models import make_tiny_gemma3, make_tiny_internvl, make_tiny_qwen2_5_vl, make_tiny_smolvlm, make_tiny_vl
 
 KINDS = {
     "Qwen3-VL": (make_tiny_vl, {}),
     "Qwen2.5-VL": (make_tiny_qwen2_5_vl, {}),
     "InternVL": (make_tiny_internvl, {"crop_to_patches": True}),
     "SmolVLM2": (make_tiny_smolvlm, {"do_pad": False}),
+    "Gemma 3": (make_tiny_gemma3, {"do_pan_and_scan": False}),
 }
 OPENAI_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 """Settings of the published Qwen2.5-VL."""

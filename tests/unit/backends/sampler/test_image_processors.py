@@ -16,6 +16,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from backends.sampler.requests import engine_input
 from tests.factories import image, make_renderer, present, prompt, words
 from tests.models import (
+    make_tiny_gemma3,
     make_tiny_internvl,
     make_tiny_qwen2_5_vl,
     make_tiny_qwen3_5,
@@ -29,6 +30,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "Qwen3.5": make_tiny_qwen3_5,
     "InternVL": make_tiny_internvl,
     "SmolVLM2": make_tiny_smolvlm,
+    "Gemma 3": make_tiny_gemma3,
 }
 ROUNDING = 1e-6
 """Largest difference of a normalised pixel; 6e-8 was seen."""

@@ -20,6 +20,7 @@ from backends.protocol import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from backends.trainer import checkpoint_files
 from backends.trainer.lora.adapters import Adapters
 from tests.models import (
+    make_tiny_gemma3,
     make_tiny_internvl,
     make_tiny_qwen2_5_vl,
     make_tiny_qwen3_5,
@@ -141,7 +142,15 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
 
 @pytest.mark.parametrize(
     "make",
-    [make_tiny_vl, make_tiny_qwen2_5_vl, make_tiny_internvl, make_tiny_smolvlm, make_tiny_qwen3_5, make_tiny_text],
+    [
+        make_tiny_vl,
+        make_tiny_qwen2_5_vl,
+        make_tiny_internvl,
+        make_tiny_smolvlm,
+        make_tiny_gemma3,
+        make_tiny_qwen3_5,
+        make_tiny_text,
+    ],
 )
 def test_peft_adapts_the_modules_of_the_file_and_no_others(make: Callable[[Path], Path], tmp_path: Path) -> None:
     """The linears of a frozen tower stay, though their names may end as the decoder's."""

@@ -33,7 +33,7 @@ def slices(batch: Microbatch, scales_TR: Tensor, count: int) -> list[tuple[Micro
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("kind", ["Qwen3-VL MoE", "InternVL", "SmolVLM2"])
+@pytest.mark.parametrize("kind", ["Qwen3-VL MoE", "InternVL", "SmolVLM2", "Gemma 3 with images"])
 def test_slices_are_together_the_whole(kind: str, count: int, tmp_path: Path) -> None:
     source = FAMILIES[kind](tmp_path / "model")
     whole = packed(source, [*MIXED.values()])
