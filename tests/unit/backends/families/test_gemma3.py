@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Gemma3Pr
 from api_schemas.inputs import ImageChunk
 from backends.config import BackendConfig
 from backends.configure.describe import Machine, describe_models
-from backends.families.coverage import check_coverage, image_token_numbers
+from backends.families.coverage import check_coverage, image_token
 from backends.families.registry import find_family
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
@@ -131,4 +131,5 @@ def test_what_was_not_compared_is_refused_at_start(source: Path, settings: dict[
 def test_it_is_covered_and_its_vision_tower_frozen(source: Path) -> None:
     config = AutoConfig.from_pretrained(source)
     check_coverage(find_family(config, str(source)), config, str(source))
-    assert image_token_numbers(config) == 4 * (6 * 32 + 2 * 64) + 64  # four patches of a token, and its features
+    token = present(image_token(config, 4))
+    assert (token.pixels, token.features) == (4 * 3 * config.vision_config.patch_size**2, 4 * 64)  # of four patches
