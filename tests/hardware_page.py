@@ -51,24 +51,24 @@ IMAGES = {
     "Qwen3.5 MoE": "Qwen/Qwen3.5-35B-A3B",
 }
 """A model of each kind that takes images and whose config is known."""
-IMAGES_HEAD = f"""
+IMAGES_HEAD = """
 ## Memory for images
 These are MiB that 1,000 tokens of images take in bfloat16. In these models, a token is 32 x 32 pixels, and an image of
 1024 x 1024 pixels has 1,024 tokens.
 
 - **pixels:** in main memory, while a prompt or a batch waits, and in the image cache of the engine
 - **features:** on the GPU in a microbatch, and in main memory in the image cache of the trainer
-- **tower:** on the GPU in one call of the frozen vision tower. A call of the trainer has at most
-  {FROZEN_VALUES // 3072:,} tokens, or one larger image
-- **trained tower:** on the GPU in one call, with `--train-vision`. A call has at most {TRAINED_VALUES // 3072} tokens,
-  or one larger image. The plan has room for an image of {TRAINED_IMAGE_TOKENS:,} tokens; a larger one needs memory
-  that the microbatches leave
+- **tower:** on the GPU in one call of the frozen vision tower. A call of the trainer has at most {frozen:,} tokens, or
+  one larger image
+- **trained tower:** on the GPU in one call, with `--train-vision`. A call has at most {trained} tokens, or one larger
+  image. The plan has room for an image of {planned:,} tokens. A larger one needs memory that the microbatches leave
 - **decoder:** on the GPU in a microbatch, if all layers recompute, and if none does: as for tokens of text
 - **KV cache:** on the GPU in the engine, as for tokens of text
 
 """
 NOT_IN_THE_TABLE = "Models whose published configs were not found are not in the table: "
 NOTES = """
+## What these figures are
 - **These are plans, not measurements.** `make hardware` writes this page from the memory plan, and a test compares the
   page with the plan. The sizes of weights, adapters, slots and cache are exact. All other sizes are estimated from one
   H200. [Performance](performance.md) lists measurements.
@@ -93,14 +93,15 @@ def page() -> str:
         lines.append(f"| {card}, {memory_gib:g} GiB | {' | '.join(_cell(size, card) for size in MODELS)} |")
     adapter_gib = shape("4b").adapter_numbers(32) * 4 / GIB
     not_found = textwrap.fill(NOT_IN_THE_TABLE + ", ".join(map(_short, NOT_FOUND)) + ".", 120, break_on_hyphens=False)
-    lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found, IMAGES_HEAD + "\n".join(_image_lines()), ""]
+    lines += [COOKBOOK_HEAD, *_cookbook_lines(), "", not_found, _images_head() + "\n".join(_image_lines())]
     notes = NOTES.format(adapter_gib=adapter_gib, state_gib=3 * adapter_gib)
     return HEAD + "\n".join(lines) + "\n" + notes
 
 
 def _cookbook_lines() -> Iterator[str]:
     """Yield the lines of the table of the cookbook's models, one for all models of equal shapes."""
-    yield f"| model | parameters | {' | '.join(f'{card}, {CARDS_GIB[card]:g} GiB' for card in LARGE_CARDS)} | refused |"
+    cards = " | ".join(f"{card}, {CARDS_GIB[card]:g} GiB" for card in LARGE_CARDS)
+    yield f"| model | parameters | {cards} | refused, or too large |"
     yield f"|---|---|{'---|' * len(LARGE_CARDS)}---|"
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for name, config in COOKBOOK.items():
@@ -124,6 +125,13 @@ def _cookbook_cells(name: str) -> list[str]:
         whole = ", since each engine needs all of it on one card" if size.tensor_parallels == (1,) else ""
         reason = f"too large for eight cards{whole}"
     return [f"{size.numbers.base / 1e9:.1f}", *plans, reason]
+
+
+def _images_head() -> str:
+    token = shape(IMAGES["Qwen3-VL"]).image_token
+    assert token is not None
+    frozen, trained = (values // token.pixels for values in (FROZEN_VALUES, TRAINED_VALUES))
+    return IMAGES_HEAD.format(frozen=frozen, trained=trained, planned=TRAINED_IMAGE_TOKENS)
 
 
 def _image_lines() -> Iterator[str]:
