@@ -110,7 +110,13 @@ def _serve(connection: int, folder: str) -> None:
         importlib.import_module(name).get_mp_context = lambda: get_context("fork")  # type: ignore[attr-defined]
     sys.argv[1:] = [str(connection)]
     held = [connection]
-    os.register_at_fork(after_in_child=lambda: [os.close(held.pop()) for _ in held[:]])  # the server sees our end by it
+
+    def leave() -> None:
+        """Only the end of this process ends the connection, by which the server sees it."""
+        if held:
+            os.close(held.pop())
+
+    os.register_at_fork(after_in_child=leave)
     asyncio.run(process.main())
     sys.exit()
 
