@@ -37,6 +37,7 @@ class Text:
         """`architecture` is the name in the model's config."""
         self.has_linear_attention = architecture in WITH_LINEAR_ATTENTION
         self._is_mixture = architecture in FROZEN_OF_MIXTURES
+        self._has_latent_attention = architecture == deepseek_v3.ARCHITECTURE
         self.frozen: Sequence[str] = FROZEN_OF_MIXTURES.get(architecture, ())
 
     def attention(self, decoder: str) -> str:
@@ -49,4 +50,9 @@ class Text:
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
         """Return the decoder's attention, MLP and experts, and the head."""
-        return decoder_modules(model, experts=self._is_mixture, linear_attention=self.has_linear_attention)
+        return decoder_modules(
+            model,
+            experts=self._is_mixture,
+            linear_attention=self.has_linear_attention,
+            latent_attention=self._has_latent_attention,
+        )

@@ -33,7 +33,7 @@ from backends.families.registry import find_family
 from backends.protocol import BackendFailed
 from backends.trainer.distributed import World
 from backends.trainer.lora.adapters import Adapters
-from tests.models import make_tiny_internvl, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+from tests.models import make_tiny_deepseek_v3, make_tiny_internvl, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
 from tests.shapes import shape
 from tinker_server.command_line import parse, read_settings
 
@@ -43,6 +43,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "mixture": partial(make_tiny_vl, moe=True),
     "qwen3.5": make_tiny_qwen3_5,
     "internvl": make_tiny_internvl,
+    "deepseek-v3": make_tiny_deepseek_v3,
     "text": make_tiny_text,
 }
 
