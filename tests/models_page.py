@@ -116,14 +116,14 @@ NOTES = """
   length refuses these models. Within it, trainer and engine are correct.
 - **Context parallelism.** `--context-parallel N` serves every kind whose tokens see only earlier tokens, or a window of
   these, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral, Gemma 2, gpt-oss,
-  Qwen3-Next, Qwen3.5, InternVL, SmolVLM2 and a Qwen3. No GPU has run it yet.
+  DeepSeek-V3, Qwen3-Next, Qwen3.5, InternVL, SmolVLM2 and a Qwen3. No GPU has run it yet.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind.
   Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision of any
   other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is not used,
   since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in
-  separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE and
-  Qwen3.5 MoE. No published file has been loaded yet, and no GPU has run this. An adapter is trained on the dequantised
-  numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one scale for a tensor,
+  separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE,
+  Qwen3.5 MoE and DeepSeek-V3. No published file has been loaded yet, and no GPU has run this. An adapter is trained on
+  the dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one scale for a tensor,
   static activations, other blocks or scales, compressed-tensors and all other quantisation are refused by name, and so
   is `--full`.
 - **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
@@ -139,6 +139,17 @@ NOTES = """
   programs. Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM
   would write them in another format than the model's template, and would download this format. Its kernels on CUDA have
   not run yet.
+- **DeepSeek-V3** has latent attention (MLA), and a sigmoid router with groups. All linears of the attention and the
+  shared experts are trained; the latents' norms, the routers and what corrects their scores are frozen. The engine
+  computes whole keys and values, as the trainer does. vLLM's own form multiplies `kv_b_proj` into other matrices at
+  load, and its adapters are left out. With it, on a CPU in bfloat16, the load check found a tiny model's adapters of
+  `kv_b_proj` alone 0.59 nats from the trainer and refused them; the base itself was 0.17 off. With whole keys and
+  values the mean differences are at most 0.02. The price is KV cache: 2 x heads x 192 numbers for a token and layer,
+  where latents take 576. This is 0.3 MiB for a token of Moonlight's shape in bfloat16, and 5.7 MiB of DeepSeek-V3's.
+  Moonlight and Kimi K2 have this architecture, but a `model_type` that transformers does not know (`kimi_k2`) is
+  refused, and so is a tokenizer with code of its own. DeepSeek-V2, V3.2 and Kimi Linear are refused. A config that the
+  engine would compute otherwise is refused by the field's name. No published file has been loaded, and no GPU has run
+  this kind yet.
 
 ## Refused
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from backends.protocol import BackendFailed
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
-ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 """Linears of latent attention beside `o_proj`; a `q_proj` takes the place of the first two where queries have no
 latent."""
 NORM_EPSILON = 1e-6

@@ -11,14 +11,19 @@ from backends.families.biased_experts import BiasedExperts
 from backends.families.family import Family, LoraFlag, TowerLora
 from backends.families.gpt_oss import ARCHITECTURE, has_own_experts
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *deepseek_v3.ATTENTION)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 LINEAR_ATTENTION = tuple(
     [f"linear_attn.in_proj_{inputs}" for inputs in ("qkvz", "ba", "qkv", "z", "b", "a")]
     + ["linear_attn.out_proj", "mixer.in_proj", "mixer.out_proj"]
 )
 """Qwen3-Next has two input projections, Qwen3.5 four, and Mamba2 one."""
-ENGINE_MODULES = (*ATTENTION, *MLP, "experts", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj", "lm_head")
+ENGINE_MODULES = (
+    *ATTENTION,
+    *deepseek_v3.LATENT_ATTENTION,
+    *MLP,
+    *("experts", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj", "lm_head"),
+)
 """The engine's names of the same. The input embeddings are not among them, though a tied head shares their weight."""
 EXPERT_STACKS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 """The engine's names of the adapters of one matrix of all a layer's experts, in its order."""
@@ -46,10 +51,12 @@ def name_in_files(model: PreTrainedModel, name: str) -> str:
 
 
 def decoder_modules(
-    model: PreTrainedModel, *, experts: bool = False, linear_attention: bool = False
+    model: PreTrainedModel, *, experts: bool = False, linear_attention: bool = False, latent_attention: bool = False
 ) -> dict[LoraFlag, list[str]]:
     """Return full module names by the flag that trains them, none of a vision tower. `experts`: a mixture's too, if
-    they have the form that LoRA takes; `linear_attention`: its layers' too, as attention."""
+    they have the form that LoRA takes; `linear_attention`: its layers' too, as attention; `latent_attention`: the
+    linears of its latents too."""
+    attention = (*ATTENTION, *deepseek_v3.LATENT_ATTENTION) if latent_attention else ATTENTION
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     head = model.get_output_embeddings()
@@ -64,7 +71,7 @@ def decoder_modules(
                 groups["train_mlp"].append(name)
             elif not isinstance(module, nn.Linear):
                 continue
-            elif last in ATTENTION or (linear_attention and of_linear_attention):
+            elif last in attention or (linear_attention and of_linear_attention):
                 groups["train_attn"].append(name)
             elif last in MLP:
                 groups["train_mlp"].append(name)

@@ -40,6 +40,7 @@ class Text:
         self.needs_bfloat16_on_cpu = architecture in WITH_DELTA_RULE
         self.has_linear_attention = self.needs_bfloat16_on_cpu or architecture == nemotron_h.ARCHITECTURE
         self._is_mixture = architecture in FROZEN_OF_MIXTURES
+        self._has_latent_attention = architecture == deepseek_v3.ARCHITECTURE
         self.frozen: Sequence[str] = FROZEN_OF_MIXTURES.get(architecture, ())
 
     def attention(self, decoder: str) -> str:
@@ -52,4 +53,9 @@ class Text:
 
     def lora_modules(self, model: PreTrainedModel) -> dict[LoraFlag, list[str]]:
         """Return the decoder's attention, MLP and experts, and the head."""
-        return decoder_modules(model, experts=self._is_mixture, linear_attention=self.has_linear_attention)
+        return decoder_modules(
+            model,
+            experts=self._is_mixture,
+            linear_attention=self.has_linear_attention,
+            latent_attention=self._has_latent_attention,
+        )

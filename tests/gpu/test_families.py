@@ -40,9 +40,10 @@ SAMPLED = (
     "SmolVLM2",
     *WINDOWED,
     "Granite",
+    "DeepSeek-V3",
 )
-"""One of each: experts, with images too, linear attention, both, windows in the vision tower, tiles of an image,
-and scaled logits."""
+"""One of each: experts, with images too, linear attention, both, windows in the vision tower, tiles of an image, scaled
+logits, and latent attention."""
 
 
 def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
@@ -114,8 +115,8 @@ def test_a_cap_of_the_scores_is_refused_by_name_in_bfloat16(tmp_path):
         on_cuda(FAMILIES[CAPPED](tmp_path / "model"), "bfloat16")
 
 
-@pytest.mark.parametrize("kind", ["Mistral", "Gemma 3"])
-def test_neither_a_graph_nor_recomputing_changes_what_windows_give(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma 3", "DeepSeek-V3"])
+def test_neither_a_graph_nor_recomputing_changes_what_windows_and_latents_give(kind, tmp_path):
     source = FAMILIES[kind](tmp_path / "model")
     rank, renderer = on_cuda(source, "bfloat16"), make_renderer(source)
     data = [datum(one.model_input, renderer, seed) for seed, one in enumerate(inputs(renderer))]

@@ -12,7 +12,7 @@ from backends.config import BackendConfig
 from backends.configure.describe import describe_models
 from backends.configure.memory_plan import Machine, engine_parts
 from backends.sampler.engine import engine_args
-from tests.models import make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 pytestmark = [pytest.mark.slow]
@@ -31,10 +31,11 @@ def embedded(_: Path) -> Path:
         (make_tiny_vl, 1, True),
         (partial(make_tiny_vl, moe=True), 1, False),
         (make_tiny_qwen3_5, 1, False),
+        (make_tiny_deepseek_v3, 1, False),
         (make_tiny_text, 1, False),
         (embedded, 2, True),
     ],
-    ids=["qwen3-vl", "mixture", "qwen3.5", "text", "two-ranks"],
+    ids=["qwen3-vl", "mixture", "qwen3.5", "deepseek-v3", "text", "two-ranks"],
 )
 async def test_an_engines_parts_are_as_large_as_planned(
     make: Make, ranks: int, train_vision: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,6 +57,7 @@ async def test_an_engines_parts_are_as_large_as_planned(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as the launcher starts a sampler
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     engine = AsyncLLM.from_engine_args(arguments)
     try:

@@ -34,7 +34,14 @@ from backends.protocol import BackendFailed
 from backends.trainer.distributed import World
 from backends.trainer.lora.adapters import Adapters
 from tests.factories import present
-from tests.models import make_tiny_gemma3, make_tiny_internvl, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+from tests.models import (
+    make_tiny_deepseek_v3,
+    make_tiny_gemma3,
+    make_tiny_internvl,
+    make_tiny_qwen3_5,
+    make_tiny_text,
+    make_tiny_vl,
+)
 from tests.shapes import shape
 from tinker_server.command_line import parse, read_settings
 
@@ -45,6 +52,7 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
     "qwen3.5": make_tiny_qwen3_5,
     "internvl": make_tiny_internvl,
     "gemma 3": make_tiny_gemma3,
+    "deepseek-v3": make_tiny_deepseek_v3,
     "text": make_tiny_text,
 }
 

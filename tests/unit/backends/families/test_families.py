@@ -93,6 +93,7 @@ PARTLY: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "mixtral": ({}, ["mlp.experts.gate_up_proj"]),
     "gpt_oss": ({}, ["mlp.experts.gate_up_proj"]),
+    "youtu": ({}, ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj"]),  # no experts
     "opt": ({}, ["self_attn.out_proj", "fc1", "fc2"]),
     "gpt2": ({}, ["attn.c_attn", "mlp.c_proj"]),
     "falcon": ({}, ["self_attention.query_key_value"]),
