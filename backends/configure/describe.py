@@ -140,6 +140,11 @@ def find(name: str, directory: Path, config: BackendConfig, machine: Machine, *,
     _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
     _check_base_precision(renderer, config, source)
+    if config.replay_routing and renderer.config.architectures == [nemotron_h.ARCHITECTURE]:
+        raise BackendFailed(
+            f"{source}: --replay-routing (setting backend.replay_routing) is not supported: routers of"
+            f" {nemotron_h.ARCHITECTURE} weigh experts by sigmoids, and replayed ones by softmax; leave it off"
+        )
     is_quantised = quantisation(renderer.config) is not None
     # Linear attention, float32 and quantised bases have not been seen to share a copy on a GPU.
     is_proved = (

@@ -216,6 +216,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "capped scores": FAMILIES["Gemma 2"],
     "sinks and experts": FAMILIES["gpt-oss"],
     "linear attention": FAMILIES["Qwen3-Next"],
+    "Mamba2": FAMILIES["Nemotron-3"],
     "linear attention and images": FAMILIES["Qwen3.5"],
     "tiles": FAMILIES["InternVL"],
     "tiles with text between them": FAMILIES["SmolVLM2"],
