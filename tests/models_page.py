@@ -19,6 +19,7 @@ from tests.models import (
     FAMILIES,
     make_tiny_internvl,
     make_tiny_moe,
+    make_tiny_nemotron_h,
     make_tiny_of,
     make_tiny_qwen2_5_vl,
     make_tiny_qwen3_5,
@@ -40,6 +41,8 @@ SERVED: dict[str, Callable[[Path], Path]] = {
     "Qwen3": make_tiny_text,
     "Qwen3 MoE": make_tiny_moe,
     "Qwen3-Next": make_tiny_qwen3_next,
+    "Nemotron-H": partial(make_tiny_nemotron_h, moe=False),
+    "Nemotron-3": make_tiny_nemotron_h,
     "Qwen2 MoE": FAMILIES["Qwen2 MoE"],
     "Mixtral": FAMILIES["Mixtral"],
     "Llama": partial(make_tiny_of, "llama"),
@@ -86,14 +89,14 @@ NOTES = """
   mergers are trained. The embedding of patches stays frozen. Trainer and engine agree on trained towers for the kinds
   that have one.
 - **Experts.** Each of an expert's three matrices has its own adapter of the full rank. A model of rank r has r x
-  experts x layers x 3 pairs. Routers and the gates of shared experts are frozen.
+  experts x layers x 3 pairs. Nemotron's experts have two matrices. Routers and the gates of shared experts are frozen.
 - **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample.
   These layers are not compiled and not part of CUDA graphs yet; they compute transformers' equations in torch.
-- **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts. For PEFT and vLLM they
-  have the names of the model's own files, expert by expert. The cookbook's tools can build and merge them, except for
-  Mixtral, whose files have other names (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads the exports of Qwen3 MoE and
-  Mixtral. For other kinds with experts, and for models that also have layers without experts, it omits a part without
-  an error: merge these exports.
+- **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts; of Nemotron
+  `mixer.experts.w1`, which is up, and `w2`. For PEFT and vLLM they have the names of the model's own files, expert by
+  expert. The cookbook's tools can build and merge them, except for Mixtral, whose files have other names
+  (`block_sparse_moe.experts.0.w1`). PEFT 0.21 reads the exports of Qwen3 MoE and Mixtral. For other kinds with experts,
+  and for models that also have layers without experts, it omits a part without an error: merge these exports.
 - **InternVL** must have transformers' own form (`-hf`) and a dense decoder. An image consists of up to 12 tiles and one
   tile of the whole image, between `<img>` and `</img>`. On CUDA its engine has run.
 - **SmolVLM** divides images into tiles too, with their positions as text and with `<fake_token_around_image>`. The
@@ -101,8 +104,16 @@ NOTES = """
   only compare its trainer with transformers. SmolVLM's engine has not run on CUDA yet.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
   vendor's parts.
-- **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. Linear
-  attention on a CPU is only in bfloat16.
+- **Nemotron-H, Nemotron-3-Nano** (`NemotronHForCausalLM`). Each layer is Mamba2, attention without rotation, an MLP or
+  experts, alone. Convolutions, A, D and biases of time steps are frozen, and so are norms and routers. The scan is in
+  plain torch; layers of Mamba2 are not compiled, and the model is not part of CUDA graphs. transformers lengthens time
+  steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM. Multi-token
+  prediction is not loaded. Refused by name: more than one shared expert, latent experts (Nemotron-3-Super), quantised
+  files, other activations, limits of time steps, `--replay-routing`, `--full`, `--tensor-parallel` and
+  `--base-copies 1`. No published file has been loaded yet, and no GPU has run it. vLLM on a CPU computes it in float32
+  too. If files have A_log in float32 and the server computes in bfloat16, the trainer rounds it and vLLM does not.
+- **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
+  attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
   CPU: 0.015 (experts), 0.017 and 0.17 (Qwen3-Next). Engine and trainer: 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035
   (Qwen3-VL MoE), 0.013 and 0.058 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE), at most 0.014 and 0.052 with trained towers
@@ -116,8 +127,8 @@ NOTES = """
   length refuses these models. Within it, trainer and engine are correct.
 - **Context parallelism.** `--context-parallel N` serves every kind whose tokens see only earlier tokens, or a window of
   these, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral, Gemma 2, gpt-oss,
-  DeepSeek-V3, Qwen3-Next, Qwen3.5, InternVL, SmolVLM2 and a Qwen3. No GPU has run it yet.
-- **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind.
+  DeepSeek-V3, Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2 and a Qwen3. No GPU has run it yet.
+- **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but Nemotron.
   Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision of any
   other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is not used,
   since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in
@@ -193,7 +204,7 @@ def _short(names: list[str]) -> str:
 
 def _endings(names: list[str]) -> Iterator[str]:
     for name in names:
-        layer = re.fullmatch(r".*layers\.\d+\.(?:self_attn|mlp)?\.?(.+)", name)
+        layer = re.fullmatch(r".*layers\.\d+\.(?:self_attn|mlp|mixer)?\.?(.+)", name)
         yield layer[1] if layer else name
 
 

@@ -192,6 +192,11 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
     _check_base_precision(renderer, config, source)
+    if config.replay_routing and renderer.config.architectures == [nemotron_h.ARCHITECTURE]:
+        raise BackendFailed(
+            f"{source}: --replay-routing (setting backend.replay_routing) is not supported: nobody has compared replayed"
+            f" routers of {nemotron_h.ARCHITECTURE} with its engine; leave it off"
+        )
     is_quantised = quantisation(renderer.config) is not None
     is_proved = dtype == "bfloat16" and not config.cluster and not is_quantised and _has_shared(renderer)
     longest = min(text_config.max_position_embeddings, _longest_context(config, device))

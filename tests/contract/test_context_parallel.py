@@ -217,6 +217,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "sinks and experts": FAMILIES["gpt-oss"],
     "latent attention": FAMILIES["DeepSeek-V3"],
     "linear attention": FAMILIES["Qwen3-Next"],
+    "Mamba2": FAMILIES["Nemotron-3"],
     "linear attention and images": FAMILIES["Qwen3.5"],
     "tiles": FAMILIES["InternVL"],
     "tiles with text between them": FAMILIES["SmolVLM2"],

@@ -22,8 +22,9 @@ from tests.models import FAMILIES, make_tiny_text, make_tiny_vl, quantise_in_blo
 from tests.sampling import sampler_config
 
 pytestmark = pytest.mark.slow
+REFUSED = ("gpt-oss", "Nemotron-H", "Nemotron-3")
 ALL = {
-    **{kind: make for kind, make in FAMILIES.items() if kind != "gpt-oss"},  # which is refused
+    **{kind: make for kind, make in FAMILIES.items() if kind not in REFUSED},
     "Qwen3": make_tiny_text,
     "Qwen3-VL": make_tiny_vl,
     "Qwen3-VL, tied": lambda directory: make_tiny_vl(directory, tie=True),

@@ -35,6 +35,8 @@ SAMPLED = (
     "Qwen3-VL MoE",
     "Qwen3.5",
     "Qwen3.5 MoE",
+    "Nemotron-H",
+    "Nemotron-3",
     "Qwen2.5-VL",
     "InternVL",
     "SmolVLM2",
@@ -42,8 +44,8 @@ SAMPLED = (
     "Granite",
     "DeepSeek-V3",
 )
-"""One of each: experts, with images too, linear attention, both, windows in the vision tower, tiles of an image, scaled
-logits, and latent attention."""
+"""One of each: experts, with images too, linear attention, both, Mamba2, with experts too, windows in the vision tower,
+tiles of an image, scaled logits, and latent attention."""
 
 
 def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:

@@ -3,7 +3,8 @@
 1. A row without an adapter carries slot -1, which torch's indexing takes for the last slot. The kernels below compute
    slot by slot: -1 gets nothing, and no weights are copied per token.
 2. With LoRA enabled vLLM takes its Triton kernel for experts whatever the device, and no CPU has Triton: not even the
-   base model would run. Weights, names and slots are vLLM's own here too; only the sums are ours.
+   base model would run. Weights, names and slots are vLLM's own here too; only the sums are ours. They include experts
+   without a gate, which vLLM's own kernel for a CPU does not.
 3. A one-token prefill of a linear-attention model crashes: the convolution needs its input with a stride of its own,
    and torch says of a single row that it is contiguous whatever its stride.
 4. With prefix caching, prompts of a Mamba2 model end the engine: the state at the end of a block is to be kept beside
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
@@ -173,6 +175,17 @@ def _convolve_contiguous(*, x: Tensor, **others: object) -> Tensor:
     return result
 
 
+def _allowing_ungated(check: Callable[[FusedMoEConfig], None]) -> Callable[[FusedMoEConfig], None]:
+    def allowing(self: FusedMoEConfig) -> None:
+        try:
+            check(self)
+        except NotImplementedError:  # vLLM has done all else before
+            if self.is_act_and_mul:
+                raise
+
+    return allowing
+
+
 def patch_cpu() -> None:
     """Apply the changes of a process that computes on the CPU, before a model is made."""
     if torch.cpu._is_amx_tile_supported():
@@ -180,6 +193,7 @@ def patch_cpu() -> None:
         torch.cpu._init_amx()
     targets.PUNICA.replace(CPUKernels)
     targets.CPU_EXPERTS.replace(lambda moe_config: (UnquantizedMoeBackend.CPU, ExpertsOnCPU))
+    targets.CPU_UNGATED_EXPERTS.replace(_allowing_ungated(FusedMoEConfig.__post_init__))
     targets.CPU_CONVOLUTION.replace(_convolve_contiguous)
     targets.CPU_MAMBA2.replace(MambaBase.get_kv_cache_spec)
 

@@ -164,6 +164,13 @@ CPU_EXPERTS = Patch(
     "cpu-experts-with-lora.md",
     device="cpu",
 )
+CPU_UNGATED_EXPERTS = Patch(
+    "cpu-ungated-experts",
+    "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig.__post_init__",
+    "d6646dd67e4468e3753924e4b3fa649424130c3c74a796d6d09c6e500e83125f",
+    "Experts without a gate are refused on a CPU, at the end of the check; ours there compute them.",
+    device="cpu",
+)
 CPU_CONVOLUTION = Patch(
     "cpu-one-token-prefill",
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu",

@@ -22,8 +22,8 @@ microbatches: the kernels chosen are the fastest for it."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile each layer at its first call, except linear attention: that is a loop over chunks, and the compiled code
-    would be for one number of them."""
+    """Compile each layer at its first call, except linear attention, which has a convolution: it is a loop over chunks,
+    and the compiled code would be for one number of them."""
     layers = list(layers)
     # Norms and silu(gate) * up are then recomputed in backward, not saved: a quarter less memory, 1 % more time.
     targets.KEEP_MATERIALIZED.replace(False)
@@ -34,7 +34,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     targets.KEEP_NOT_ALLOWED.replace(has_experts)
     targets.KEEP_OPERATORS.replace(not has_experts)
     for layer in layers:
-        if "linear_attn" not in dict(layer.named_children()):
+        if not any(isinstance(module, nn.Conv1d) for module in layer.modules()):
             layer.compile(dynamic=True, backend=_with_linears_merged)
 
 

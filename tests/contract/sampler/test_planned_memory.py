@@ -12,7 +12,13 @@ from backends.config import BackendConfig
 from backends.configure.describe import describe_models
 from backends.configure.memory_plan import Machine, engine_parts
 from backends.sampler.engine import engine_args
-from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_5, make_tiny_text, make_tiny_vl
+from tests.models import (
+    make_tiny_deepseek_v3,
+    make_tiny_nemotron_h,
+    make_tiny_qwen3_5,
+    make_tiny_text,
+    make_tiny_vl,
+)
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
 pytestmark = [pytest.mark.slow]
@@ -33,9 +39,10 @@ def embedded(_: Path) -> Path:
         (make_tiny_qwen3_5, 1, False),
         (make_tiny_deepseek_v3, 1, False),
         (make_tiny_text, 1, False),
+        (make_tiny_nemotron_h, 1, False),
         (embedded, 2, True),
     ],
-    ids=["qwen3-vl", "mixture", "qwen3.5", "deepseek-v3", "text", "two-ranks"],
+    ids=["qwen3-vl", "mixture", "qwen3.5", "deepseek-v3", "text", "nemotron", "two-ranks"],
 )
 async def test_an_engines_parts_are_as_large_as_planned(
     make: Make, ranks: int, train_vision: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

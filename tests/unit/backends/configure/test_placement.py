@@ -1,5 +1,6 @@
 """Every base model's share of a machine, and the message if they do not fit."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from backends.configure.placement import make_plan, placement
 from backends.families.coverage import LoraMatrices, Numbers
 from backends.model_spec import Device, Mesh, Placement
 from backends.protocol import BackendFailed
-from tests.models import make_tiny_gpt_oss, make_tiny_qwen3_5, make_tiny_vl
+from tests.models import make_tiny_gpt_oss, make_tiny_nemotron_h, make_tiny_qwen3_5, make_tiny_vl
 from tests.specs import tiny_spec
 from tinker_server.embedded import DIRECTORIES, TINY_VL
 
@@ -314,6 +315,26 @@ def test_slices_of_microbatches_are_refused_by_name_where_ranks_cannot_compute_t
             describe_models(config.model_copy(update=settings), machine)
     linear = config.model_copy(update={"models": {"a": str(make_tiny_qwen3_5(tmp_path / "model"))}})
     assert describe_models(linear, machine)["a"].spec.mesh.context == 2
+
+
+def test_mamba2_is_divided_by_heads_alone_and_refused_by_name_where_nothing_was_compared(tmp_path: Path) -> None:
+    source = make_tiny_nemotron_h(tmp_path / "model")
+    config = BackendConfig(models={"a": str(source)}, device="cpu", context_parallel=2)
+    machine = Machine(64 * GIB)
+    found = describe_models(config, machine)["a"].spec
+    assert (found.mesh.context, found.dtype) == (2, "float32")
+    for settings, reason in (
+        ({"context_parallel": 4}, r"context_parallel 4 .* its 2 heads cannot be divided evenly"),
+        ({"context_parallel": 1, "base_copies": 1}, r"base_copies 1 .* has other numbers for Mamba2 than its files"),
+        ({"context_parallel": 1, "tensor_parallel": 2}, r"tensor_parallel 2 .* adapters of linear attention are not"),
+        ({"context_parallel": 1, "full": True}, r"supported neither of experts nor of linear attention: .*experts"),
+    ):
+        with pytest.raises(BackendFailed, match=reason):
+            describe_models(config.model_copy(update=settings), machine)
+    odd = json.loads((source / "config.json").read_text()) | {"mamba_num_heads": 3, "n_groups": 1}
+    (source / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(BackendFailed, match=r"context_parallel 2 .* its 3 heads of linear attention cannot be divided"):
+        describe_models(config, machine)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 from backends.families.coverage import LoraMatrices, check_coverage
 from backends.families.family import LoraFlag
 from backends.families.lora_names import decoder_modules
+from backends.families.nemotron_h import require_known
 from backends.families.registry import find_family
 from backends.protocol import BackendFailed
 from tests.models import make_tiny_vl
@@ -206,6 +207,72 @@ def test_deepseek_v3_is_refused_by_name_where_the_engine_would_compute_otherwise
     wanted = rf"DeepseekV3ForCausalLM with {re.escape(field)} .* the engine has it with .* alone"
     with pytest.raises(BackendFailed, match=wanted):
         find_family(model, "dir")
+
+
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "moe_shared_expert_intermediate_size": 48,
+    **EXPERTS,
+}
+
+
+def nemotron(**sizes: object) -> PretrainedConfig:
+    found = config("nemotron_h", **{**NEMOTRON, **sizes})
+    found.architectures = ["NemotronHForCausalLM"]
+    return found
+
+
+def test_nemotron_h_is_covered_with_its_router_convolutions_and_states_frozen() -> None:
+    model = nemotron()
+    family = find_family(model, "dir")
+    numbers = check_coverage(family, model, "dir")
+    values, written = 4 * 16, 2 * 8
+    assert set(numbers.matrices) == {
+        LoraMatrices("in_proj", 1, 2 * values + 2 * written + 4, 64),
+        LoraMatrices("out_proj", 1, 64, values),
+        LoraMatrices("experts", 8, 32, 64),
+        LoraMatrices("experts", 8, 64, 32),
+        LoraMatrices("up_proj", 1, 48, 64),
+        LoraMatrices("down_proj", 1, 64, 48),
+        LoraMatrices("up_proj", 1, 128, 64),
+        LoraMatrices("down_proj", 1, 64, 128),
+        LoraMatrices("q_proj", 1, 2 * 128, 64),
+        LoraMatrices("k_proj", 1, 128, 64),
+        LoraMatrices("v_proj", 1, 128, 64),
+        LoraMatrices("o_proj", 1, 64, 2 * 128),
+        LoraMatrices("lm_head", 1, 128, 64),
+    }
+    assert list(family.frozen) == ["model.layers.*.mixer.gate"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_shared_experts", 2),
+        ("moe_latent_size", 16),
+        ("mlp_hidden_act", "silu"),
+        ("mamba_hidden_act", "gelu"),
+        ("time_step_limit", (0.0, 0.5)),
+        ("sliding_window", 8),
+        ("tie_word_embeddings", True),
+    ],
+)
+def test_nemotron_h_is_refused_by_name_where_engine_or_trainer_would_pass_over_its_config(
+    field: str, value: object
+) -> None:
+    with pytest.raises(BackendFailed, match=rf"dir: NemotronHForCausalLM with {field} .* is not supported, only with"):
+        find_family(nemotron(**{field: value}), "dir")
+
+
+def test_nemotron_h_is_refused_if_it_is_quantised() -> None:
+    model = nemotron()
+    model.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(BackendFailed, match="NemotronHForCausalLM with quantization_config"):
+        require_known(model, "dir")
 
 
 def test_qwen2_moe_is_refused_with_windows_that_the_engine_would_ignore() -> None:

@@ -292,6 +292,13 @@ def test_routing_of_another_model_is_refused_by_name(
     logprobs(rank, [datum(TEXTS[1], renderer)])
 
 
+def test_replay_is_refused_by_name_for_routers_of_sigmoids(tmp_path: Path) -> None:
+    source = FAMILIES["Nemotron-3"](tmp_path / "model")
+    given = BackendConfig(models={"a": str(source)}, replay_routing=True, device="cpu", scratch_dir=tmp_path / "s")
+    with pytest.raises(BackendFailed, match=r"--replay-routing .* NemotronHForCausalLM weigh experts by sigmoids"):
+        describe_models(given, Machine(8 << 30))
+
+
 def test_replay_is_refused_if_no_model_has_experts_and_skipped_for_those_without(tmp_path: Path) -> None:
     dense, mixture = FAMILIES["Llama"](tmp_path / "dense"), make_tiny_moe(tmp_path / "mixture")
     given = BackendConfig(models={"dense": str(dense)}, replay_routing=True, device="cpu", scratch_dir=tmp_path / "s")

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import NemotronHConfig
 
-from backends.formats.model_files import count_parameters, fingerprint
+from backends.formats.model_files import (
+    count_parameters,
+    fingerprint,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+)
 from backends.protocol import BackendFailed
 from tests.models import make_tiny_text
 
@@ -51,6 +57,16 @@ def test_another_config_changes_the_fingerprint(tiny_text: Path, copy: Path) -> 
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
     assert fingerprint(copy) != fingerprint(tiny_text)
+
+
+def test_of_a_hybrid_each_layer_keeps_what_its_kind_keeps() -> None:
+    """Published sizes of Nemotron-3-Nano: 6 of its 52 layers have keys, and 23 a state."""
+    layers = NemotronHConfig._pattern_to_list("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME")
+    sizes = {"mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    config = NemotronHConfig(layers_block_type=layers, num_key_value_heads=2, head_dim=128, **sizes)
+    assert kv_bytes_per_token(config, "bfloat16") == 6 * 2 * 2 * 128 * 2
+    convolved, states = (64 * 64 + 2 * 8 * 128) * 3, 64 * 64 * 128
+    assert state_bytes_per_sequence(config, "bfloat16") == 23 * (convolved * 2 + states * 4)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ def test_matrices_of_experts_have_the_vendors_names_and_an_index_in_their_stack(
     assert name == (f"base_model.model.model.layers.3.mlp.experts.{exported}.lora_B.weight", 11)
 
 
+@pytest.mark.parametrize(("peft", "exported"), [("up_proj", "w1"), ("down_proj", "w2")])
+def test_matrices_of_experts_without_a_gate_have_the_tools_names(peft: str, exported: str) -> None:
+    """As `tinker_cookbook.weights` maps them for Nemotron-3."""
+    name = tinker_name(f"base_model.model.model.layers.3.mixer.experts.11.{peft}.lora_B.weight")
+    assert name == (f"base_model.model.model.layers.3.mixer.experts.{exported}.lora_B.weight", 11)
+
+
 @pytest.mark.parametrize("matrix", ["w1", "w2", "w3"])
 def test_experts_under_the_names_of_mixtrals_files_are_exported_like_all_others(matrix: str) -> None:
     name = tinker_name(f"base_model.model.model.layers.3.block_sparse_moe.experts.11.{matrix}.lora_A.weight")

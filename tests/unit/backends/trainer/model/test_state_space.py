@@ -1,20 +1,25 @@
 """Packed Mamba2 equals the recurrence of each sample alone, in float64, gradients included."""
 
 import importlib
+import json
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import NemotronHConfig
+from transformers import AutoModelForCausalLM, NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from backends.families.nemotron_h import unlimit_time_steps
 from backends.trainer.model.attention import varlen_arguments
 from backends.trainer.model.linear_attention import pack_linear_attention
+from tests.factories import datum, make_renderer, prompt, words
+from tests.models import make_tiny_nemotron_h
+from tests.trainers import LORA, logprobs, reference_logprobs, trainer
 
 HEADS, GROUPS, WIDTH, STATE = 4, 2, 3, 5
 CHUNK = 64
@@ -172,3 +177,20 @@ def test_a_call_without_lengths_is_transformers_own(scan: Scan) -> None:
     )  # fmt: skip
     assert state.shape == (1, HEADS, WIDTH, STATE)
     torch.testing.assert_close(out.double(), recurrence(*given), rtol=1e-4, atol=1e-4)
+
+
+def test_time_steps_are_as_short_as_the_engines(tmp_path: Path) -> None:
+    """transformers makes those longer that are below the config's `time_step_min`; vLLM and NVIDIA's code do not."""
+    source = make_tiny_nemotron_h(tmp_path / "model", moe=False)
+    config = json.loads((source / "config.json").read_text())
+    text, renderer = prompt(words(23, 1)), make_renderer(source)
+    scores = {}
+    for shortest in (1e-9, 0.5):
+        (source / "config.json").write_text(json.dumps(config | {"time_step_min": shortest}))
+        rank, model = trainer(source), AutoModelForCausalLM.from_pretrained(source).eval()
+        rank.create_model("m", LORA)
+        item = datum(text, renderer)
+        with torch.no_grad():
+            scores[shortest] = logprobs(rank, [item])[0], reference_logprobs(renderer, item, model)[:, 0].numpy()
+    np.testing.assert_allclose(scores[0.5][0], scores[1e-9][1], atol=1e-4)
+    assert np.abs(scores[0.5][1] - scores[1e-9][1]).max() > 0.05, "the limit would be felt"
