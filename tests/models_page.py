@@ -106,10 +106,9 @@ NOTES = """
   ([upstream](upstream/index.md)). Every load of an adapter is checked behind an image. An image has 896 x 896 pixels
   whatever its shape, and 256 features between `<start_of_image>` and `<end_of_image>`, with two newlines on each side. A
   newline of the text beside it stays a token of its own, also in conversations; the model's own processor would join
-  the newlines. Refused at start: pan-and-scan (`do_pan_and_scan`), a window shorter than an image, `--train-vision`,
-  `--full` and `--tensor-parallel`. The engine needs the tower's names of the published files
-  (`vision_tower.vision_model.`), which transformers 5 shortens when it saves. Trainer and engine agree on a CPU in the
-  tests. Nothing of it has run on CUDA yet.
+  the newlines. Refused at start: CUDA, where nothing of it has run yet, pan-and-scan (`do_pan_and_scan`), a window
+  shorter than an image, `--train-vision`, `--full` and `--tensor-parallel`. The engine needs the tower's names of the published files
+  (`vision_tower.vision_model.`), which transformers 5 shortens when it saves.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
   vendor's parts.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. Linear

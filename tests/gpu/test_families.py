@@ -38,11 +38,12 @@ SAMPLED = (
     "Qwen2.5-VL",
     "InternVL",
     "SmolVLM2",
+    "Gemma 3 with images",
     *WINDOWED,
     "Granite",
 )
 """One of each: experts, with images too, linear attention, both, windows in the vision tower, tiles of an image,
-and scaled logits."""
+images whose tokens see each other, and scaled logits."""
 
 
 def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:
