@@ -100,15 +100,14 @@ NOTES = """
   first SmolVLM (`Idefics3ForConditionalGeneration`) is served like SmolVLM2, by the same class of the engine; the tests
   only compare its trainer with transformers. SmolVLM's engine has not run on CUDA yet.
 - **Gemma 3 with images.** The tokens of one image see each other in both directions, in layers with a window too. All
-  other tokens see only earlier ones. The trainer widens its masks; on CUDA it adds the scores of an image's later tokens
-  to the kernel's by their log-sum-exp, and compares the result with the definition at the first image. In vLLM 0.32 the
-  CPU's attention has no such images, and a step may end within one. The server corrects both
-  ([upstream](upstream/index.md)). Every load of an adapter is checked behind an image. An image has 896 x 896 pixels
-  whatever its shape, and 256 features between `<start_of_image>` and `<end_of_image>`, with two newlines on each side. A
-  newline of the text beside it stays a token of its own, also in conversations; the model's own processor would join
-  the newlines. Refused at start: CUDA, where nothing of it has run yet, pan-and-scan (`do_pan_and_scan`), a window
-  shorter than an image, `--train-vision`, `--full` and `--tensor-parallel`. The engine needs the tower's names of the published files
-  (`vision_tower.vision_model.`), which transformers 5 shortens when it saves.
+  other tokens see only earlier ones. In vLLM 0.32 the CPU's attention has no such images, and a step may end within
+  one. The server corrects both ([upstream](upstream/index.md)), and checks every load of an adapter behind an image.
+  An image has 896 x 896 pixels whatever its shape, and 256 features between `<start_of_image>` and `<end_of_image>`,
+  with two newlines on each side. A newline of the text beside it stays a token of its own, also in conversations; the
+  model's own processor would join the newlines. The engine needs the names of the published files: transformers 5
+  shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: CUDA, where nothing of
+  it has run yet, pan-and-scan (`do_pan_and_scan`), a window shorter than an image, `--train-vision`, `--full` and
+  `--tensor-parallel`.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
   vendor's parts.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. Linear
@@ -125,8 +124,8 @@ NOTES = """
   engine then differs for short texts, by 2.6 nats on a tiny model. So a server whose context exceeds the original
   length refuses these models. Within it, trainer and engine are correct.
 - **Context parallelism.** `--context-parallel N` serves every kind whose tokens see only earlier tokens, or a window of
-  these, or their own image, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral, Gemma 2, gpt-oss,
-  Qwen3-Next, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3. No GPU has run it yet.
+  these, or their own image, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral,
+  Gemma 2, gpt-oss, Qwen3-Next, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3. No GPU has run it yet.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind.
   Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision of any
   other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is not used,
