@@ -188,14 +188,19 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
+    if renderer.family.sees_whole_images and device == "cuda":
+        raise BackendFailed(
+            f"{source}: {renderer.config.architectures[0]} is not supported on CUDA: its images' tokens see each other,"
+            " and no GPU has compared trainer and engine yet; set backend.device to cpu"
+        )
     _check_tensor_parallel(renderer, config, source)
     _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)
     _check_base_precision(renderer, config, source)
     if config.replay_routing and renderer.config.architectures == [nemotron_h.ARCHITECTURE]:
         raise BackendFailed(
-            f"{source}: --replay-routing (setting backend.replay_routing) is not supported: nobody has compared replayed"
-            f" routers of {nemotron_h.ARCHITECTURE} with its engine; leave it off"
+            f"{source}: --replay-routing (setting backend.replay_routing) is not supported: nobody has compared"
+            f" replayed routers of {nemotron_h.ARCHITECTURE} with its engine; leave it off"
         )
     is_quantised = quantisation(renderer.config) is not None
     is_proved = dtype == "bfloat16" and not config.cluster and not is_quantised and _has_shared(renderer)

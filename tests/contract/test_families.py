@@ -128,6 +128,25 @@ def test_peft_reads_the_adapters_of_experts(make: Callable[[Path], Path], tmp_pa
             np.testing.assert_allclose(got, reference_logprobs(renderer, item, model)[:, 0], atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_gradients_behind_and_within_images_whose_tokens_see_each_other_are_those_of_peft(tmp_path: Path) -> None:
+    """Packed; transformers computes each sample alone, by its own masks."""
+    source = FAMILIES["Gemma 3 with images"](tmp_path / "model")
+    rank, renderer = trainer(source), make_renderer(source)
+    rank.create_model("m", LORA)
+    perturb(rank, "m")
+    rank.save_sampler_weights("m", tmp_path / "adapter", for_elsewhere=True)
+    data = [datum(model_input, renderer, seed) for seed, model_input in enumerate(MIXED.values())]
+    forward_backward(rank, "m", cross_entropy(data), True)
+    base = AutoModelForImageTextToText.from_pretrained(source).eval()
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    for item in data:
+        logprobs_T = reference_logprobs(renderer, item, model)[:, 0]
+        (-logprobs_T * torch.from_numpy(item.loss_fn_inputs["weights"])).sum().backward()
+    wanted = {name.replace(".default", ""): one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert_same(gradients(rank, "m"), wanted)
+
+
 def merge(model, tensors: dict[str, torch.Tensor], scale: float) -> None:
     """Add an adapter file's products to the weights that its names mean."""
     for name, a in tensors.items():

@@ -3,10 +3,13 @@
 pytest tests/gpu/test_attention.py
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
+from backends.kernels.plain_attention import plain_attention
 from backends.kernels.varlen_attention import LONG, _cudnn_serves, packed_attention
 from tests.attention import masked_softmax, span_rows
 
@@ -60,6 +63,38 @@ def test_sinks_are_near_a_masked_softmax_with_one_more_score(row, window, heads)
     *qkv, grad_THD = random_row(lengths, heads, heads_first=False)
     sinks_H = torch.linspace(-3, 6, heads[0], device="cuda", dtype=torch.bfloat16)
     near_a_masked_softmax(qkv, grad_THD, lengths, window, sinks_H)
+
+
+@pytest.mark.parametrize("heads", [(8, 4, 256), (16, 8, 128), (4, 2, 32)], ids=str)
+@pytest.mark.parametrize("window", [None, 256, 1024])
+@pytest.mark.parametrize("others", [[700, 3], [LONG, 1]], ids=str)
+def test_images_whose_tokens_see_each_other_are_near_their_definition(others, window, heads):
+    """Three images in each of two samples, beside others: output, and gradients by autograd in float32."""
+    lengths = [3 * 262 + 50, *others, 3 * 262 + 1]
+    *qkv, grad_THD = random_row(lengths, heads, heads_first=False)
+    begins = torch.tensor([0, *lengths]).cumsum(0)
+    firsts = [begins[sample].item() + 3 + 262 * number for sample in (0, 3) for number in range(3)]
+    images_IF = torch.tensor(firsts)[:, None] + torch.arange(256)
+    bounds, scale = begins.to(torch.int32), heads[2] ** -0.5
+    for tensor in qkv:
+        tensor.requires_grad_()
+    images = images_IF.flatten().cuda()
+    out, _ = packed_attention(*qkv, bounds.cuda(), bounds, max(lengths), scale, window, None, images, 256)
+    got = [out, *torch.autograd.grad(out, qkv, grad_THD)]
+    image_T = torch.full((sum(lengths),), -1)
+    image_T[images_IF] = torch.arange(len(images_IF))[:, None]
+    floats, parts = [one.detach().float().requires_grad_() for one in qkv], []
+    for begin, end in pairwise(begins.tolist()):
+        mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        mask = mask if window is None else mask.triu(1 - window)
+        own_T = image_T[begin:end]
+        mask |= (own_T[:, None] == own_T) & (own_T >= 0)
+        sample = [one[begin:end].transpose(0, 1)[None] for one in floats]
+        parts.append(plain_attention(sample, mask.cuda(), scale, None, None)[0])
+    expected = torch.cat(parts)
+    wanted = [expected, *torch.autograd.grad(expected, floats, grad_THD.float())]
+    for one, other in zip(got, wanted, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
 
 
 def near_a_masked_softmax(

@@ -40,12 +40,13 @@ SAMPLED = (
     "Qwen2.5-VL",
     "InternVL",
     "SmolVLM2",
+    "Gemma 3 with images",
     *WINDOWED,
     "Granite",
     "DeepSeek-V3",
 )
 """One of each: experts, with images too, linear attention, both, Mamba2, with experts too, windows in the vision tower,
-tiles of an image, scaled logits, and latent attention."""
+tiles of an image, images whose tokens see each other, scaled logits, and latent attention."""
 
 
 def on_cuda(source: Path, dtype: Literal["float32", "bfloat16"], **others: Any) -> TrainerRank:

@@ -38,7 +38,8 @@ def whole_tokens(features: Sequence[MultiModalFeatureSpec], num_computed: int, n
     end = num_computed + num_new
     for position in (feature.mm_position for feature in features):
         if position.offset < end < position.offset + position.length:
-            return max(0, position.offset - num_computed)
+            room: int = position.offset - num_computed
+            return max(0, room)
     return num_new
 
 

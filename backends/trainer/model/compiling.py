@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from backends.families.family import ImageSpan
 from backends.inputs.rendering import Rendered, Renderer
 from backends.trainer.distributed import World
 from backends.trainer.lora.experts import LoraExperts
@@ -74,20 +75,35 @@ def warm_up(scorer: Scorer, renderer: Renderer, world: World) -> None:
     log.info("compiling the decoder's layers, which takes about half a minute")
     for with_gradient in (True, False):
         with torch.set_grad_enabled(with_gradient):
-            run_text(scorer, renderer, world, [world.context.size * length for length in _WARM_UP_LENGTHS])
+            lengths = [world.context.size * length for length in _WARM_UP_LENGTHS]
+            run_text(scorer, renderer, world, lengths)
+            if renderer.family.sees_whole_images:  # layers are compiled once more, and their kernel is tested
+                run_text(scorer, renderer, world, lengths, with_image=True)
     log.info("compiled in %.0f s", time.monotonic() - began)
 
 
-def run_text(scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int]) -> None:
-    """Run a microbatch of made-up texts through the base alone, and backward if gradients are enabled."""
+def run_text(
+    scorer: Scorer, renderer: Renderer, world: World, lengths: Sequence[int], *, with_image: bool = False
+) -> None:
+    """Run a microbatch of made-up texts through the base alone, and backward if gradients are enabled. `with_image`:
+    the first begins with the tokens of an image, without its features."""
     scorer.weights.load([])
-    batch = text_microbatch(renderer, world, lengths)
+    batch = text_microbatch(renderer, world, lengths, with_image=with_image)
     logprobs_TK = scorer(batch, scorer.weights.blank(sum(lengths)))
     if torch.is_grad_enabled():
         logprobs_TK.sum().backward()
 
 
-def text_microbatch(renderer: Renderer, world: World, lengths: Sequence[int]) -> Microbatch:
-    """Pack made-up texts of these lengths."""
-    texts = [np.zeros(length, np.int64) for length in lengths]
-    return pack([(Rendered(text, [], []), text) for text in texts], renderer.family, world.device)
+def text_microbatch(
+    renderer: Renderer, world: World, lengths: Sequence[int], *, with_image: bool = False
+) -> Microbatch:
+    """Pack made-up texts of these lengths, the first one as `run_text` says."""
+    texts, vision = [np.zeros(length, np.int64) for length in lengths], renderer.family.vision
+    spans: list[list[ImageSpan]] = [[] for _ in texts]
+    if with_image and vision is not None:
+        grid = vision.grid(64, 64)
+        span = ImageSpan(0, vision.num_tokens(grid), grid, 64 * 64)
+        texts[0][: span.num_tokens] = vision.image_ids(span)
+        spans[0].append(span)
+    samples = [(Rendered(text, own, []), text) for text, own in zip(texts, spans, strict=True)]
+    return pack(samples, renderer.family, world.device)

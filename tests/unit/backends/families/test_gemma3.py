@@ -119,13 +119,14 @@ def test_a_config_with_which_the_engine_would_compute_other_numbers_is_refused(
     [
         ({"train_vision": True}, "LoRA on this kind of vision tower is not supported"),
         ({"full": True}, "training all weights .* of a model whose images' tokens see each other is not supported"),
+        ({"device": "cuda"}, "Gemma3ForConditionalGeneration is not supported on CUDA: .* no GPU has compared"),
         ({"tensor_parallel": 2}, "images whose tokens see each other are not compared with the trainer there"),
     ],
 )
 def test_what_was_not_compared_is_refused_at_start(source: Path, settings: dict[str, Any], refusal: str) -> None:
-    config = BackendConfig(models={"a": str(source)}, device="cpu", **settings)
+    config = BackendConfig(**{"models": {"a": str(source)}, "device": "cpu", **settings})
     with pytest.raises(BackendFailed, match=refusal):
-        describe_models(config, Machine(64 << 30))
+        describe_models(config, Machine(64 << 30, (80 << 30,), ("a GPU",)))
 
 
 def test_it_is_covered_and_its_vision_tower_frozen(source: Path) -> None:
