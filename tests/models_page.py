@@ -118,10 +118,11 @@ NOTES = """
   experts, alone. Convolutions, A, D and biases of time steps are frozen, and so are norms and routers. The scan is in
   plain torch; layers of Mamba2 are not compiled, and the model is not part of CUDA graphs. transformers lengthens time
   steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM.
-  Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts (Nemotron-3-Super), quantised
-  files, other activations, limits of time steps, `--replay-routing`, `--full`, `--tensor-parallel` and
-  `--base-copies 1`. No published file has been loaded yet, and no GPU has run it. vLLM on a CPU computes it in float32
-  too. If files have A_log in float32 and the server computes in bfloat16, the trainer rounds it and vLLM does not.
+  Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
+  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`,
+  `--tensor-parallel` and `--base-copies 1`. No published file has been loaded yet, and no GPU has run it. vLLM on a
+  CPU computes it in float32 too. If files have A_log in float32 and the server computes in bfloat16, the trainer
+  rounds it and vLLM does not.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
