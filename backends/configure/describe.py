@@ -268,12 +268,12 @@ def _layer_token_bytes(text_config: PretrainedConfig, number_bytes: int) -> floa
     hidden = text_config.hidden_size
     heads, key_heads = text_config.num_attention_heads, text_config.num_key_value_heads
     attention = 2 * (heads + key_heads) * head_width(text_config)
-    mlp = 2 * text_config.intermediate_size
     if chosen := getattr(text_config, "num_experts_per_tok", 0):
         # Of each (token, expert) pair the input, gate, up, their product, and the output.
         inner = getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size
-        mlp = chosen * (2 * hidden + 3 * inner)
-        mlp += 2 * _shared_expert_width(text_config, inner)
+        mlp = chosen * (2 * hidden + 3 * inner) + 2 * _shared_expert_width(text_config, inner)
+    else:
+        mlp = 2 * text_config.intermediate_size
     if getattr(text_config, "mamba_num_heads", None) is None:
         return float(number_bytes * (attention + mlp + hidden) + 4 * hidden)
     shape = linear_attention(text_config)
