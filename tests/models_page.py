@@ -123,9 +123,9 @@ NOTES = """
   since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in
   separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE,
   Qwen3.5 MoE and DeepSeek-V3. No published file has been loaded yet, and no GPU has run this. An adapter is trained on
-  the dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one scale for a tensor,
-  static activations, other blocks or scales, compressed-tensors and all other quantisation are refused by name, and so
-  is `--full`.
+  the dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one
+  scale for a tensor, static activations, other blocks or scales, compressed-tensors and all other quantisation are
+  refused by name, and so is `--full`.
 - **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
   ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
   windows there yet. Attention in chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and
