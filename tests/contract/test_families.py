@@ -142,9 +142,7 @@ def test_gradients_behind_and_within_images_whose_tokens_see_each_other_are_thos
     for item in data:
         logprobs_T = reference_logprobs(renderer, item, model)[:, 0]
         (-logprobs_T * torch.from_numpy(item.loss_fn_inputs["weights"])).sum().backward()
-    wanted = {
-        name.replace(".default", ""): one.grad for name, one in model.named_parameters() if one.grad is not None
-    }
+    wanted = {name.replace(".default", ""): one.grad for name, one in model.named_parameters() if one.grad is not None}
     assert_same(gradients(rank, "m"), wanted)
 
 
