@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Gemma3Pr
 from api_schemas.inputs import ImageChunk
 from backends.config import BackendConfig
 from backends.configure.describe import describe_models
-from backends.configure.gpus import Machine
+from backends.configure.memory_plan import Machine
 from backends.families.coverage import check_coverage, image_token_numbers
 from backends.families.registry import find_family
 from backends.inputs.rendering import Renderer
