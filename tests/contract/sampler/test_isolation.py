@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import secrets
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ async def test_an_adapter_that_diverged_leaves_nothing_in_the_cache_for_others(s
 async def test_the_prefix_cache_reveals_no_prompt_of_another_owner(sampler, messages):
     """A prompt found there shows in the usage, and is answered sooner."""
     unseen = secrets.token_hex(8)  # a failed attempt leaves its prompt in the cache
-    content = [{"type": "text", "text": f"{unseen} {messages[0]}"}]
+    content: list[dict[str, Any]] = [{"type": "text", "text": f"{unseen} {messages[0]}"}]
     if len(messages) > 1:
         url = f"data:image/png;base64,{base64.b64encode(photo(96, 64, 77)).decode()}"
         content.append({"type": "image_url", "image_url": {"url": url}})

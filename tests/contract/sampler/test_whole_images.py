@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api_schemas.inputs import Datum, ModelInput
+from api_schemas.inputs import Datum, ImageChunk, ModelInput
 from api_schemas.sampling import SampleResponse
 from backends.sampler.pool import SamplerPool
 from tests.factories import image, make_renderer, prompt, words
@@ -29,29 +29,33 @@ def with_drawn(model_input: ModelInput, response: SampleResponse) -> ModelInput:
 
 
 async def test_no_step_and_no_cached_prefix_cuts_an_image(tmp_path: Path) -> None:
-    """Prompts of more tokens than a step has, nearly all of them images'; and one whose first block ends within an
-    image, twice."""
+    """Images at the beginning of prompts, for which long texts leave little of a step's 4,096 tokens; and a prompt
+    whose first block ends within an image, twice."""
     source = make_tiny_gemma3(tmp_path / "model")
     renderer, rank = make_renderer(source), trainer(source)
     rank.create_model("fresh", LORA)  # adds nothing
-    many = [
-        prompt(*(part for at in range(8) for part in (words(2, at), image(64, 64, 8 * number + at))))
-        for number in range(32)
-    ]
-    assert sum(renderer.layout(one, "prompt")[0] for one in many) > 5000
+    texts = [prompt(words(4060 - 5 * number, number)) for number in range(6)]
+    shown = [prompt(image(64, 64, number % 3), words(3, number)) for number in range(90)]
     cut = prompt(words(BLOCK - 10, 1), image(64, 64, 1), image(96, 64, 2), words(5, 2))
     first = renderer.render(cut, "prompt").spans[0]
     assert first.offset + 4 < BLOCK < first.offset + first.num_tokens - 4
     running = SamplerPool(sampler_config(source, tmp_path / "scratch"))
     await running.start()
     try:
-        asked = [request(one, {"max_tokens": 2, "stop": []}) for one in [*many, cut]]
+        mixed = [one for number, text in enumerate(texts) for one in (text, *shown[15 * number : 15 * number + 15])]
+        asked = [request(one, {"max_tokens": 2, "stop": []}) for one in [*mixed, cut]]
         answers = await asyncio.gather(*(sample(running, one, None) for one in asked))
         again = await sample(running, asked[-1], None)
     finally:
         await running.stop()
     assert again.prompt_cache_hit_tokens == BLOCK
-    for model_input, answer in zip([*many, cut, cut], [*answers, again], strict=True):
+    with_images = [
+        (model_input, answer)
+        for model_input, answer in zip([*mixed, cut, cut], [*answers, again], strict=True)
+        if any(isinstance(chunk, ImageChunk) for chunk in model_input.chunks)
+    ]
+    assert len(with_images) == len(shown) + 2
+    for model_input, answer in with_images:
         whole = with_drawn(model_input, answer)
         ids = renderer.render(whole, "datum").token_ids_T
         targets = {"target_tokens": np.append(ids[1:], 0), "weights": np.ones(len(ids), np.float32)}

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Gemma3Pr
 
 from api_schemas.inputs import ImageChunk
 from backends.config import BackendConfig
-from backends.configure.describe import Machine, describe_models
+from backends.configure.describe import describe_models
+from backends.configure.memory_plan import Machine
 from backends.families.coverage import check_coverage, image_token
 from backends.families.registry import find_family
 from backends.inputs.rendering import Renderer
@@ -37,9 +38,11 @@ def renderer(source: Path) -> Renderer:
     return make_renderer(source)
 
 
-@pytest.mark.parametrize("size", [(64, 64), (300, 200), (400, 30), (20, 20)])
-def test_a_prompt_is_what_the_models_own_processor_writes(renderer: Renderer, source: Path, size: Any) -> None:
-    pictures = [photo(*size, 1), photo(64, 96, 2)]
+@pytest.mark.parametrize(("width", "height"), [(64, 64), (300, 200), (400, 30), (20, 20)])
+def test_a_prompt_is_what_the_models_own_processor_writes(
+    renderer: Renderer, source: Path, width: int, height: int
+) -> None:
+    pictures = [photo(width, height, 1), photo(64, 96, 2)]
     own = AutoImageProcessor.from_pretrained(source, backend="torchvision")
     processor = Gemma3Processor(own, AutoTokenizer.from_pretrained(source), image_seq_length=16)
     opened = [Image.open(io.BytesIO(one)) for one in pictures]

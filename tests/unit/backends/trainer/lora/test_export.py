@@ -147,6 +147,7 @@ def test_every_tensor_of_a_trained_adapter_is_there_once(
     assert config["target_modules"] == sorted({module.split(".")[-1] for module in modules})
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize(
     "make",
     [
