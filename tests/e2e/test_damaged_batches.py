@@ -5,6 +5,8 @@ pytest tests/e2e/test_damaged_batches.py -m slow
 
 import json
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -17,7 +19,9 @@ from tests.factories import MIXED, batch, datum
 from tests.servers import KEY, MODEL, Server
 from tests.training import logprobs_of
 
-BATCHES, SEED = 100, 1
+BATCHES, SEED = 200, 1
+GAP_S = 0.1
+"""The server waits no longer for the number of a batch that it could not read, to which it answered."""
 
 
 def damaged(body: bytes, draw: random.Random) -> bytes:
@@ -33,6 +37,13 @@ def damaged(body: bytes, draw: random.Random) -> bytes:
             case _:
                 changed[at:at] = changed[at : at + draw.randint(1, 8)]
     return bytes(changed)
+
+
+@pytest.fixture
+def server(tiny_vl: Path, tmp_path: Path) -> Iterator[Server]:
+    running = Server(tmp_path / "data", {MODEL: tiny_vl}, gap_grace_s=GAP_S).start()
+    yield running
+    assert running.stop() == 0, running.log.read_text()[-4000:]
 
 
 @pytest.mark.slow
