@@ -125,7 +125,7 @@ def pack(
     ends = np.concatenate([[0], np.cumsum(lengths)])
     cu_seqlens = torch.from_numpy(ends.astype(np.int32))
     feature_tokens = partial(_feature_tokens, [rendered for rendered, _ in samples], ends[:-1], family)
-    sees_images = family.sees_whole_images and any(rendered.images for rendered, _ in samples)
+    sees_images = family.sees_whole_images and any(rendered.spans for rendered, _ in samples)
     return Microbatch(
         model_inputs,
         [image for rendered, _ in samples for image in rendered.images],

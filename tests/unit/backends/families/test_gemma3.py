@@ -22,6 +22,9 @@ from backends.families.coverage import check_coverage, image_token
 from backends.families.registry import find_family
 from backends.inputs.rendering import Renderer
 from backends.protocol import BackendFailed, InvalidInput
+from backends.trainer.distributed import ALONE
+from backends.trainer.model.compiling import text_microbatch
+from backends.trainer.model.packing import pack
 from tests.factories import image, make_renderer, photo, present, prompt, text, words
 from tests.models import make_tiny_gemma3
 
@@ -137,3 +140,21 @@ def test_it_is_covered_and_its_vision_tower_frozen(source: Path) -> None:
     check_coverage(find_family(config, str(source)), config, str(source))
     token = present(image_token(config, 4))
     assert (token.pixels, token.features) == (4 * 3 * config.vision_config.patch_size**2, 4 * 64)  # of four patches
+
+
+def test_only_its_images_are_seen_whole_each_in_its_place_of_a_packed_microbatch(
+    renderer: Renderer, source: Path, tiny_vl: Path
+) -> None:
+    inputs = [prompt(words(5, 1), image(64, 64, 1), image(64, 64, 1)), prompt(words(3, 2)), prompt(image(64, 64, 2))]
+    for one in (renderer, make_renderer(tiny_vl)):
+        samples = [(found, found.token_ids_T) for found in (one.render(each, "datum") for each in inputs)]
+        batches = [pack(part, one.family, torch.device("cpu")) for part in (samples, samples[1:2])]
+        found = [batch.whole_images_IF for batch in batches]
+        assert [images_IF is not None for images_IF in found] == [one is renderer, False]
+        if one is renderer:
+            whole_IF = present(found[0])
+    expected = torch.tensor([7, 27, 50])[:, None] + torch.arange(16)  # two newlines are a token, and the mark
+    assert torch.equal(whole_IF, expected)
+    made_up = text_microbatch(renderer, ALONE, [40, 30], with_image=True)
+    assert torch.equal(present(made_up.whole_images_IF), 2 + torch.arange(16)[None])
+    assert not made_up.images and text_microbatch(renderer, ALONE, [40, 30]).whole_images_IF is None
