@@ -106,11 +106,12 @@ NOTES = """
 - **Nemotron-H, Nemotron-3-Nano** (`NemotronHForCausalLM`). Each layer is Mamba2, attention without rotation, an MLP or
   experts, alone. Convolutions, A, D and biases of time steps are frozen, and so are norms and routers. The scan is in
   plain torch; layers of Mamba2 are not compiled, and the model is not part of CUDA graphs. transformers lengthens time
-  steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM. Multi-token
-  prediction is not loaded. Refused by name: more than one shared expert, latent experts (Nemotron-3-Super), quantised
-  files, other activations, limits of time steps, `--replay-routing`, `--full`, `--tensor-parallel` and
-  `--base-copies 1`. No published file has been loaded yet, and no GPU has run it. vLLM on a CPU computes it in float32
-  too. If files have A_log in float32 and the server computes in bfloat16, the trainer rounds it and vLLM does not.
+  steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM. Layers of
+  multi-token prediction are not loaded. Refused by name: more than one shared expert, latent experts
+  (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`,
+  `--tensor-parallel` and `--base-copies 1`. No published file has been loaded yet, and no GPU has run it. vLLM on a CPU
+  computes it in float32 too. If files have A_log in float32 and the server computes in bfloat16, the trainer rounds it
+  and vLLM does not.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
@@ -127,11 +128,11 @@ NOTES = """
 - **Context parallelism.** `--context-parallel N` serves every kind whose tokens see only earlier tokens, or a window of
   these, if N divides its heads. Tests on the CPU compare two ranks with one for Qwen3-VL, Mistral, Gemma 2, gpt-oss,
   Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2 and a Qwen3. No GPU has run it yet.
-- **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but Nemotron.
-  Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision of any
-  other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is not used,
-  since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in
-  separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE and
+- **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
+  Nemotron. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
+  of any other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is not
+  used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts
+  in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE and
   Qwen3.5 MoE. No published file has been loaded yet, and no GPU has run this. An adapter is trained on the dequantised
   numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one scale for a tensor,
   static activations, other blocks or scales, compressed-tensors and all other quantisation are refused by name, and so
