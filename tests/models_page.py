@@ -141,15 +141,14 @@ NOTES = """
   Gemma 2, gpt-oss, DeepSeek-V3, Qwen3-Next, Nemotron-3, Qwen3.5, InternVL, SmolVLM2, Gemma 3 with images and a Qwen3.
   No GPU has run it yet.
 - **fp8** in blocks of 128 by 128 (Qwen's `-FP8`: `quant_method` fp8, `weight_scale_inv`) is served for every kind but
-  Nemotron.
-  Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision of any
-  other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is not used,
-  since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and experts in
-  separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL, its MoE,
-  Qwen3.5 MoE and DeepSeek-V3. No published file has been loaded yet, and no GPU has run this. An adapter is trained on
-  the dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8 with one
-  scale for a tensor, static activations, other blocks or scales, compressed-tensors and all other quantisation are
-  refused by name, and so is `--full`.
+  Nemotron. Trainer and engine dequantise each tensor as they read it, with one function, and compute in the precision
+  of any other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is
+  not used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and
+  experts in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL,
+  its MoE, Qwen3.5 MoE and DeepSeek-V3. No published file has been loaded yet, and no GPU has run this. An adapter is
+  trained on the dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8
+  with one scale for a tensor, static activations, other blocks or scales, compressed-tensors and all other
+  quantisation are refused by name, and so is `--full`.
 - **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
   ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
   windows there yet. Attention in chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and

@@ -77,8 +77,9 @@ def _scan(x_THP: Tensor, decay_TH: Tensor, b_TGN: Tensor, c_TGN: Tensor, chunks:
         before_RGMN = _states_before(written_RGMN, decay_RGKC.sum(-1).exp(), chunks.steps)
         read_RGKPC = (before_RGMN @ c_RGCN.mT).unflatten(2, (-1, x_RGKCP.shape[-1]))
         out_RGKCP = out_RGKCP + read_RGKPC.transpose(3, 4) * decay_RGKC.cumsum(-1).exp()[..., None]
-    out_RCHP: Tensor = out_RGKCP.permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out_RCHP.flatten(0, 1).index_select(0, chunks.place_T)
+    out_RCHP = out_RGKCP.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out_THP: Tensor = out_RCHP.flatten(0, 1).index_select(0, chunks.place_T)
+    return out_THP
 
 
 def _passed_between(decay: Tensor) -> Tensor:
@@ -89,8 +90,7 @@ def _passed_between(decay: Tensor) -> Tensor:
     size = decay.shape[-1]
     is_before_CC = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
     steps = decay[..., None].expand(*decay.shape, size).masked_fill(~is_before_CC.tril(-1), 0)
-    passed: Tensor = steps.cumsum(-2).masked_fill(~is_before_CC, -torch.inf).exp()
-    return passed
+    return steps.cumsum(-2).masked_fill(~is_before_CC, -torch.inf).exp()
 
 
 def _states_before(written_RGMN: Tensor, kept_RGK: Tensor, steps: list[int]) -> Tensor:
