@@ -5,7 +5,7 @@ All packed arrays are little-endian. Results are stored as protobuf; `old_client
 
 from collections.abc import Iterator
 from itertools import groupby, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import zstandard
@@ -27,6 +27,7 @@ from api_schemas.inputs import (
 from api_schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from api_schemas.training import ForwardBackwardInput, ForwardBackwardOutput, ForwardBackwardRequest
 
+M = TypeVar("M", bound=Message)
 _DTYPE_OF: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
@@ -134,13 +135,19 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
 def _merge(message: Message, body: bytes | memoryview) -> None:
     """Parse a body in pieces of whole fields, which make the same message as one call. Raises DecodeError."""
     if len(body) <= _LONG_CALL_BYTES:
-        message.MergeFromString(bytes(body))
+        _merge_at_once(message, body)
         return
     for field in _fields(body):
         if field.number == _DATA and isinstance(message, pb.ForwardBackwardRequest) and field.content is not None:
             _merge(message.data.add(), field.content)
         else:
-            message.MergeFromString(bytes(field.encoded))
+            _merge_at_once(message, field.encoded)
+
+
+def _merge_at_once(message: M, body: bytes | memoryview) -> M:
+    """Parse a body in one call, and return its message. A view is not copied; only the types speak of bytes."""
+    message.MergeFromString(cast(bytes, body))
+    return message
 
 
 def canonical(body: bytes) -> Iterator[bytes]:
@@ -155,7 +162,7 @@ def canonical(body: bytes) -> Iterator[bytes]:
         if field.number == _DATA and field.content is not None:
             data.append(field.content)
         else:
-            (first if field.number < _DATA else last).MergeFromString(bytes(field.encoded))
+            _merge_at_once(first if field.number < _DATA else last, field.encoded)
     yield first.SerializeToString(deterministic=True)
     for content in data:
         pieces = _canonical_datum(content)
@@ -167,19 +174,19 @@ def canonical(body: bytes) -> Iterator[bytes]:
 def _canonical_datum(content: memoryview) -> list[bytes]:
     """Return the pieces of a datum: its chunks, its tensors by name, and the rest."""
     if len(content) <= _LONG_CALL_BYTES:
-        return [pb.Datum.FromString(bytes(content)).SerializeToString(deterministic=True)]
+        return [_merge_at_once(pb.Datum(), content).SerializeToString(deterministic=True)]
     chunks: list[bytes] = []
     tensors: dict[bytes, bytes] = {}
     rest = pb.Datum()
     for field in _fields(content):
-        alone = pb.Datum.FromString(bytes(field.encoded))
+        alone = _merge_at_once(pb.Datum(), field.encoded)
         if alone.model_input:
             chunks.append(alone.SerializeToString(deterministic=True))
         elif alone.loss_fn_inputs:
             (name,) = alone.loss_fn_inputs
             tensors[name.encode()] = alone.SerializeToString(deterministic=True)
         else:
-            rest.MergeFromString(bytes(field.encoded))
+            _merge_at_once(rest, field.encoded)
     return [*chunks, *(tensors[name] for name in sorted(tensors)), rest.SerializeToString(deterministic=True)]
 
 
