@@ -211,4 +211,4 @@ async def test_a_killed_rank_ends_its_engine_which_starts_again(divided: Sampler
         await asyncio.sleep(0.3)
         ranks[1].kill()
     assert len(asked.result().sequences[0].tokens) == 1000
-    assert not host.is_running()
+    host.wait(30)  # it ends beside the start of the next, which is a fork here, and quick
