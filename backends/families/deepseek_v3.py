@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from backends.protocol import BackendFailed
+from backends.formats.model_files import require_fields
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -34,11 +34,7 @@ def require_known(config: PretrainedConfig, source: str) -> None:
         "tie_word_embeddings": (config.tie_word_embeddings, False),
         **_rope_fields(config),
     }
-    for field, (value, known) in fields.items():
-        if value != known:
-            raise BackendFailed(
-                f"{source}: {ARCHITECTURE} with {field} {value} is not supported: the engine has it with {known} alone"
-            )
+    require_fields(ARCHITECTURE, fields, source)
 
 
 def _rope_fields(config: PretrainedConfig) -> dict[str, tuple[object, object]]:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from backends.formats.model_files import quantisation
+from backends.formats.model_files import quantisation, require_fields
 from backends.patches import Patch
-from backends.protocol import BackendFailed
 
 ARCHITECTURE, MODEL_TYPE = "GptOssForCausalLM", "gpt_oss"
 ROUTER = "model.layers.*.mlp.router"
@@ -52,11 +51,7 @@ def require_known(config: PretrainedConfig, source: str) -> None:
         "swiglu_alpha": (getattr(config, "swiglu_alpha", ALPHA), ALPHA),
         "swiglu_limit": (getattr(config, "swiglu_limit", LIMIT), LIMIT),
     }
-    for field, (value, known) in fields.items():
-        if value != known:
-            raise BackendFailed(
-                f"{source}: {ARCHITECTURE} with {field} {value} is not supported: the engine has it with {known} alone"
-            )
+    require_fields(ARCHITECTURE, fields, source)
 
 
 def has_own_experts(module: nn.Module) -> bool:

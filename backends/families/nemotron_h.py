@@ -9,9 +9,8 @@ import math
 from torch import nn
 from transformers import PretrainedConfig
 
-from backends.formats.model_files import quantisation
+from backends.formats.model_files import quantisation, require_fields
 from backends.patches import Patch, require_as_written
-from backends.protocol import BackendFailed
 
 ARCHITECTURE = "NemotronHForCausalLM"
 ROUTER = "model.layers.*.mixer.gate"
@@ -37,9 +36,7 @@ def require_known(config: PretrainedConfig, source: str) -> None:
         "tie_word_embeddings": (config.tie_word_embeddings, False),
         "quantization_config": (quantisation(config), None),
     }
-    for field, (value, known) in fields.items():
-        if value != known:
-            raise BackendFailed(f"{source}: {ARCHITECTURE} with {field} {value} is not supported, only with {known}")
+    require_fields(ARCHITECTURE, fields, source, "is not supported, only with {known}")
 
 
 def unlimit_time_steps(model: nn.Module) -> None:

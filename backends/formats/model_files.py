@@ -106,6 +106,18 @@ def quantisation(config: PretrainedConfig) -> Mapping[str, Any] | None:
     return found
 
 
+def require_fields(
+    architecture: str,
+    fields: Mapping[str, tuple[object, object]],
+    source: str,
+    refusal: str = "is not supported: the engine has it with {known} alone",
+) -> None:
+    """Raise BackendFailed, naming the first field of a config whose value is not the known one; `fields` has both."""
+    for field, (value, known) in fields.items():
+        if value != known:
+            raise BackendFailed(f"{source}: {architecture} with {field} {value} {refusal.format(known=known)}")
+
+
 def fingerprint(directory: Path) -> str:
     """Hash that identifies a base model: 64 hexadecimal digits.
 
