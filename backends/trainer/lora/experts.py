@@ -1,8 +1,7 @@
 """Frozen experts of a mixture with the LoRA adapters of all models of a packed microbatch.
 
 Each expert has an adapter of its own on each of its three matrices, or two if it has no gate, of its model's rank (as
-in PEFT and vLLM). The
-router is frozen: gradients pass through its weights to earlier layers, as in transformers.
+in PEFT and vLLM). The router is frozen: gradients pass through its weights to earlier layers, as in transformers.
 
 T tokens of a microbatch, K experts of a token, S = T * K (token, expert) pairs in the experts' order, E experts, H
 hidden width, I inputs and O outputs of a matrix, R summed ranks of the microbatch's models
@@ -23,9 +22,12 @@ from backends.trainer.lora.linear import TokenScales, add_product, scaled
 
 
 class StackedExperts(Protocol):
-    """A mixture's experts as transformers has them, without biases: gate and up concatenated in `gate_up_proj`
-    [E, 2 I, H], or `up_proj` [E, I, H] alone."""
+    """A mixture's experts as transformers has them, without biases. They have one of the first two tensors."""
 
+    gate_up_proj: nn.Parameter
+    """[E, 2 I, H]: gate above up."""
+    up_proj: nn.Parameter
+    """[E, I, H], where there is no gate."""
     has_gate: bool
     down_proj: nn.Parameter
     """[E, H, I]"""
@@ -82,11 +84,10 @@ class LoraExperts(nn.Module):
         )
         token_S = order_S // experts_TK.shape[1]
         x_SH, scales_SR = hidden_TH[token_S], self._scales.scales_TR[token_S]
-        first = "gate_up_proj" if self.has_gate else "up_proj"
-        weights_EIH = cast(nn.Module, self.base).get_parameter(first).split(inner, dim=1)
+        weights = self.base.gate_up_proj if self.has_gate else cast(StackedExperts, self.base).up_proj
         parts_SI = [
             lora_grouped(x_SH, weight_EIH, *self.adapters[name].all, scales_SR, ends_E)[0]
-            for name, weight_EIH in zip(self._into, weights_EIH, strict=True)
+            for name, weight_EIH in zip(self._into, weights.split(inner, dim=1), strict=True)
         ]
         inner_SI = self._activated(parts_SI, experts_S)
         y_SH = lora_grouped(inner_SI, self.base.down_proj, *self.adapters["down_proj"].all, scales_SR, ends_E)[0]
