@@ -1,11 +1,15 @@
 """References for the attention of packed microbatches, and a kernel in plain operations."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backends.kernels import varlen_attention
 from backends.kernels.varlen_attention import Span
 
 
@@ -151,3 +155,29 @@ class PlainKernel:
             gradients = plain_backward([*rows, lse[:, begin:end, None]], scale, span.window)
             found.append([gradient.transpose(0, 1) for gradient in gradients])
         return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+@contextmanager
+def kernels_in_plain_operations() -> Iterator[PlainKernel]:
+    """The operator's two kernels are plain operations, and samples of 16 tokens are long."""
+    kernel = PlainKernel()
+    checks = varlen_attention._cudnn_serves, varlen_attention._require_windows, varlen_attention._require_images
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen_attention, "LONG", 16)
+        patch.setattr(varlen_attention, "_flash", kernel)
+        patch.setattr(varlen_attention, "_cudnn_forward", plain)
+        patch.setattr(varlen_attention, "_cudnn_backward", plain_backward)
+        for check in checks:
+            check.cache_clear()
+        yield kernel
+        for check in checks:
+            check.cache_clear()
+
+
+def packed_qkv(lengths: list[int], heads: tuple[int, int], size: int, seed: int) -> list[Tensor]:
+    """Random query, key and value of a packed microbatch; `heads` are those of queries and of keys."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(sum(lengths), number, size, dtype=torch.float64, generator=generator).requires_grad_()
+        for number in (heads[0], heads[1], heads[1])
+    ]

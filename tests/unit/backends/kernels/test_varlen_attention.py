@@ -14,7 +14,15 @@ from backends.kernels.plain_attention import plain_attention
 from backends.kernels.varlen_attention import Span, packed_attention, padded_length
 from backends.protocol import BackendFailed
 from backends.trainer.model import attention
-from tests.attention import PlainKernel, masked_softmax, one_by_one, plain, plain_backward, span_rows
+from tests.attention import (
+    PlainKernel,
+    kernels_in_plain_operations,
+    masked_softmax,
+    one_by_one,
+    packed_qkv,
+    plain,
+    span_rows,
+)
 from tests.factories import present
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
@@ -39,26 +47,13 @@ def per_sample_attention() -> Callable[..., tuple[Tensor, None]]:
 
 
 @pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainKernel]:
-    kernel = PlainKernel()
-    monkeypatch.setattr(packed, "LONG", 16)
-    monkeypatch.setattr(packed, "_flash", kernel)
-    monkeypatch.setattr(packed, "_cudnn_forward", plain)
-    monkeypatch.setattr(packed, "_cudnn_backward", plain_backward)
-    checks = packed._cudnn_serves, packed._require_windows
-    for check in checks:
-        check.cache_clear()
-    yield kernel
-    for check in checks:
-        check.cache_clear()
+def flash() -> Iterator[PlainKernel]:
+    with kernels_in_plain_operations() as kernel:
+        yield kernel
 
 
 def row(lengths: list[int]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [
-        torch.randn(sum(lengths), heads, SIZE, dtype=torch.float64, generator=generator).requires_grad_()
-        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
-    ]
+    return packed_qkv(lengths, (HEADS, KEY_HEADS), SIZE, seed=sum(lengths))
 
 
 def attend(qkv: list[Tensor], lengths: list[int]) -> Tensor:

@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.kernels import varlen_attention, whole_images
+from backends.kernels import whole_images
 from backends.kernels.plain_attention import plain_attention
 from backends.kernels.varlen_attention import Span, packed_attention
 from backends.protocol import BackendFailed
-from tests.attention import PlainKernel, plain, plain_backward
+from tests.attention import (
+    PlainKernel,
+    kernels_in_plain_operations,
+    packed_qkv,
+)
 
 HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 NUM_TOKENS = 6
@@ -24,26 +28,13 @@ IMAGES = [3, 9, 21, 27, 46, 59]
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainKernel]:
-    kernel = PlainKernel()
-    monkeypatch.setattr(varlen_attention, "LONG", 16)
-    monkeypatch.setattr(varlen_attention, "_flash", kernel)
-    monkeypatch.setattr(varlen_attention, "_cudnn_forward", plain)
-    monkeypatch.setattr(varlen_attention, "_cudnn_backward", plain_backward)
     monkeypatch.setattr(whole_images, "_AT_ONCE", 4)
-    checks = varlen_attention._cudnn_serves, varlen_attention._require_windows, varlen_attention._require_images
-    for check in checks:
-        check.cache_clear()
-    yield kernel
-    for check in checks:
-        check.cache_clear()
+    with kernels_in_plain_operations() as kernel:
+        yield kernel
 
 
 def tensors() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.randn(sum(LENGTHS), heads, SIZE, dtype=torch.float64, generator=generator).requires_grad_()
-        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
-    ]
+    return packed_qkv(LENGTHS, (HEADS, KEY_HEADS), SIZE, seed=1)
 
 
 def bounds() -> Tensor:
