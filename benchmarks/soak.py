@@ -13,6 +13,7 @@ Rows that are kept by design (BY_DESIGN) are shown, and not judged.
 
 import argparse
 import csv
+import os
 import re
 import sqlite3
 import sys
@@ -90,14 +91,17 @@ def of_processes(server: psutil.Process) -> tuple[Values, dict[int, str]]:
 def of_disk(data_dir: Path) -> Values:
     """Return the MiB of each folder of the data directory, of the database's files and of the log."""
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for path in data_dir.rglob("*"):
-        try:
-            size_bytes = path.lstat().st_blocks * 512
-        except FileNotFoundError:
-            continue  # it has just been deleted
-        top = data_dir / path.relative_to(data_dir).parts[0]
-        part = top.name if top.is_dir() else "database" if top.name.startswith("tinker-server.db") else "other files"
-        found[part, "MiB"] += size_bytes / MIB
+    for folder, _, names in os.walk(data_dir):  # passes over folders that have just been deleted
+        for path in [Path(folder), *(Path(folder, name) for name in names)]:
+            try:
+                size_bytes = path.lstat().st_blocks * 512
+            except FileNotFoundError:
+                continue
+            top = data_dir.joinpath(*path.relative_to(data_dir).parts[:1])
+            part = (
+                top.name if top.is_dir() else "database" if top.name.startswith("tinker-server.db") else "other files"
+            )
+            found[part, "MiB"] += size_bytes / MIB
     found["log", "MiB"] = data_dir.with_suffix(".log").stat().st_size / MIB
     return dict(found)
 
