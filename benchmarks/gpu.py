@@ -1,6 +1,6 @@
-"""The trainer on one GPU beside bare transformers + PEFT, on a random Qwen3-VL of 4.4 billion parameters.
+"""The trainer on one GPU beside bare transformers + PEFT, on random weights in the shape of a published model.
 
-    python benchmarks/gpu.py [--layers 36]
+    python benchmarks/gpu.py [--shape 4b] [--layers 36]
 
 The trainer is one rank in this process, without server and network. MFU is a step's operations over those of a
 bfloat16 product of 8192 x 8192 timed in the same run: 4 for each parameter of the decoder's linears and the head and
@@ -12,22 +12,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
-from transformers import (
-    AutoModelForImageTextToText,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.inputs import Datum, EncodedTextChunk, ImageChunk, ModelInput
@@ -35,124 +29,13 @@ from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
 from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
+from benchmarks.shapes import CONTEXT, SHAPES, Shape, make_model, shortened
 from tests.factories import cross_entropy, photo
-from tests.models import make_tiny_vl, transpose_experts
 from tests.specs import tiny_spec
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
 
-HEADS, HEAD_SIZE, VOCAB, RANK = 32, 128, 151936, 32
-CONTEXT = 65536
+RANK = 32
 DEVICE = torch.device("cuda", 0)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Shape of a Qwen3-VL; the number of query heads is the same in all of them."""
-
-    hidden: int
-    inner: int
-    """Width of an expert in a mixture of experts."""
-    vision: dict[str, Any]
-    tied: bool
-    num_layers: int = 36
-    key_heads: int = 8
-    experts: int = 0
-    """Number of experts per layer; 0 in a dense model."""
-    experts_per_token: int = 1
-
-    @property
-    def num_parameters(self) -> int:
-        """Count the parameters of the linears that a token of text passes, with the head."""
-        attention = self.hidden * HEAD_SIZE * (2 * HEADS + 2 * self.key_heads)
-        mlp = 3 * self.hidden * self.inner * self.experts_per_token
-        return self.num_layers * (attention + mlp) + self.hidden * VOCAB
-
-    def flops(self, lengths: Sequence[int]) -> float:
-        """Count the operations of forward and backward of samples, as defined above."""
-        attention = 3.5 * sum(2 * n * n * HEADS * HEAD_SIZE * self.num_layers for n in lengths)
-        return 4 * self.num_parameters * sum(lengths) + attention
-
-
-SHAPES = {
-    "4b": Shape(
-        hidden=2560,
-        inner=9728,
-        vision={
-            "depth": 24,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_heads": 16,
-            "deepstack_visual_indexes": [5, 11, 17],
-        },
-        tied=True,
-    ),
-    "8b": Shape(
-        hidden=4096,
-        inner=12288,
-        vision={
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "deepstack_visual_indexes": [8, 16, 24],
-        },
-        tied=False,
-    ),
-}
-SHAPES["30b-a3b"] = replace(
-    SHAPES["8b"], hidden=2048, inner=768, num_layers=48, key_heads=4, experts=128, experts_per_token=8
-)
-
-
-def make_model(directory: Path, shape: Shape) -> Path:
-    """Make random weights in the shape of a Qwen3-VL, with the tiny model's tokenizer and processor."""
-    make_tiny_vl(directory)
-    tiny = Qwen3VLConfig.from_pretrained(directory)
-    text = {
-        "vocab_size": VOCAB,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": shape.key_heads,
-        "head_dim": HEAD_SIZE,
-        "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": shape.tied,
-        "eos_token_id": tiny.text_config.eos_token_id,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        },
-    }
-    vision = {**shape.vision, "out_hidden_size": shape.hidden, "num_position_embeddings": 2304}
-    ids = {
-        f"{name}_token_id": getattr(tiny, f"{name}_token_id")
-        for name in ("image", "video", "vision_start", "vision_end")
-    }
-    kind, config_kind = Qwen3VLForConditionalGeneration, Qwen3VLConfig
-    if shape.experts:
-        kind, config_kind = Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig
-        text |= {
-            "num_experts": shape.experts,
-            "num_experts_per_tok": shape.experts_per_token,
-            "moe_intermediate_size": shape.inner,
-            "norm_topk_prob": True,
-        }
-    config = config_kind(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied, **ids)
-    config.architectures = [kind.__name__]
-    with DEVICE:
-        model = kind(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                inputs = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
-                parameter.normal_(0, inputs**-0.5)
-    model.save_pretrained(directory)
-    if shape.experts:
-        transpose_experts(directory)
-    return directory
 
 
 def make_config(source: Path, gpu_memory_bytes: int, num_ranks: int = 1) -> ModelSpec:
@@ -230,8 +113,11 @@ class Report:
 
 def bare(directory: Path, report: Report) -> None:
     """Time transformers with PEFT's adapters and the mean loss, on the largest batch of 1,024-token rows that fits."""
-    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa")
-    targets = r".*language_model\.layers.*_proj"
+    takes_images = (directory / "preprocessor_config.json").exists()
+    kind = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa")
+    linears = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and ".layers." in name]
+    targets = [name for name in linears if "visual" not in name]
     peft = get_peft_model(model.to(DEVICE), PeftLoraConfig(r=RANK, lora_alpha=32, target_modules=targets))
     for size in (16, 8, 4, 2):
         ids = torch.randint(0, 250, (size, 1024), device=DEVICE)
@@ -267,7 +153,7 @@ def trainer(directory: Path, report: Report) -> None:
     ):
         batch = cross_entropy([text(length, random) for length in lengths])
         report.line(f"trainer, {name}", lengths, partial(forward_backward, rank, "m", batch))
-    for first in (1, 1001, 2001, 3001):
+    for first in (1, 1001, 2001, 3001) if rank.base.renderer.takes_images else ():
         batch = cross_entropy([picture(rank, seed) for seed in range(first, first + 48)])
         new_s = seconds_once(partial(forward_backward, rank, "m", batch))
         time.sleep(1)  # until what the tower made of them has gone to the host, from where it then comes
@@ -320,8 +206,10 @@ def seconds_once(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=36, help="of the decoder (36)")
-    shape = replace(SHAPES["4b"], num_layers=parser.parse_args().layers)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
+    parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
+    given = parser.parse_args()
+    shape = shortened(SHAPES[given.shape], given.layers)
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_model(Path(scratch) / "model", shape)
         torch.cuda.empty_cache()

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +26,9 @@ import tinker.types as types
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.gpu import RANK, SHAPES, Shape, make_model, peak_flops
+from benchmarks.gpu import RANK, peak_flops
 from benchmarks.handover import saves
+from benchmarks.shapes import SHAPES, Shape, make_model, shortened
 from tests.servers import Server
 from tests.training import rl_datum
 
@@ -50,8 +50,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        scratch, shape = Path(folder), SHAPES[given.shape]
-        shape = replace(shape, num_layers=given.layers or shape.num_layers)
+        scratch, shape = Path(folder), shortened(SHAPES[given.shape], given.layers)
         peak = peak_flops()
         model = make_model(scratch / "model", shape)
         torch.cuda.empty_cache()

@@ -27,6 +27,7 @@ from api_schemas.training import AdamParams, Trainable
 from backends.config import BackendConfig
 from backends.configure.create import LocalBackend
 from backends.protocol import ADAPTER_FILE, SamplingTask
+from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, prompt, words
 from tests.models import make_tiny_vl
 from tests.servers import Server
@@ -131,8 +132,6 @@ def main() -> None:
         scratch = Path(directory)
         model = given.model
         if given.four_b:
-            from benchmarks.gpu import SHAPES, make_model  # it takes the GPU as it is imported
-
             model = make_model(scratch / "model", SHAPES["4b"])
         elif model is None:
             model = make_tiny_vl(scratch / "model")

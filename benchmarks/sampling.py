@@ -32,6 +32,7 @@ from backends.configure.describe import describe_models
 from backends.model_spec import ModelSpec
 from backends.protocol import SamplingTask
 from backends.trainer.checkpoint_files import write_adapter, write_directory
+from benchmarks.shapes import SHAPES, make_model
 from tests.models import make_tiny_vl
 
 NAME, RANK = "bench/model", 32
@@ -219,8 +220,6 @@ def main() -> None:
         scratch = Path(directory)
         source = given.model
         if given.four_b:
-            from benchmarks.gpu import SHAPES, make_model  # it takes the GPU as it is imported
-
             source = make_model(scratch / "model", SHAPES["4b"])
             torch.cuda.empty_cache()
         elif source is None:

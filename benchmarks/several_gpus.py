@@ -17,7 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from api_schemas.training import Trainable
 from backends.trainer.client import TrainerClient
-from benchmarks.gpu import RANK, SHAPES, make_config, make_model, text
+from benchmarks.gpu import RANK, make_config, text
+from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy
 
 GIB = 2**30

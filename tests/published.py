@@ -248,5 +248,18 @@ NOT_FOUND = (
 """Those that it names and whose configs were not found."""
 OTHERS: dict[str, Config] = {
     "Qwen/Qwen3-VL-4B-Instruct": _qwen3_vl(_QWEN3_4B, [5, 11, 17], 24, 1024, 4096),
+    "Qwen/Qwen3-VL-8B-Instruct": _qwen3_vl(_QWEN3_8B, [8, 16, 24]),
     "Qwen/Qwen3-VL-32B-Instruct": _qwen3_vl(_QWEN3_32B, [8, 16, 24]),
+    "mistralai/Mistral-7B-v0.1": {
+        **_llama(4096, 14336, 32, 32, vocab_size=32000, max_position_embeddings=32768, sliding_window=4096),
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+    },
+    "google/gemma-3-12b-it, text": {
+        **_llama(3840, 15360, 48, 16, head_dim=256, vocab_size=262208, tie_word_embeddings=True),
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+    },
 }

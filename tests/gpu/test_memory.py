@@ -31,7 +31,7 @@ from backends.protocol import SamplingTask
 from backends.sampler.engine import engine_args
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from benchmarks.gpu import SHAPES, make_model
+from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, datum, present, prompt, words
 from tests.gpu.agreement import share_kernels
 from tests.trainers import LORA, forward_backward

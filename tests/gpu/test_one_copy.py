@@ -25,7 +25,7 @@ from backends.protocol import ignore_loading
 from backends.sampler.commands import CountProgress
 from backends.sampler.pool import SamplerPool
 from backends.trainer.client import TrainerClient
-from benchmarks.gpu import SHAPES, make_model
+from benchmarks.shapes import SHAPES, make_model
 from tests.factories import cross_entropy, image, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, of_text, scoring_datum
 from tests.models import make_tiny_of, make_tiny_vl, quantise_in_blocks
