@@ -17,7 +17,10 @@ ROUTER = "model.layers.*.mixer.gate"
 MIXER = Patch(
     "mamba2-time-steps",
     "transformers.models.nemotron_h.modeling_nemotron_h:NemotronHMamba2Mixer",
-    "3f38e2df5babb276a8d549905fa7509daf413aa6845987a20fcbf0dfce013f17",
+    (  # of transformers 5.17, and of 5.19, which warns of a setting
+        "e3ad35ce6cc2b678b33e99dde03957de66b1f75ad9551665b3c4adf4730aaf97",
+        "3f38e2df5babb276a8d549905fa7509daf413aa6845987a20fcbf0dfce013f17",
+    ),
     "Its scan is given `time_step_limit`, which is set anew.",
     how="relied on",
 )
