@@ -134,17 +134,17 @@ def make_tiny_vl(
     return directory
 
 
-def make_tiny_qwen3_5(directory: Path, *, moe: bool = False, seed: int = 0) -> Path:
+def make_tiny_qwen3_5(directory: Path, *, moe: bool = False, seed: int = 0, **sizes: object) -> Path:
     """A Qwen3.5: a layer of linear attention, then one of full attention; `moe`: with experts, one of them shared."""
     tokenizer, ids = _tokenizer(directory)
-    text_config = dict(
-        _text_sizes(tokenizer, ids, False),
-        layer_types=["linear_attention", "full_attention"],
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        rope_parameters={
+    text_config: dict[str, object] = {
+        **_text_sizes(tokenizer, ids, False),
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e7,
             "partial_rotary_factor": 0.5,
@@ -152,7 +152,8 @@ def make_tiny_qwen3_5(directory: Path, *, moe: bool = False, seed: int = 0) -> P
             "mrope_interleaved": True,
         },
         **({**EXPERTS, "shared_expert_intermediate_size": 32} if moe else {}),
-    )
+        **sizes,
+    }
     vision_config = {name: value for name, value in VISION.items() if name != "deepstack_visual_indexes"}
     config = (Qwen3_5MoeConfig if moe else Qwen3_5Config)(
         text_config=text_config,

@@ -191,7 +191,7 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     if renderer.family.sees_whole_images and device == "cuda":
         raise BackendFailed(
             f"{source}: {renderer.config.architectures[0]} is not supported on CUDA: its images' tokens see each other,"
-            " and no GPU has compared trainer and engine yet; set backend.device to cpu"
+            " and no GPU has compared the engine with the trainer yet; set backend.device to cpu"
         )
     _check_tensor_parallel(renderer, config, source)
     _check_context_parallel(renderer, config, source)
@@ -210,7 +210,7 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
         _check_full(numbers, renderer.family, source, is_quantised=is_quantised)
     return renderer, replace(
         model_size(name, renderer.config, numbers, dtype),
-        can_be_captured=not renderer.family.has_linear_attention,
+        can_be_captured=renderer.config.architectures != [nemotron_h.ARCHITECTURE],
         trains_all=config.full,
         can_be_shared=_unshared(renderer, config, device) is None and (config.base_copies == 1 or is_proved),
         tensor_parallels=tuple(one for one in range(1, 65) if _undivided(renderer, config, one) is None),

@@ -12,7 +12,7 @@ from backends.configure.gpus import cards
 from backends.configure.placement import this_machine
 from backends.families import linear_attention, nemotron_h, tower_patches
 from backends.formats.model_files import local_directory
-from backends.kernels.targets import OPERATORS
+from backends.kernels.targets import DELTA_RULE, OPERATORS
 from backends.protocol import BackendFailed
 from backends.sampler.vllm_patches import targets as of_vllm
 from backends.trainer.model import targets as of_trainer
@@ -21,6 +21,7 @@ PATCHES = [
     *of_vllm.PATCHES,
     *of_trainer.PATCHES,
     *OPERATORS,
+    *DELTA_RULE,
     *tower_patches.PATCHES,
     *linear_attention.PATCHES,
     nemotron_h.MIXER,

@@ -33,7 +33,10 @@ SCANS = {
     module: Patch(
         f"packed-scan {module.partition('modeling_')[2]}",
         f"{module}:mamba2_chunk_scan",
-        "cad13e35c634d074f72dbe2afc1c2c546719759a0e5b28a10fc77a1cb34d26d4",
+        (  # of transformers 5.17, and of 5.19, which multiplies by einsum
+            "ae044ee8e1c4825fba40e083d169c57e89dcb9d3ce41bda32251b5dfa5739b7b",
+            "cad13e35c634d074f72dbe2afc1c2c546719759a0e5b28a10fc77a1cb34d26d4",
+        ),
         "The state of a Mamba2 layer begins anew at each packed sample.",
     )
     for module in _OF_MAMBA2

@@ -27,7 +27,7 @@ from backends.trainer.full.weights import FullWeights
 from backends.trainer.lora.adapters import Adapters
 from backends.trainer.lora.files import LoraFiles
 from backends.trainer.model import targets
-from backends.trainer.model.compiling import compile_layers, run_text, text_microbatch, warm_up
+from backends.trainer.model.compiling import can_be_compiled, compile_layers, run_text, text_microbatch, warm_up
 from backends.trainer.model.cuda_graphs import Graphs
 from backends.trainer.model.float32_residual import keep_in_float32
 from backends.trainer.model.linear_attention import pack_linear_attention
@@ -113,8 +113,8 @@ class BaseModel:
                 warm_up(self.scorer, self.renderer, world)
             if config.placement.trainer_bytes:
                 self.memory = self._measured(model, world, config.placement.trainer_bytes)
-            # A graph would hold collectives, and the chunks of linear attention, which depend on samples' lengths.
-            can_be_captured = not self.is_coupled and not family.has_linear_attention
+            # A graph would hold collectives.
+            can_be_captured = not self.is_coupled and all(map(can_be_compiled, model.get_decoder().layers))
             if self.packs and can_be_captured and self.weights.base_is_frozen:
                 self._graphs = self._tested_graphs(config, world)
 

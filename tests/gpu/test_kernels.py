@@ -3,12 +3,17 @@
 pytest tests/gpu
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from backends.families.processors import ImageProcessor
 from backends.kernels import log_softmax
+from backends.kernels.delta_rule import CHUNK, packed_delta_rule
 from backends.kernels.rotary import rotate
 from backends.sampler.vllm_patches.float32_residual import add_and_norm
 from backends.trainer.lora.experts import _add_grouped_product
@@ -122,3 +127,94 @@ def test_no_token_is_left_out_of_the_products_over_each_experts_tokens(width, ou
     _add_grouped_product(total, left, right, ends)
     for expert, (rows, others) in enumerate(zip(left.split(counts), right.split(counts), strict=True)):
         assert torch.equal(total[expert], rows.float().T @ others.float()), counts[expert]
+
+
+LENGTHS = {
+    "every edge": [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1],
+    "one token": [1],
+    "many of one token": [1] * 40,
+    "long and short": [700, 1, 3, 1500, 2],
+}
+
+
+def of_delta_rule(lengths: list[int], heads: int, size: int, width: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Inputs of packed samples, the gradient of their output, and where samples begin."""
+    made, total = torch.Generator("cuda").manual_seed(sum(lengths)), sum(lengths)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(total, heads, *shape, device="cuda", generator=made)
+
+    units = [F.normalize(random(size), dim=-1).bfloat16() for _ in range(2)]
+    inputs = [*units, random(width).bfloat16(), -random().abs(), random().sigmoid().bfloat16()]
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    return [one.requires_grad_() for one in inputs], random(width).bfloat16(), bounds
+
+
+def by_recurrence(inputs: list[Tensor], grad_THV: Tensor) -> list[Tensor]:
+    """Output and gradients of one sample, token by token in float64 (equation 10 of arXiv 2412.06464)."""
+    query, key, value, decay, beta = wide = [one.detach().double().requires_grad_() for one in inputs]
+    state, outputs = query.new_zeros(*query.shape[1:], value.shape[2]), []
+    for q, k, v, kept, rate in zip(query, key, value, decay.exp(), beta, strict=True):
+        state = state * kept[:, None, None]
+        known = torch.einsum("hk,hkv->hv", k, state)
+        state = state + torch.einsum("hk,hv->hkv", k, (v - known) * rate[:, None])
+        outputs.append(torch.einsum("hk,hkv->hv", q * q.shape[-1] ** -0.5, state))
+    out = torch.stack(outputs)
+    return [out, *torch.autograd.grad(out, wide, grad_THV.double())]
+
+
+@pytest.mark.parametrize(("heads", "size", "width"), [(4, 128, 128), (2, 64, 128), (3, 16, 16)])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_each_packed_sample_has_a_state_of_its_own(lengths, heads, size, width):
+    inputs, grad_THV, bounds = of_delta_rule(lengths, heads, size, width)
+    out, *_ = packed_delta_rule(*inputs, bounds)
+    found = [out, *torch.autograd.grad(out, inputs, grad_THV)]
+    for begin, end in pairwise(bounds.tolist()):
+        wanted = by_recurrence([one[begin:end] for one in inputs], grad_THV[begin:end])
+        for name, part, whole in zip("oqkvgb", (one[begin:end].double() for one in found), wanted, strict=True):
+            # A single token's decay changes nothing.
+            assert (part - whole).norm() < 0.02 * whole.norm() + 2e-3 * whole.numel() ** 0.5, (name, end - begin)
+
+
+def test_a_packed_sample_that_is_not_finite_leaves_others_as_they_are():
+    inputs, grad_THV, bounds = of_delta_rule([70, 3, 65, 200], 4, 128, 128)
+    expected, *_ = packed_delta_rule(*inputs, bounds)
+    wanted = torch.autograd.grad(expected, inputs, grad_THV)
+    with torch.no_grad():
+        for one in inputs:
+            one[70:73] = torch.nan
+    out, *_ = packed_delta_rule(*inputs, bounds)
+    others = torch.ones(338, dtype=torch.bool, device="cuda")
+    others[70:73] = False
+    for one, other in zip([out, *torch.autograd.grad(out, inputs, grad_THV)], [expected, *wanted], strict=True):
+        assert torch.equal(one[others], other[others])
+
+
+def test_a_graph_of_the_delta_rule_serves_samples_of_any_lengths():
+    """Those that are left over have no tokens, as in the trainer's graphs."""
+    held, held_grad, _ = of_delta_rule([338], 4, 128, 128)
+    bounds = torch.full((41,), 338, dtype=torch.int32, device="cuda")
+    bounds[0] = 0
+
+    def run() -> list[Tensor]:
+        out, *_ = packed_delta_rule(*held, bounds)
+        return [out, *torch.autograd.grad(out, held, held_grad)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run()
+    for lengths in ([338], [1] * 38 + [300], [64, 64, 64, 64, 82], [337, 1]):
+        inputs, grad_THV, of_lengths = of_delta_rule(lengths, 4, 128, 128)
+        with torch.no_grad():
+            for one, other in zip([*held, held_grad], [*inputs, grad_THV], strict=True):
+                one.copy_(other)
+            bounds.fill_(338)[: len(of_lengths)] = of_lengths
+        graph.replay()
+        out, *_ = packed_delta_rule(*inputs, of_lengths)
+        eager = [out, *torch.autograd.grad(out, inputs, grad_THV)]
+        assert all(torch.equal(one, other) for one, other in zip(replayed, eager, strict=True))

@@ -19,7 +19,8 @@ from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.trainer.client import TrainerClient
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from tests.factories import MIXED, cross_entropy, datum, image, present, prompt, succeeded, words
+from tests.factories import MIXED, cross_entropy, datum, image, make_renderer, present, prompt, succeeded, words
+from tests.models import FAMILIES
 from tests.trainers import (
     LORA,
     SMOOTH,
@@ -131,8 +132,10 @@ def test_long_samples_are_near_float32_among_short_ones(tiny_vl, renderer):
     assert relative_distance(found_gradients.values(), exact_gradients.values()) < 0.06
 
 
-def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
-    rank = on_cuda(tiny_vl, "bfloat16")
+@pytest.mark.parametrize("kind", ["Qwen3-VL", "Qwen3.5"])
+def test_nothing_is_compiled_while_it_serves(kind, tmp_path):
+    source = FAMILIES[kind](tmp_path / "model")
+    rank, renderer = on_cuda(source, "bfloat16"), make_renderer(source)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert compiled > 0
     for size in (1, 3, 32):
@@ -145,8 +148,10 @@ def test_nothing_is_compiled_while_it_serves(tiny_vl, renderer):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-def test_a_graph_of_a_small_microbatch_equals_its_eager_kernels(tiny_vl, renderer):
-    rank = on_cuda(tiny_vl, "bfloat16", max_tokens=4096)
+@pytest.mark.parametrize("kind", ["Qwen3-VL", "Qwen3.5"])
+def test_a_graph_of_a_small_microbatch_equals_its_eager_kernels(kind, tmp_path):
+    source = FAMILIES[kind](tmp_path / "model")
+    rank, renderer = on_cuda(source, "bfloat16", max_tokens=4096), make_renderer(source)
     graphs = rank.base._graphs
     assert graphs is not None
     for place, lora_rank in enumerate((4, 16)):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from backends.families.family import ImageSpan
+from backends.families.linear_attention import SCANS
 from backends.inputs.rendering import Rendered, Renderer
 from backends.trainer.distributed import World
 from backends.trainer.lora.experts import LoraExperts
@@ -22,9 +23,14 @@ _WARM_UP_LENGTHS = (2003, 1998)
 microbatches: the kernels chosen are the fastest for it."""
 
 
+def can_be_compiled(layer: nn.Module) -> bool:
+    """Return whether a layer is compiled, and captured in graphs. Mamba2 is a loop over chunks in Python: the code
+    would be for one number of them."""
+    return type(layer).__module__ not in SCANS or not any(isinstance(one, nn.Conv1d) for one in layer.modules())
+
+
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile each layer at its first call, except linear attention, which has a convolution: it is a loop over chunks,
-    and the compiled code would be for one number of them."""
+    """Compile each layer that can be at its first call."""
     layers = list(layers)
     # Norms and silu(gate) * up are then recomputed in backward, not saved: a quarter less memory, 1 % more time.
     targets.KEEP_MATERIALIZED.replace(False)
@@ -35,7 +41,7 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     targets.KEEP_NOT_ALLOWED.replace(has_experts)
     targets.KEEP_OPERATORS.replace(not has_experts)
     for layer in layers:
-        if not any(isinstance(module, nn.Conv1d) for module in layer.modules()):
+        if can_be_compiled(layer):
             layer.compile(dynamic=True, backend=_with_linears_merged)
 
 

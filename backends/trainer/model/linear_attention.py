@@ -5,7 +5,7 @@ calls with the lengths of packed samples (`attention.varlen_arguments`) alone. W
 each computes all tokens of some heads and channels (`kernels/exchange.py`). Mamba2 is in `state_space.py`. The delta
 rule is computed chunk by chunk, as by Yang et al., "Gated Delta Networks" (arXiv 2412.06464, section 3.3), and in the
 notation of transformers' own `torch_chunk_gated_delta_rule`: but a chunk never holds two samples, and all samples take
-a step of the scan together.
+a step of the scan together. In bfloat16 on CUDA it has kernels (`kernels/delta_rule.py`).
 
 T tokens of the microbatch, H heads, K and V widths of a key and a value, C tokens of a chunk, R chunks, S samples
 """
@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES, SCANS
+from backends.kernels.delta_rule import has_kernels, packed_delta_rule
 from backends.kernels.exchange import own_part, to_heads, to_tokens
-from backends.trainer.model.sample_chunks import Chunks, chunks_of, spaced_of
+from backends.trainer.model.sample_chunks import Chunks, chunks_of
 from backends.trainer.model.state_space import packed_scan
 
 _EPS = 1e-6
@@ -46,28 +47,47 @@ def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
-        packed_cu_seqlens_host: Tensor | None = None,
+        packed_cu_seqlens: Tensor | None = None,
         packed_group: str | None = None,
         **other: object,
     ) -> Tensor:
         """Convolve [1, channels, T] with [channels, width], each sample for itself."""
-        if packed_cu_seqlens_host is None:
+        if packed_cu_seqlens is None:
             return own(hidden_states, weight, bias, activation=activation, **other)
-        of_tokens_TC = hidden_states[0].T
+        row_CT = hidden_states[0]
         if packed_group is not None:
             weight = own_part(weight, packed_group)
             bias = None if bias is None else own_part(bias, packed_group)
-            of_tokens_TC = to_heads(of_tokens_TC[..., None], packed_group)[..., 0]
-        spaced_N, kept_T = spaced_of(packed_cu_seqlens_host, weight.shape[-1] - 1, hidden_states.device)
-        row = F.pad(of_tokens_TC.T[None].to(weight.dtype), (0, 1)).index_select(-1, spaced_N)
-        out = F.conv1d(row, weight.unsqueeze(1), bias, groups=weight.shape[0]).index_select(-1, kept_T)
-        out = out if activation is None else ACT2FN[activation](out)
-        out = out.to(hidden_states.dtype)
+            row_CT = to_heads(row_CT.T[..., None], packed_group)[..., 0].T
+        wide = torch.promote_types(torch.promote_types(row_CT.dtype, weight.dtype), torch.float32)
+        out_CT = _convolved(row_CT.to(wide), weight.to(wide), _places(packed_cu_seqlens, row_CT.shape[1]))
+        out_CT = out_CT if bias is None else out_CT + bias.to(wide)[:, None]
+        out_CT = (out_CT if activation is None else _activated(activation, out_CT)).to(hidden_states.dtype)
         if packed_group is not None:
-            out = to_tokens(out[0].T[..., None], packed_group)[..., 0].T[None]
-        return out
+            out_CT = to_tokens(out_CT.T[..., None], packed_group)[..., 0].T
+        return out_CT[None]
 
     return convolution
+
+
+def _places(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[T]: how many tokens of its own sample come before each token."""
+    token_T = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return token_T - cu_seqlens[torch.searchsorted(cu_seqlens, token_T, right=True) - 1]
+
+
+def _convolved(row_CT: Tensor, weight: Tensor, place_T: Tensor) -> Tensor:
+    """Sums of products of shifted rows: compiled code fuses them with what comes before and after."""
+    num_tokens, width = row_CT.shape[1], weight.shape[1]
+    out_CT = row_CT * weight[:, -1:]
+    for back in range(1, width):
+        earlier_CT = F.pad(row_CT, (back, 0))[:, :num_tokens].masked_fill(place_T < back, 0)
+        out_CT = out_CT + earlier_CT * weight[:, width - 1 - back, None]
+    return out_CT
+
+
+def _activated(name: str, tensor: Tensor) -> Tensor:
+    return F.silu(tensor) if name in ("silu", "swish") else ACT2FN[name](tensor)
 
 
 def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -77,22 +97,30 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
         value: Tensor,
         g: Tensor,
         beta: Tensor,
+        packed_cu_seqlens: Tensor | None = None,
         packed_cu_seqlens_host: Tensor | None = None,
         packed_group: str | None = None,
         **other: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Query and key [1, T, H, K], value [1, T, H, V], g and beta [1, T, H]; returns [1, T, H, V] and no state."""
-        if packed_cu_seqlens_host is None:
+        if packed_cu_seqlens is None or packed_cu_seqlens_host is None:
             return own(query, key, value, g=g, beta=beta, **other)
         assert other.get("initial_state") is None and not other.get("output_final_state"), "training keeps no states"
         assert other.get("use_qk_l2norm_in_kernel"), "all models here have normalised queries and keys"
-        chunks = chunks_of(packed_cu_seqlens_host, query.device)
-        if packed_group is None:
-            return _packed_delta_rule(query[0], key[0], value[0], g[0], beta[0], chunks)[None], None
-        query, key, value = (to_heads(one[0], packed_group) for one in (query, key, value))
-        g, beta = (to_heads(one[0][..., None], packed_group)[..., 0] for one in (g, beta))
-        out_THV = _packed_delta_rule(query, key, value, g, beta, chunks)
-        return to_tokens(out_THV, packed_group)[None], None
+        query, key, value, g, beta = query[0], key[0], value[0], g[0], beta[0]
+        if packed_group is not None:
+            query, key, value = (to_heads(one, packed_group) for one in (query, key, value))
+            g, beta = (to_heads(one[..., None], packed_group)[..., 0] for one in (g, beta))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        unit_query, unit_key = (_normalised(one.to(wide)) for one in (query, key))
+        if has_kernels(query):
+            units = unit_query.to(query.dtype), unit_key.to(key.dtype)
+            out_THV, *_ = packed_delta_rule(*units, value, g.float(), beta, packed_cu_seqlens)
+        else:
+            chunks = chunks_of(packed_cu_seqlens_host, query.device)
+            out_THV = _packed_delta_rule(unit_query, unit_key, value.to(wide), g.to(wide), beta.to(wide), chunks)
+            out_THV = out_THV.to(query.dtype)
+        return (out_THV if packed_group is None else to_tokens(out_THV, packed_group))[None], None
 
     return delta_rule
 
@@ -100,17 +128,15 @@ def _delta_rule(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..
 def _packed_delta_rule(  # noqa: PLR0913
     query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, chunks: Chunks
 ) -> Tensor:
-    """[T, H, V] in the queries' dtype, computed in float32 at least. `decay_TH` is logarithmic, at most 0."""
-    wide = torch.promote_types(query_THK.dtype, torch.float32)
+    """[T, H, V]. Queries and keys have norm 1; `decay_TH` is logarithmic, at most 0."""
 
     def chunked(tensor: Tensor) -> Tensor:
         """[R, H, C, ...] of [T, H, ...]; padding is 0, and changes no state."""
-        padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])]).to(wide)
+        padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
         return padded[chunks.token_RC].transpose(1, 2)
 
     query, key, value, decay, beta = map(chunked, (query_THK, key_THK, value_THV, decay_TH, beta_TH))
-    query = _normalised(query) * query.shape[-1] ** -0.5
-    key = _normalised(key)
+    query = query * query.shape[-1] ** -0.5
     size = chunks.token_RC.shape[1]
     future_CC = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
     passed = decay.cumsum(-1)
@@ -133,7 +159,7 @@ def _packed_delta_rule(  # noqa: PLR0913
         state_SHKV = state_SHKV * lasting[rows] + key[rows].mT @ new
         begin += num_samples
     out_RCHV = torch.cat(outputs).transpose(1, 2)
-    return out_RCHV.flatten(0, 1).index_select(0, chunks.place_T).to(query_THK.dtype)
+    return out_RCHV.flatten(0, 1).index_select(0, chunks.place_T)
 
 
 def _normalised(tensor: Tensor) -> Tensor:

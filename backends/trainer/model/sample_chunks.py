@@ -3,7 +3,7 @@
 T tokens of the microbatch, C tokens of a chunk, R chunks, S samples
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ class Chunks:
     """Index of each token in the R * C of the chunks."""
     steps: list[int]
     """Chunks of each step of the scan: one of every sample that is as long. Samples that end are the last ones."""
-    spaced: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By padding P: index of each token in a row with P places before every sample, T for such a place; and the index
-    of each token's output in a convolution of width P + 1 over that row."""
 
 
 _KNOWN = WeakIdKeyDictionary()
@@ -66,24 +63,6 @@ def make_chunks(cu_seqlens: np.ndarray, device: torch.device) -> Chunks:
     place_T[token_RC[is_token_RC]] = np.flatnonzero(is_token_RC)
     token_RC[~is_token_RC] = num_tokens
     return Chunks(_placed(token_RC, device), _placed(place_T, device), steps)
-
-
-def spaced_of(cu_seqlens_host: Tensor, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of `Chunks.spaced` for a padding."""
-    known = chunks_of(cu_seqlens_host, device).spaced
-    if padding not in known:
-        known[padding] = make_spaced(cu_seqlens_host.numpy(), padding, device)
-    return known[padding]
-
-
-def make_spaced(cu_seqlens: np.ndarray, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of `Chunks.spaced`."""
-    num_tokens, num_samples = int(cu_seqlens[-1]), len(cu_seqlens) - 1
-    sample_T = np.repeat(np.arange(num_samples), np.diff(cu_seqlens))
-    kept_T = np.arange(num_tokens) + sample_T * padding
-    spaced_N = np.full(num_tokens + num_samples * padding, num_tokens)
-    spaced_N[kept_T + padding] = np.arange(num_tokens)
-    return _placed(spaced_N, device), _placed(kept_T, device)
 
 
 def _placed(array: np.ndarray, device: torch.device) -> Tensor:

@@ -26,6 +26,9 @@ _TOLERANCE = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.1, 0.3)}
 """Bounds of the mean and the largest difference of a text's log probabilities, in nats. In bfloat16, rounding alone
 made 0.018 and 0.076 on a CPU (36 layers), and 0.037 on average between engine and trainer of a mixture on an H200.
 Samples that attend to each other differ by 0.25 and 0.96 and more."""
+_OF_DELTA_RULE = (0.2, 0.8)
+"""The same in bfloat16 for a model with the delta rule and transformers' own forward, which rounds more: 0.143 on
+average on an H100, with random weights in the shape of Qwen3.5-4B."""
 
 
 def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
@@ -52,7 +55,8 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], devi
 
     alone = [scored(sample) for sample in samples]
     tolerance = _TOLERANCE[scorer.model.dtype]
-    if not _agree(alone, own, tolerance):
+    rounds_more = renderer.family.has_linear_attention and scorer.model.dtype == torch.bfloat16
+    if not _agree(alone, own, _OF_DELTA_RULE if rounds_more else tolerance):
         average = (torch.cat(alone) - torch.cat(own)).abs().mean().item()
         divided = f" with its tokens divided over {scorer.context.size} ranks" if scorer.context.size > 1 else ""
         raise BackendFailed(

@@ -51,6 +51,11 @@ def lengths_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
 
 
+def lengths_as(host: Tensor) -> dict[str, Tensor]:
+    """What a layer gives its delta rule: on the CPU, device and host have one tensor."""
+    return {"packed_cu_seqlens": host, "packed_cu_seqlens_host": host}
+
+
 def inputs(num_tokens: int, seed: int = 0) -> list[Tensor]:
     """Query, key, value, g and beta as the layers give them, of [1, T, ...] in float64."""
     made = torch.Generator().manual_seed(seed)
@@ -83,9 +88,7 @@ def test_each_sample_has_a_state_of_its_own(functions, lengths: list[int]) -> No
         [recurrence(*(one[:, begin:end] for one in given)) for begin, end in pairwise(host)],
         dim=1,
     )
-    packed, state = rule(
-        *given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, packed_cu_seqlens_host=host
-    )
+    packed, state = rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, **lengths_as(host))
     assert state is None and packed.dtype == torch.float64
     torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-11)
     weight = torch.randn(alone.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -110,7 +113,7 @@ def test_a_convolution_reads_its_own_sample_alone(functions, lengths: list[int],
         dim=-1,
     )
     alone = F.silu(alone) if activation else alone
-    packed = convolution(hidden, weight, None, activation=activation, packed_cu_seqlens_host=host)
+    packed = convolution(hidden, weight, None, activation=activation, packed_cu_seqlens=host)
     torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
     given = torch.randn(alone.shape, generator=made, dtype=torch.float64)
     for one, other in zip(
@@ -133,8 +136,8 @@ def test_a_sample_that_is_not_finite_leaves_others_as_they_are(functions, culpri
     with torch.no_grad():
         given[2][:, begin:end] = torch.nan
         hidden[..., begin:end] = torch.inf
-    out, _ = rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, packed_cu_seqlens_host=host)
-    convolved = convolution(hidden, torch.ones(CHANNELS, WIDTH).double(), packed_cu_seqlens_host=host)
+    out, _ = rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, **lengths_as(host))
+    convolved = convolution(hidden, torch.ones(CHANNELS, WIDTH).double(), packed_cu_seqlens=host)
     others = torch.ones(138, dtype=torch.bool)
     others[begin:end] = False
     assert out[0, others].isfinite().all() and convolved[..., others].isfinite().all()
@@ -161,7 +164,7 @@ def test_every_layer_of_a_forward_has_the_same_chunks(functions, monkeypatch) ->
     monkeypatch.setattr(sample_chunks, "make_chunks", counted)
     host, given = lengths_of([5, 6]), inputs(11)
     for _ in range(3):
-        rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, packed_cu_seqlens_host=host)
+        rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, **lengths_as(host))
     assert len(made) == 1
 
 
@@ -169,9 +172,7 @@ def test_two_microbatches_in_turn_have_their_own_chunks(functions) -> None:
     _, rule = functions
     given, both = inputs(11), (lengths_of([5, 6]), lengths_of([3, 8]))
     for host in (*both, *both):
-        packed, _ = rule(
-            *given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, packed_cu_seqlens_host=host
-        )
+        packed, _ = rule(*given[:3], g=given[3], beta=given[4], use_qk_l2norm_in_kernel=True, **lengths_as(host))
         alone = [recurrence(*(one[:, begin:end] for one in given)) for begin, end in pairwise(host)]
         torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-11)
 

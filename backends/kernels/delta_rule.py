@@ -1,0 +1,317 @@
+"""The gated delta rule of a packed microbatch on CUDA, in 16 bits, as one operator that compiled layers call.
+
+The kernels are flash-linear-attention's, in chunks of 64 tokens (Yang et al., arXiv 2412.06464, section 3.3); no chunk
+holds two samples. They read where samples begin from the device alone, so that a graph serves samples of any lengths.
+
+T tokens of a microbatch, S samples, H heads, K and V widths of a key and a value, C tokens of a chunk, R chunks
+"""
+
+import functools
+import importlib
+import os
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backends.kernels.autograd import Context
+from backends.kernels.targets import DELTA_RULE
+from backends.patches import require_as_written
+from backends.protocol import BackendFailed
+
+CHUNK = 64
+"""C."""
+_TESTED_LENGTHS = (130, 1, 2003, 64, 67)
+"""Samples by which the kernels are tested; the longest is not compared."""
+_CLOSE, _SMALL = 0.05, 1e-3
+"""Bound of a difference, as a part of the norm; and what is as good as 0."""
+_CHUNKS_AT_ONCE = 256
+"""Chunks of which `_of_queries_and_keys` has the intermediate products at once: 0.5 GiB of 32 heads of 128."""
+_TUNED: dict[str, tuple[dict[str, int], int, int]] = {
+    "ops.utils.cumsum:chunk_local_cumsum_scalar_kernel": ({}, 4, 3),
+    "ops.gated_delta_rule.chunk_fwd:chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 2, 3),
+    "ops.gated_delta_rule.wy_fast:recompute_w_u_fwd_kernel": ({}, 4, 3),
+    "ops.gated_delta_rule.wy_fast:prepare_wy_repr_bwd_kernel": ({}, 4, 3),
+    "ops.common.chunk_delta_h:chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 32}, 4, 3),
+    "ops.common.chunk_delta_h:chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4, 3),
+    "ops.common.chunk_o:chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4, 3),
+    "ops.common.chunk_o:chunk_bwd_kernel_dv_local": ({}, 4, 3),
+}
+"""Sizes, warps and stages of each kernel on Hopper. The fastest of those that the library tries, on an H100 at heads of
+128; trying them takes minutes at each first start, and each process could choose others, which round differently."""
+
+
+@functools.cache
+def _kernels() -> SimpleNamespace:
+    """The functions of DELTA_RULE, by their names there."""
+    if any(patch.state == "absent" for patch in DELTA_RULE):
+        raise BackendFailed("linear attention on CUDA needs fla-core: pip install 'tinker-server[gpu]'")
+    require_as_written(DELTA_RULE)
+    os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # kernels of other packages would take over where these are there
+    if torch.cuda.get_device_capability() == (9, 0):
+        import triton
+
+        for name, (sizes, num_warps, num_stages) in _TUNED.items():
+            module, _, attribute = name.partition(":")
+            kernel = getattr(importlib.import_module(f"fla.{module}"), attribute)
+            while not hasattr(kernel, "configs"):
+                kernel = kernel.fn
+            kernel.configs = [triton.Config(sizes, num_warps=num_warps, num_stages=num_stages)]
+    targets = [patch.target.partition(":") for patch in DELTA_RULE]
+    return SimpleNamespace(**{name: getattr(importlib.import_module(module), name) for module, _, name in targets})
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Return whether the kernels take tensors of this type, where they are."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def chunk_indices(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the bounds [S + 2] of the samples and of an empty one behind them, and sample and number [R, 2] of each
+    chunk. R is as large as S samples of T tokens may need; the chunks that are left over are the empty sample's.
+
+    Both are new tensors: the kernels remember what they made of a tensor by its identity, and a graph's stays the same.
+    """
+    bounds = F.pad(cu_seqlens.long(), (0, 1), value=num_tokens)
+    counts = (bounds.diff() + CHUNK - 1) // CHUNK
+    ends = counts.cumsum(0)
+    empty = len(counts) - 1
+    place_R = torch.arange(num_tokens // CHUNK + empty, device=cu_seqlens.device)
+    sample_R = torch.searchsorted(ends, place_R, right=True).clamp(max=empty)
+    number_R = torch.where(sample_R < empty, place_R - (ends - counts)[sample_R], 0)
+    return bounds, torch.stack([sample_R, number_R], 1)
+
+
+# A custom operator: torch.compile does not trace it, and so compiles once for every mixture of lengths.
+@torch.library.custom_op("tinker_server::packed_delta_rule", mutates_args=())
+def packed_delta_rule(  # noqa: PLR0913
+    query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, H, V]; and for backward the decay accumulated in each chunk [T, H] float32, and each chunk's inverted
+    triangular system [T, H, C].
+
+    Queries and keys have norm 1. `decay_TH` is logarithmic, float32, at most 0. `cu_seqlens` [S + 1] on the device.
+    """
+    _require_as_defined(query_THK.device, query_THK.dtype, query_THK.shape[1:], value_THV.shape[2])
+    return _forward((query_THK, key_THK, value_THV, decay_TH, beta_TH), cu_seqlens)
+
+
+def _forward(inputs: tuple[Tensor, ...], cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query_THK, _, value_THV, *_ = inputs
+    bounds, indices = chunk_indices(cu_seqlens, len(query_THK))
+    passed, out, solved, *_ = _kernels().chunk_gated_delta_rule_fwd(
+        **_batch(*inputs),
+        scale=query_THK.shape[-1] ** -0.5,
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=bounds,
+        chunk_indices=indices,
+        chunk_size=CHUNK,
+    )
+    return out[0].to(value_THV.dtype), passed[0], solved[0]
+
+
+@torch.library.custom_op("tinker_server::packed_delta_rule_backward", mutates_args=())
+def packed_delta_rule_backward(  # noqa: PLR0913
+    grad_THV: Tensor,
+    query_THK: Tensor,
+    key_THK: Tensor,
+    value_THV: Tensor,
+    beta_TH: Tensor,
+    passed_TH: Tensor,
+    solved_THC: Tensor,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value, decay and beta."""
+    return _gradients(grad_THV, (query_THK, key_THK, value_THV, beta_TH), (passed_TH, solved_THC), cu_seqlens)
+
+
+def _gradients(
+    grad_THV: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor], saved: tuple[Tensor, Tensor], cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (query_THK, key_THK, value_THV, beta_TH), (passed_TH, solved_THC) = inputs, saved
+    bounds, indices = chunk_indices(cu_seqlens, len(query_THK))
+    lengths = {"cu_seqlens": bounds, "chunk_indices": indices}
+    kernels, scale = _kernels(), query_THK.shape[-1] ** -0.5
+    given = _batch(query_THK, key_THK, value_THV, passed_TH, beta_TH)
+    q, k, v, g, beta = given.values()
+    grad, solved = grad_THV.contiguous()[None], solved_THC.contiguous()[None]
+    w, u = kernels.recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=g, **lengths)
+    states, new, _ = kernels.chunk_gated_delta_rule_fwd_h(
+        k=k, w=w, u=u, g=g, initial_state=None, output_final_state=False, **lengths
+    )
+    of_new = kernels.chunk_bwd_dv_local(q=q, k=k, g=g, do=grad, scale=scale, **lengths)
+    of_states, _, of_new = kernels.chunk_gated_delta_rule_bwd_dhu(
+        q=q, k=k, w=w, g=g, h0=None, dht=None, do=grad, dv=of_new, scale=scale, **lengths
+    )
+    tensors = q[0], k[0], new[0], g[0], grad[0], of_new[0], states[0], of_states[0]
+    of_query, of_key, of_w, of_decay = _of_queries_and_keys(tensors, bounds, indices)
+    of_key_too, of_value, of_beta, of_decay_too = kernels.prepare_wy_repr_bwd(
+        k=k, v=v, beta=beta, g=g, A=solved, dw=of_w[None], du=of_new, **lengths
+    )
+    of_decay = kernels.chunk_local_cumsum((of_decay + of_decay_too[0])[None], chunk_size=CHUNK, reverse=True, **lengths)
+    return (
+        of_query.to(query_THK.dtype),
+        (of_key + of_key_too[0]).to(key_THK.dtype),
+        of_value[0].to(value_THV.dtype),
+        of_decay[0].to(passed_TH.dtype),
+        of_beta[0].to(beta_TH.dtype),
+    )
+
+
+def _of_queries_and_keys(
+    tensors: tuple[Tensor, ...], bounds: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries and keys in the products of a chunk, of `w` and of the accumulated decay, [T, H, K or
+    nothing], the last three in float32 like the first.
+
+    `tensors`: query, key, new values, accumulated decay (base 2), the gradients of the output and of the new values,
+    and each chunk's state [R, H, K, V] and its gradient. In plain torch, as flash-linear-attention computes it: its own
+    kernel for this gives wrong numbers on Hopper with Triton from 3.4 to 3.7.0.
+    """
+    *of_tokens, states, of_states = tensors
+    query_THK = of_tokens[0]
+    (num_tokens, num_heads, size), scale = query_THK.shape, query_THK.shape[-1] ** -0.5
+    sample_R, number_R = indices.unbind(1)
+    place_C = torch.arange(CHUNK, device=bounds.device)
+    token_RC = (bounds[sample_R] + number_R * CHUNK)[:, None] + place_C
+    is_token_RC = token_RC < bounds[sample_R + 1][:, None]
+    token_RC = torch.where(is_token_RC, token_RC, num_tokens)
+    found = [
+        query_THK.new_zeros(num_tokens + 1, num_heads, size, dtype=dtype)
+        for dtype in (torch.float32, torch.float32, query_THK.dtype)
+    ]
+    of_decay = query_THK.new_zeros(num_tokens + 1, num_heads, dtype=torch.float32)
+    padded = [F.pad(one, (0, 0) * (one.dim() - 1) + (0, 1)) for one in of_tokens]
+    for chunks in torch.arange(len(indices), device="cpu").split(_CHUNKS_AT_ONCE):
+        rows = slice(int(chunks[0]), int(chunks[-1]) + 1)
+        token_rC, is_token_rC = token_RC[rows], is_token_RC[rows]
+        q, k, v, g, do, dv = (one[token_rC].transpose(1, 2).contiguous() for one in padded)  # [r, H, C, ...]
+        h, dh = states[rows], of_states[rows]
+        last_r1 = (is_token_rC.sum(1, keepdim=True) - 1).clamp(min=0)
+        last_rH1 = g.gather(2, last_r1[:, None].expand(-1, num_heads, -1))
+        seen_r1CC = (is_token_rC[:, :, None] & (place_C[:, None] >= place_C))[:, None]
+        scores = _product(do, v.mT) * (g[..., :, None] - g[..., None, :]).exp2() * scale
+        scores = scores.masked_fill(~seen_r1CC, 0).to(q.dtype)
+        of_query = _product(do, h.mT) * g.exp2()[..., None] * scale + _product(scores, k)
+        until_end = (last_rH1 - g).exp2().masked_fill(~is_token_rC[:, None], 0)
+        of_key = _product(v, dh.mT) * until_end[..., None]
+        of_last = (h.float() * dh.float()).sum((2, 3)) * last_rH1[..., 0].exp2() + (of_key * k).sum((2, 3))
+        of_key = of_key + _product(scores.mT, q)
+        of_passed = (of_query * q).sum(-1) - (of_key * k).sum(-1)
+        of_passed = of_passed.scatter_add(2, last_r1[:, None].expand(-1, num_heads, -1), of_last[..., None])
+        of_w = -_product(dv, h.mT)
+        for total, part in zip([*found, of_decay], [of_query, of_key, of_w, of_passed], strict=True):
+            total[token_rC] = part.transpose(1, 2).to(total.dtype)
+    return found[0][:-1], found[1][:-1], found[2][:-1], of_decay[:-1]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """[r, H, M, N] float32 of two stacks of matrices in 16 bits, which are rounded by no one on the way."""
+    shape = (*left.shape[:2], left.shape[2], right.shape[3])
+    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32).view(shape)
+
+
+@functools.cache
+def _require_as_defined(device: torch.device, dtype: torch.dtype, heads: torch.Size, width: int) -> None:
+    """Raise BackendFailed if the kernels give other numbers than the recurrence, token by token, for heads of this
+    shape."""
+    lengths, (num_heads, size) = _TESTED_LENGTHS, heads
+    made = torch.Generator(device).manual_seed(0)
+    num_tokens = sum(lengths)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(num_tokens, num_heads, *shape, device=device, generator=made)
+
+    units = (F.normalize(random(size), dim=-1).to(dtype) for _ in range(2))
+    inputs = (*units, random(width).to(dtype), -random().abs(), random().sigmoid().to(dtype))
+    grad_THV = random(width).to(dtype)
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    out, *saved = _forward(inputs, cu_seqlens)
+    query, key, value, _, beta = inputs
+    found = (out, *_gradients(grad_THV, (query, key, value, beta), (saved[0], saved[1]), cu_seqlens))
+    for begin, end in pairwise([0, *accumulate(lengths)]):
+        sample, length = slice(begin, end), end - begin
+        if length > lengths[0]:
+            continue
+        wanted = _by_recurrence([one[sample] for one in inputs], grad_THV[sample])
+        for part, whole in zip((one[sample].float() for one in found), wanted, strict=True):
+            # A sample of one token has no gradient of its decay.
+            apart: float = ((part - whole).norm() / (whole.norm() + _SMALL * whole.numel() ** 0.5)).item()
+            if not apart < _CLOSE:
+                raise BackendFailed(
+                    f"the kernels of linear attention give other numbers than its definition, for {num_heads} heads of"
+                    f" {size} and {width} values and a sample of {length} tokens: {apart:.3g} of their norm"
+                )
+
+
+def _by_recurrence(inputs: list[Tensor], grad_THV: Tensor) -> list[Tensor]:
+    """The output of one sample and the gradients of its inputs, in float32 and without autograd, which an operator's
+    code does not have (equation 10 of arXiv 2412.06464)."""
+    query, key, value, decay, beta = floats = [one.float() for one in inputs]
+    scale, kept = query.shape[-1] ** -0.5, decay.exp()
+    outputs, states, missing = [], [query.new_zeros(*query.shape[1:], value.shape[2])], []
+    for q, k, v, keep, rate in zip(query, key, value, kept, beta, strict=True):
+        state = states[-1] * keep[:, None, None]
+        missing.append(v - (k[..., None] * state).sum(1))
+        states.append(state + k[..., None] * (missing[-1] * rate[:, None])[:, None])
+        outputs.append((q[..., None] * states[-1]).sum(1) * scale)
+    found = [torch.zeros_like(one) for one in floats]
+    grad_state = torch.zeros_like(states[0])
+    for at in reversed(range(len(query))):
+        q, k, keep, rate, grad_out = (
+            query[at],
+            key[at],
+            kept[at][:, None, None],
+            beta[at][:, None],
+            grad_THV[at].float(),
+        )
+        grad_state = grad_state + q[..., None] * grad_out[:, None] * scale
+        grad_missing = (k[..., None] * grad_state).sum(1)
+        of_query = (states[at + 1] * grad_out[:, None]).sum(-1) * scale
+        of_key = (grad_state * (missing[at] * rate)[:, None]).sum(-1)
+        of_key = of_key - (states[at] * keep * (grad_missing * rate)[:, None]).sum(-1)
+        of_beta = (grad_missing * missing[at]).sum(-1)
+        grad_state = grad_state - k[..., None] * (grad_missing * rate)[:, None]
+        of_decay = (grad_state * states[at] * keep).sum((1, 2))
+        grad_state = grad_state * keep
+        for total, of_token in zip(found, (of_query, of_key, grad_missing * rate, of_decay, of_beta), strict=True):
+            total[at] = of_token
+    return [torch.stack(outputs), *found]
+
+
+def _batch(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> dict[str, Tensor]:
+    """The tensors as the kernels name them, and as they lie in memory there."""
+    named = {"q": query, "k": key, "v": value, "g": decay, "beta": beta}
+    return {name: tensor.contiguous()[None] for name, tensor in named.items()}
+
+
+@packed_delta_rule.register_fake
+def _(_query_THK: Tensor, key_THK: Tensor, value_THV: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_heads = value_THV.shape[:2]
+    return (
+        value_THV.new_empty(value_THV.shape),
+        value_THV.new_empty(num_tokens, num_heads, dtype=torch.float32),
+        key_THK.new_empty(num_tokens, num_heads, CHUNK),
+    )
+
+
+@packed_delta_rule_backward.register_fake
+def _(_grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    query, key, value, beta, passed, *_ = tensors
+    return tuple(one.new_empty(one.shape) for one in (query, key, value, passed, beta))
+
+
+def _save(ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, _, beta, cu_seqlens = inputs
+    _, passed, solved = output
+    ctx.save_for_backward(query, key, value, beta, passed, solved, cu_seqlens)
+
+
+def _backward(ctx: Context, grad_THV: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return *packed_delta_rule_backward(grad_THV, *ctx.saved_tensors), None
+
+
+packed_delta_rule.register_autograd(_backward, setup_context=_save)
