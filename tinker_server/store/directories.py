@@ -202,6 +202,14 @@ def _remove(paths: list[tuple[Path, Path]]) -> None:
     for directory, archive in paths:
         shutil.rmtree(directory, ignore_errors=True)
         archive.unlink(missing_ok=True)
+        _remove_empty(directory.parent, directory.parent.parent)
+
+
+def _remove_empty(*folders: Path) -> None:
+    """Remove folders that are empty. What is written to them next makes them again."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _remove_asides(root: Path) -> None:
@@ -210,6 +218,7 @@ def _remove_asides(root: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
         else:
             aside.unlink(missing_ok=True)
+    _remove_empty(*root.glob("checkpoints/*/*"), *root.glob("checkpoints/*"))
 
 
 def _size_bytes(path: Path) -> int:

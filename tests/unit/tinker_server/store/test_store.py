@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Engine, event
 from api_schemas.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SearchSessionsRequest
 from api_schemas.training import Trainable
 from api_schemas.weights import TinkerPath
+from backends.files import make_directory
 from tinker_server.errors import (
     BadRequest,
     HeartbeatEnded,
@@ -367,6 +368,24 @@ async def test_directories_are_never_used_twice_and_stay_inside(db: Database, tm
         with pytest.raises(ValueError, match="cannot be part of a directory"):
             async with storage.writing(part, "weights", "a"):
                 pass
+
+
+async def test_deleted_weights_leave_no_empty_folders_and_others_where_they_are(db: Database, tmp_path: Path) -> None:
+    storage = Storage(tmp_path, db)
+    kept: list[str] = []
+    for run_id, kind in (("alone", "weights"), ("with another kind", "weights"), ("with another kind", "snapshots")):
+        async with storage.writing(run_id.replace(" ", "-"), kind, "a") as directory:
+            make_directory(storage.path(directory))
+            kept.append(directory)
+    await storage.delete(*kept[:2])
+    assert {str(one.relative_to(tmp_path)) for one in (tmp_path / "checkpoints").rglob("*")} == {
+        "checkpoints/with-another-kind",
+        "checkpoints/with-another-kind/snapshots",
+        kept[2],
+    }
+    (tmp_path / "checkpoints/of-an-earlier-server/weights").mkdir(parents=True)
+    await storage.delete_half_written()  # the third too, which no row references
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
