@@ -92,7 +92,8 @@ NOTES = """
 - **Experts.** Each of an expert's three matrices has its own adapter of the full rank. A model of rank r has r x
   experts x layers x 3 pairs. Nemotron's experts have two matrices. Routers and the gates of shared experts are frozen.
 - **Packing.** Samples of all kinds share packed microbatches. Layers of linear attention start again at each sample.
-  These layers are not compiled and not part of CUDA graphs yet; they compute transformers' equations in torch.
+  On CUDA in bfloat16, the delta rule (Qwen3.5, Qwen3-Next) has flash-linear-attention's kernels, and these layers are
+  compiled and part of CUDA graphs. Elsewhere they compute transformers' equations in torch, and so does Mamba2.
 - **Exports** have tinker's names, with `mlp.experts.w1`, `w3` and `w2` as stacks over experts; of Nemotron
   `mixer.experts.w1`, which is up, and `w2`. For PEFT and vLLM they have the names of the model's own files, expert by
   expert. The cookbook's tools can build and merge them, except for Mixtral, whose files have other names
@@ -109,9 +110,9 @@ NOTES = """
   An image has 896 x 896 pixels whatever its shape, and 256 features between `<start_of_image>` and `<end_of_image>`,
   with two newlines on each side. A newline of the text beside it stays a token of its own, also in conversations; the
   model's own processor would join the newlines. The engine needs the names of the published files: transformers 5
-  shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: CUDA, where nothing of
-  it has run yet, pan-and-scan (`do_pan_and_scan`), a window shorter than an image, `--train-vision`, `--full` and
-  `--tensor-parallel`.
+  shortens those of the tower (`vision_tower.vision_model.`) when it saves. Refused at start: CUDA, where its trainer
+  has run and its engine has not, pan-and-scan (`do_pan_and_scan`), a window shorter than an image, `--train-vision`,
+  `--full` and `--tensor-parallel`.
 - **Merged projections.** `in_proj_qkv` of Qwen3.5 and `in_proj_qkvz` of Qwen3-Next are exported whole, not in the
   vendor's parts.
 - **Nemotron-H, Nemotron-3-Nano** (`NemotronHForCausalLM`). Each layer is Mamba2, attention without rotation, an MLP or
@@ -120,15 +121,19 @@ NOTES = """
   steps below `time_step_min`, which is meant for initial values; vLLM does not, and the trainer follows vLLM.
   Multi-token prediction is not loaded. Refused by name: more than one shared expert, latent experts
   (Nemotron-3-Super), quantised files, other activations, limits of time steps, `--replay-routing`, `--full`,
-  `--tensor-parallel` and `--base-copies 1`. No published file has been loaded yet, and no GPU has run it. vLLM on a
-  CPU computes it in float32 too. If files have A_log in float32 and the server computes in bfloat16, the trainer
-  rounds it and vLLM does not.
+  `--tensor-parallel` and `--base-copies 1`. No published file has been loaded yet, and its engine has not run on a
+  GPU. vLLM on a CPU computes it in float32 too. If files have A_log in float32 and the server computes in bfloat16, the
+  trainer rounds it and vLLM does not.
 - **On a CPU,** vLLM 0.32 has no kernel for experts with adapters, so the server has its own simple one. The linear
   attention of Qwen3.5 and Qwen3-Next on a CPU is only in bfloat16.
 - **On an H200 in bfloat16,** these differences were measured, mean and largest, in nats. Trainer on the H200 and on a
   CPU: 0.015 (experts), 0.017 and 0.17 (Qwen3-Next). Engine and trainer: 0.010 and 0.054 (Qwen3 MoE), 0.006 and 0.035
   (Qwen3-VL MoE), 0.013 and 0.058 (Qwen3.5), 0.016 and 0.081 (Qwen3.5 MoE), at most 0.014 and 0.052 with trained towers
   (Qwen3-VL, Qwen3-VL MoE, Qwen2.5-VL), 0.010 and 0.032 with all weights trained.
+- **On an H100 in bfloat16** (26 November 2026, tiny models), trainer and the same on a CPU in float32 differed by 0.015
+  and 0.11 (Mistral), 0.008 and 0.03 (Gemma 3), 0.013 and 0.04 (Gemma 3 with images), 0.010 and 0.08 (gpt-oss), 0.014
+  and 0.10 (Nemotron-H), 0.015 and 0.06 nats (Qwen3.5). Engine and trainer with one copy of the base in fp8: 0.011 and
+  0.056 (Qwen3-VL), 0.004 and 0.015 (Qwen3-VL MoE).
 - **Qwen3-VL-30B-A3B** was tested on an H200 as a random model with 12 of its 48 layers: it trains, samples and
   recovers. Engine and trainer differ by 0.037 nats on average and by 0.50 at most, since rounding alone sends a fifth
   of its tokens to other experts. With `--replay-routing` they differ by 0.008 and 0.083 (docs/performance.md).
@@ -145,10 +150,10 @@ NOTES = """
   of any other base. In memory, the base has twice the size of its files; the plan says so. The engine's own fp8 is
   not used, since it also rounds activations. Edges that 128 does not divide, modules that were not converted, and
   experts in separate tensors are supported. Tests on the CPU use files made for them, of Qwen3, its MoE, Qwen3-VL,
-  its MoE, Qwen3.5 MoE and DeepSeek-V3. No published file has been loaded yet, and no GPU has run this. An adapter is
-  trained on the dequantised numbers; nobody has measured how its scores differ in an engine that computes in fp8. fp8
-  with one scale for a tensor, static activations, other blocks or scales, compressed-tensors and all other
-  quantisation are refused by name, and so is `--full`.
+  its MoE, Qwen3.5 MoE and DeepSeek-V3; on an H100, of Qwen3-VL and its MoE, with one copy of the base and with two.
+  No published file has been loaded yet. An adapter is trained on the dequantised numbers; nobody has measured how its
+  scores differ in an engine that computes in fp8. fp8 with one scale for a tensor, static activations, other blocks or
+  scales, compressed-tensors and all other quantisation are refused by name, and so is `--full`.
 - **Attention.** Windows are served. Qwen2 MoE is refused if only some of its layers have a window, since the engine
   ignores these. On CUDA, the start compares FlashAttention's windows with their definition; no engine has run with
   windows there yet. Attention in chunks and decoders that look ahead are refused in bfloat16 on CUDA. StableLM and
@@ -160,8 +165,8 @@ NOTES = """
   Sinks, routers and all biases are frozen. Each expert's gate, up and down have their own adapters, saved as `w1`, `w3`
   and `w2`. vLLM itself expects one adapter of gate and up together for this kind, so merge the weights for use in other
   programs. Completions and samples are served. Conversations (such as `/v1/chat/completions`) are refused, since vLLM
-  would write them in another format than the model's template, and would download this format. Its kernels on CUDA have
-  not run yet.
+  would write them in another format than the model's template, and would download this format. Its engine has not run
+  on CUDA yet.
 - **DeepSeek-V3** has latent attention (MLA), and a sigmoid router with groups. All linears of the attention and the
   shared experts are trained; the latents' norms, the routers and what corrects their scores are frozen. The engine
   computes whole keys and values, as the trainer does. vLLM's own form multiplies `kv_b_proj` into other matrices at
@@ -171,8 +176,8 @@ NOTES = """
   where latents take 576. This is 0.3 MiB for a token of Moonlight's shape in bfloat16, and 5.7 MiB of DeepSeek-V3's.
   Moonlight and Kimi K2 have this architecture, but a `model_type` that transformers does not know (`kimi_k2`) is
   refused, and so is a tokenizer with code of its own. DeepSeek-V2, V3.2 and Kimi Linear are refused. A config that the
-  engine would compute otherwise is refused by the field's name. No published file has been loaded, and no GPU has run
-  this kind yet.
+  engine would compute otherwise is refused by the field's name. No published file has been loaded. On a GPU its
+  trainer has run in float32, its engine has not.
 
 ## Refused
 

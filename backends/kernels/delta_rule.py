@@ -47,7 +47,9 @@ _TUNED: dict[str, tuple[dict[str, int], int, int]] = {
 def _kernels() -> SimpleNamespace:
     """The functions of DELTA_RULE, by their names there."""
     if any(patch.state == "absent" for patch in DELTA_RULE):
-        raise BackendFailed("linear attention on CUDA needs fla-core: pip install 'tinker-server[gpu]'")
+        raise BackendFailed(
+            "linear attention on CUDA needs fla-core, which the extra gpu brings: pip install fla-core==0.6.0"
+        )
     require_as_written(DELTA_RULE)
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # kernels of other packages would take over where these are there
     if torch.cuda.get_device_capability() == (9, 0):

@@ -60,7 +60,8 @@ def test_gradients_within_chunks_are_those_of_autograd(monkeypatch: pytest.Monke
     chunks = [(c, min(c + CHUNK, b)) for a, b in pairwise(ends) for c in range(a, b, CHUNK)]
     passed = torch.cat([decay[begin:end].cumsum(0) for begin, end in chunks])
     inputs = [one.requires_grad_() for one in (query, key, system, passed)]
-    values, outputs, news, befores, afters = random(num_tokens, HEADS, VALUE), [], [], [], []
+    values, outputs, news, befores = random(num_tokens, HEADS, VALUE), [], [], []
+    afters: list[Tensor] = []
     for begin, end in chunks:
         q, k, w, u = (one[begin:end].transpose(0, 1) for one in (query, key, system, values))
         g = passed[begin:end].T
