@@ -537,9 +537,10 @@ def quantise(directory: Path, quantised: Path) -> None:
     (quantised / "config.json").write_text(json.dumps(config))
 
 
-def quantise_in_blocks(directory: Path, quantised: Path) -> Path:
+def quantise_in_blocks(directory: Path, quantised: Path, powers_of_two: torch.dtype | None = None) -> Path:
     """Make of a model one in fp8 as published, block by block and expert by expert, and write what its numbers are into
-    the first one's files. Routers, the head, the tower and the first layer's keys stay as they are."""
+    the first one's files. Routers, the head, the tower and the first layer's keys stay as they are. `powers_of_two`:
+    the type of scales that are such, as those of DeepSeek-V3.1."""
     shutil.copytree(directory, quantised)
     (path,) = directory.glob("*.safetensors")
     config = json.loads((quantised / "config.json").read_text())
@@ -553,11 +554,12 @@ def quantise_in_blocks(directory: Path, quantised: Path) -> Path:
         for matrix_name, matrix in _matrices(name, tensor, inputs_first=config["model_type"] == "qwen3_vl_moe"):
             rows, columns = matrix.shape
             weight = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(-(-rows // 128), -(-columns // 128), dtype=torch.bfloat16)
+            scale = torch.empty(-(-rows // 128), -(-columns // 128), dtype=powers_of_two or torch.bfloat16)
             for row in range(0, rows, 128):
                 for column in range(0, columns, 128):
                     block = (slice(row, row + 128), slice(column, column + 128))
                     step = (matrix[block].abs().amax() / 440).bfloat16()
+                    step = step if powers_of_two is None else step.float().log2().ceil().exp2()
                     weight[block] = (matrix[block] / step).to(torch.float8_e4m3fn)
                     scale[row // 128, column // 128] = step
                     matrix[block] = weight[block].float() * step.float()
@@ -570,6 +572,7 @@ def quantise_in_blocks(directory: Path, quantised: Path) -> Path:
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "modules_to_not_convert": kept,
+        **({} if powers_of_two is None else {"scale_fmt": "ue8m0"}),
     }
     (quantised / "config.json").write_text(json.dumps(config))
     return quantised

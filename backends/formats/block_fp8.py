@@ -18,17 +18,17 @@ from backends.protocol import BackendFailed
 BLOCK = 128
 SCALE = "_scale_inv"
 """Ending of a scale's name, behind its tensor's."""
-_WEIGHT, _SCALES = "F8_E4M3", ("F32", "BF16", "F16")
+_WEIGHT, _SCALES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
 """Types in the files."""
 _METHOD = "fp8"
-_KNOWN: dict[str, tuple[object, str]] = {
-    "weight_block_size": ([BLOCK, BLOCK], "one scale for a tensor, or for other blocks, has no test here"),
-    "activation_scheme": ("dynamic", "trainer and engine compute with activations that are not rounded to fp8"),
-    "fmt": ("e4m3", "its numbers have another meaning"),
-    "scale_fmt": ("float", "scales that are powers of two in a byte have no test here"),
+_KNOWN: dict[str, tuple[list[object], str]] = {
+    "weight_block_size": ([[BLOCK, BLOCK]], "one scale for a tensor, or for other blocks, has no test here"),
+    "activation_scheme": (["dynamic"], "trainer and engine compute with activations that are not rounded to fp8"),
+    "fmt": (["e4m3"], "its numbers have another meaning"),
+    "scale_fmt": (["float", "ue8m0"], "its scales may have another meaning"),
 }
-"""Fields of a config's quantization_config with the only value that is supported, and the reason why no other is. Files
-that do not name one mean it, but for the block."""
+"""Fields of a config's quantization_config with the values that are supported, and the reason why no others are. Files
+that do not name one mean the first, but for the block. Scales in ue8m0 are powers of two, in a byte or as a float."""
 
 
 def require_known(quantisation: Mapping[str, object], source: str) -> None:
@@ -42,10 +42,10 @@ def require_known(quantisation: Mapping[str, object], source: str) -> None:
         )
     for field, (known, reason) in _KNOWN.items():
         value = quantisation.get(field)
-        if value != known and (value is not None or field == "weight_block_size"):
+        if value not in known and (value is not None or field == "weight_block_size"):
             raise BackendFailed(
                 f"{source}: quantised weights with quantization_config.{field} {value} are not supported: {reason}; it"
-                f" has to be {known}. Serve the model's files in bfloat16 or float32"
+                f" has to be {' or '.join(map(str, known))}. Serve the model's files in bfloat16 or float32"
             )
 
 

@@ -55,6 +55,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Qwen3.5 MoE": partial(make_tiny_qwen3_5, moe=True),
     "DeepSeek-V3": make_tiny_deepseek_v3,
 }
+POWERS_OF_TWO = {"Qwen3 MoE": torch.float32, "DeepSeek-V3": torch.float8_e8m0fnu}
+"""Types of scales that are powers of two, of some of the models."""
 TEXTS = {f"{length} words": prompt(words(length, length)) for length in (5, 11, 23)}
 
 
@@ -63,7 +65,7 @@ def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The dequantised model, and the one in fp8."""
     directory = tmp_path_factory.mktemp("fp8")
     source = MODELS[request.param](directory / "whole")
-    return source, quantise_in_blocks(source, directory / "quantised")
+    return source, quantise_in_blocks(source, directory / "quantised", POWERS_OF_TWO.get(request.param))
 
 
 def test_trainer_scores_and_gradients_are_those_of_the_dequantised_base(sources) -> None:

@@ -322,7 +322,7 @@ BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation
         ("weight_block_size", [64, 128]),
         ("activation_scheme", "static"),
         ("fmt", "e5m2"),
-        ("scale_fmt", "ue8m0"),
+        ("scale_fmt", "e5m3"),
     ],
 )
 def test_quantised_weights_are_refused_by_name_unless_in_fp8_by_blocks(field: str, value: object) -> None:
