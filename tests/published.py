@@ -143,6 +143,8 @@ _DEEPSEEK_V3_1: Config = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
     "max_position_embeddings": 163840,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "quantization_config": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
