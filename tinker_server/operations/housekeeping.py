@@ -124,6 +124,8 @@ class Housekeeper:
             if silent and self._scheduler.is_idle(run.model_id, timeout_s):
                 await self._try("suspended, for its client is silent", run, self._scheduler.suspend(run.model_id))
         await stores.sessions.save_heartbeats()
+        stores.sessions.forget_ended()
+        stores.runs.forget_ended()
         for run in await stores.runs.suspended_since_before(now - SNAPSHOT_KEPT_S):
             if self._scheduler.is_idle(run.model_id, 0):
                 await self._drop(run, "its client did not come back")

@@ -34,6 +34,8 @@ class RunStore:
     def __init__(self, db: Database, cached_bytes: int = CACHED_BYTES) -> None:
         self._db = db
         self._cached: LRU[str, TrainingRun] = LRU(cached_bytes, held_bytes)
+        self._ended: set[str] = set()
+        """Runs in memory that had ended at the last call of `forget_ended`."""
 
     async def add(self, run: TrainingRun, checkpoint: Checkpoint | None = None) -> None:
         """Store a run; for copied weights also their checkpoint, whose model is never in memory.
@@ -79,6 +81,19 @@ class RunStore:
             return cached
         row = await self._db.look(lambda session: session.get(TrainingRunRow, model_id))
         return None if row is None else self._cached.setdefault(model_id, record(TrainingRun, row))
+
+    def forget_ended(self) -> None:
+        """Remove runs from memory that had already ended at the last call: nobody reads their older records any
+        more."""
+        ended: set[str] = set()
+
+        def stays(run: TrainingRun) -> bool:
+            if run.status == "lost" and run.model_id not in self._ended:
+                ended.add(run.model_id)
+            return run.status != "lost" or run.model_id in ended
+
+        self._cached.keep(stays)
+        self._ended = ended
 
     async def delete_unanswered(self, model_ids: Set[str]) -> None:
         """Delete models whose create_model was not answered when their server ended: they will be made again."""

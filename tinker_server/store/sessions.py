@@ -107,6 +107,11 @@ class SessionStore:
             if (cached := self._cached.get(session_id)) is not None:
                 self._cached.put(session_id, replace(cached, last_heartbeat=at))
 
+    def forget_ended(self, for_s: float = 60.0) -> None:
+        """Remove sessions from memory that were finished so long ago: nobody reads their older records any more."""
+        before = time.time() - for_s
+        self._cached.keep(lambda session: session.finished_at is None or session.finished_at > before)
+
     async def get(self, session_id: str) -> Session:
         """Return a session, whoever owns it. Raises UnknownSession."""
         if (cached := self._cached.get(session_id)) is not None:

@@ -359,6 +359,24 @@ async def test_a_model_id_has_one_model_or_copy(db: Database) -> None:
     assert await CheckpointStore(db).find(TinkerPath("run", "weights", "a")) is None
 
 
+async def test_what_has_ended_leaves_the_memory_a_while_later(db: Database) -> None:
+    sessions, runs = SessionStore(db), RunStore(db)
+    request = CreateSessionRequest()
+    kept, ended = [await sessions.create(request, None, OWNER) for _ in range(2)]
+    for session_id in (kept, ended):
+        await runs.add(run(session_id))
+    await sessions.finish(ended, FinishSessionRequest(reason=FinishReason(type="success")), OWNER)
+    await runs.mark_lost(f"{ended}:train:0")
+    sessions.forget_ended()
+    runs.forget_ended()
+    assert len(sessions._cached) == len(runs._cached) == 2  # a reader may still have an older record
+    sessions.forget_ended(for_s=0)
+    runs.forget_ended()
+    assert len(sessions._cached) == len(runs._cached) == 1
+    assert (await sessions.get(ended)).finished_at is not None
+    assert (await runs.get(f"{ended}:train:0")).status == "lost"
+
+
 async def test_directories_are_never_used_twice_and_stay_inside(db: Database, tmp_path: Path) -> None:
     storage = Storage(tmp_path, db)
     name = ("s:train:0", "weights", "a")
