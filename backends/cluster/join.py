@@ -3,11 +3,14 @@ Ray."""
 
 import asyncio
 import logging
+import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from backends.cluster.fetching import fetched
 from backends.cluster.handshake import Connection, Unreachable, connect
@@ -23,27 +26,37 @@ log = logging.getLogger(__name__)
 _SOON_S = 30.0
 """Ray that ends sooner would do so again."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+WAIT_S = 600.0
+"""A server that starts at the same time loads its models before it answers."""
+T = TypeVar("T")
+
+
+async def until_answered(ask: Callable[[], Awaitable[T]], for_s: float = WAIT_S) -> T:
+    """Return what a server answers, who is asked again while none does. Raises Unreachable after `for_s`."""
+    pause_s, deadline = _FIRST_PAUSE_S, time.monotonic() + for_s
+    while True:
+        try:
+            return await ask()
+        except Unreachable as error:
+            if time.monotonic() + pause_s > deadline:
+                raise
+            log.warning("%s; asked again in %.0f s", error, pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 async def join(own: Offer) -> None:
     """Belong to the cluster until this machine is told to leave, or cancelled; join again whenever the server is back.
 
-    Raises BackendFailed where it is refused, or Unreachable before it was there at all.
+    Raises BackendFailed where it is refused, or Unreachable if no server answers for WAIT_S before it was there at all.
     """
     require_ray()
-    pause_s, has_joined, token = _FIRST_PAUSE_S, False, read_token(Path(own.token_file))
+    has_joined, token = False, read_token(Path(own.token_file))
     while True:
         offer = replace(own, ray_label=secrets.token_hex(8))
-        try:
-            connection = await connect(offer.server, token, ask="join", versions=versions(), offer=offer.as_json())
-        except Unreachable as error:
-            if not has_joined:
-                raise
-            log.warning("%s; asked again in %.0f s", error, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            continue
-        has_joined, pause_s, began = True, _FIRST_PAUSE_S, time.monotonic()
+        connecting = partial(connect, offer.server, token, ask="join", versions=versions(), offer=offer.as_json())
+        connection = await until_answered(connecting, math.inf if has_joined else WAIT_S)
+        has_joined, began = True, time.monotonic()
         try:
             if await _belong(offer, connection):
                 return
@@ -53,7 +66,7 @@ async def join(own: Offer) -> None:
             log.warning("%s; it is started again", error)
         finally:
             connection.close()
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(_FIRST_PAUSE_S)
 
 
 async def _belong(offer: Offer, connection: Connection) -> bool:

@@ -11,7 +11,7 @@ from tinker_server.embedded import DIRECTORIES
 async def belong(arguments: argparse.Namespace) -> None:
     """Run join until the machine has left, or leave. Raises StartFailed, BackendFailed, and CancelledError when
     interrupted."""
-    from backends.cluster.join import join, leave, offer_of  # slow to import: brings transformers
+    from backends.cluster.join import join, leave, offer_of, until_answered  # slow to import: brings transformers
 
     address, token_file, name = arguments.address, arguments.token_file, arguments.name
     if arguments.command == "leave":
@@ -25,4 +25,4 @@ async def belong(arguments: argparse.Namespace) -> None:
     fetched = {one: None for one in arguments.model if "=" not in one and one not in DIRECTORIES}
     given = dict(split_model(one) for one in arguments.model if one not in fetched)
     models = fetched | (checked_models(given) if given or not fetched else {})
-    await join(await offer_of(name, address, token_file, arguments.data_dir, models))
+    await join(await until_answered(lambda: offer_of(name, address, token_file, arguments.data_dir, models)))

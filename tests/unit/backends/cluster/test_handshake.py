@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from backends.cluster.handshake import Connection, Unreachable, accept, connect
+from backends.cluster.join import until_answered
 from backends.cluster.token import made_token, read_token
 from backends.cluster.versions import differences, versions
 from backends.protocol import BackendFailed
@@ -101,6 +102,22 @@ async def test_a_port_at_which_nothing_listens_may_be_asked_later() -> None:
         await connect(address, TOKEN, ask="join")
     with pytest.raises(BackendFailed, match="write HOST:PORT"):
         await connect("somewhere", TOKEN, ask="join")
+
+
+async def test_a_server_that_starts_later_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    async with accepting(TOKEN) as (address, accepted):
+        tried = 0
+
+        async def ask() -> Connection:
+            nonlocal tried
+            tried += 1
+            return await connect(address if tried > 2 else "127.0.0.1:1", TOKEN, ask="join")
+
+        (await until_answered(ask)).close()
+        assert tried == 3 and caplog.text.count("no server answers at 127.0.0.1:1") == 2
+        with pytest.raises(Unreachable):
+            await until_answered(lambda: connect("127.0.0.1:1", TOKEN, ask="join"), for_s=0)
+        assert len(accepted) == 1
 
 
 async def test_garbage_at_the_port_is_no_connection() -> None:
