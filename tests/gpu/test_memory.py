@@ -21,6 +21,7 @@ from backends.configure.create import LocalBackend
 from backends.configure.describe import FoundModel, describe_models
 from backends.configure.memory_plan import (
     ENGINE_CONTEXT_BYTES,
+    HOLDER_CONTEXT_BYTES,
     TRAINER_CONTEXT_BYTES,
     adapter_bytes,
     engine_parts,
@@ -57,7 +58,7 @@ async def test_a_sampler_returns_beside_trainers_that_fill_their_part(
         loaded = [backend.models[name] for name in models]
         shares = [(one.info.placement.sampler_fraction, one.info.placement.trainer_fraction) for one in loaded]
         _, gpu_bytes = torch.cuda.mem_get_info()
-        outside = len(models) * (TRAINER_CONTEXT_BYTES + ENGINE_CONTEXT_BYTES) / gpu_bytes
+        outside = len(models) * (TRAINER_CONTEXT_BYTES + ENGINE_CONTEXT_BYTES + HOLDER_CONTEXT_BYTES) / gpu_bytes
         assert sum(map(sum, shares)) + outside == pytest.approx(1)
         before = [(await model.sampler.sample(task())).sequences[0].tokens.tolist() for model in loaded]
         for model in loaded:
