@@ -21,7 +21,8 @@ PATCHES = [
     *of_vllm.PATCHES,
     *of_trainer.PATCHES,
     *OPERATORS,
-    *DELTA_RULE,
+    # Its package comes with the extra gpu.
+    *(one for one in DELTA_RULE if one.state != "absent" or torch.cuda.is_available()),
     *tower_patches.PATCHES,
     *linear_attention.PATCHES,
     nemotron_h.MIXER,

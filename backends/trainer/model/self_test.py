@@ -28,7 +28,7 @@ made 0.018 and 0.076 on a CPU (36 layers), and 0.037 on average between engine a
 Samples that attend to each other differ by 0.25 and 0.96 and more."""
 _OF_DELTA_RULE = (0.2, 0.8)
 """The same in bfloat16 for a model with the delta rule and transformers' own forward, which rounds more: 0.143 on
-average on an H100, with random weights in the shape of Qwen3.5-4B."""
+average on an H100, with random weights in the shape of a published model of 4 billion parameters."""
 
 
 def own_logprobs(root: Root, renderer: Renderer, device: torch.device) -> list[Tensor]:
