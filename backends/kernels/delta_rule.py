@@ -166,8 +166,8 @@ def _gradients(
 def _of_queries_and_keys(
     tensors: tuple[Tensor, ...], bounds: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries and keys in the products of a chunk, of `w` and of the accumulated decay, [T, H, K or
-    nothing], the last three in float32 like the first.
+    """Gradients of queries and keys in the products of a chunk [T, H, K] float32, of `w` [T, H, K], and of the
+    accumulated decay [T, H] float32.
 
     `tensors`: query, key, new values, accumulated decay (base 2), the gradients of the output and of the new values,
     and each chunk's state [R, H, K, V] and its gradient. In plain torch, as flash-linear-attention computes it: its own
@@ -187,8 +187,8 @@ def _of_queries_and_keys(
     ]
     of_decay = query_THK.new_zeros(num_tokens + 1, num_heads, dtype=torch.float32)
     padded = [F.pad(one, (0, 0) * (one.dim() - 1) + (0, 1)) for one in of_tokens]
-    for chunks in torch.arange(len(indices), device="cpu").split(_CHUNKS_AT_ONCE):
-        rows = slice(int(chunks[0]), int(chunks[-1]) + 1)
+    for begin in range(0, len(indices), _CHUNKS_AT_ONCE):
+        rows = slice(begin, begin + _CHUNKS_AT_ONCE)
         token_rC, is_token_rC = token_RC[rows], is_token_RC[rows]
         q, k, v, g, do, dv = (one[token_rC].transpose(1, 2).contiguous() for one in padded)  # [r, H, C, ...]
         h, dh = states[rows], of_states[rows]
