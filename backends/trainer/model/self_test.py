@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from backends.families.linear_attention import DELTA_RULES
 from backends.families.logits import logit_transform
 from backends.inputs.rendering import Rendered, Renderer
 from backends.protocol import BackendFailed
@@ -55,7 +56,8 @@ def packing_is_exact(scorer: Scorer, renderer: Renderer, own: list[Tensor], devi
 
     alone = [scored(sample) for sample in samples]
     tolerance = _TOLERANCE[scorer.model.dtype]
-    rounds_more = renderer.family.has_linear_attention and scorer.model.dtype == torch.bfloat16
+    kinds = {type(layer).__module__ for layer in scorer.model.get_decoder().layers}
+    rounds_more = scorer.model.dtype == torch.bfloat16 and not kinds.isdisjoint(DELTA_RULES)
     if not _agree(alone, own, _OF_DELTA_RULE if rounds_more else tolerance):
         average = (torch.cat(alone) - torch.cat(own)).abs().mean().item()
         divided = f" with its tokens divided over {scorer.context.size} ranks" if scorer.context.size > 1 else ""
