@@ -29,7 +29,7 @@ from api_schemas.training import AdamParams, ForwardBackwardOutput, Trainable
 from backends.model_spec import Mesh, ModelSpec, Placement
 from backends.trainer.distributed import World
 from backends.trainer.rank import TrainerRank
-from benchmarks.shapes import CONTEXT, SHAPES, Shape, make_model, shortened
+from benchmarks.shapes import CONTEXT, SHAPES, Shape, make_model
 from tests.factories import cross_entropy, photo
 from tests.specs import tiny_spec
 from tests.trainers import forward_backward, gradients, perturb, relative_distance, together
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--layers", type=int, help="of the decoder (the shape's)")
     given = parser.parse_args()
-    shape = shortened(SHAPES[given.shape], given.layers)
+    shape = replace(SHAPES[given.shape], num_layers=given.layers)
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_model(Path(scratch) / "model", shape)
         torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu import RANK, peak_flops
 from benchmarks.handover import saves
-from benchmarks.shapes import SHAPES, Shape, make_model, shortened
+from benchmarks.shapes import SHAPES, Shape, make_model
 from tests.servers import Server
 from tests.training import rl_datum
 
@@ -50,7 +51,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        scratch, shape = Path(folder), shortened(SHAPES[given.shape], given.layers)
+        scratch, shape = Path(folder), replace(SHAPES[given.shape], num_layers=given.layers)
         peak = peak_flops()
         model = make_model(scratch / "model", shape)
         torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,6 @@ class Shape:
     """As its config.json has them."""
     num_layers: int | None = None
     """Of the decoder; None: all of them."""
-    text: Mapping[str, Any] = field(default_factory=dict)
-    """Further values of the decoder's config."""
 
     @property
     def model_type(self) -> str:
@@ -65,9 +63,9 @@ class Shape:
         """Count the parameters of the linears that a token of text passes, with the head."""
         with torch.device("meta"):
             model = _class_of(self.known).from_config(self.known)
-        text, total = self.known.get_text_config(), 0
+        text = self.known.get_text_config()
         linears = [one for one in model.get_decoder().modules() if isinstance(one, nn.Linear)]
-        total += sum(one.weight.numel() for one in linears) + model.get_output_embeddings().weight.numel()
+        total = sum(one.weight.numel() for one in linears) + model.get_output_embeddings().weight.numel()
         stacks = [one for one in model.get_decoder().parameters() if one.dim() == 3 and one.shape[0] == _experts(text)]
         return int(total + sum(one.numel() // one.shape[0] * text.num_experts_per_tok for one in stacks))
 
@@ -90,7 +88,7 @@ class Shape:
         """`ids`: the tokens of a tokenizer, by their names in a config."""
         given = {name: value for name, value in self.config.items() if name != "quantization_config"}
         is_nested = "text_config" in given
-        text = {**(given["text_config"] if is_nested else given), "max_position_embeddings": CONTEXT, **self.text}
+        text = {**(given["text_config"] if is_nested else given), "max_position_embeddings": CONTEXT}
         if self.num_layers is not None:
             text["num_hidden_layers"] = self.num_layers
         if self.model_type in _SECTIONS:
@@ -115,11 +113,6 @@ SHAPES = {
     "gemma-3-12b": Shape(OTHERS["google/gemma-3-12b-it, text"]),
     "gpt-oss-20b": Shape(COOKBOOK["openai/gpt-oss-20b"]),
 }
-
-
-def shortened(shape: Shape, num_layers: int | None) -> Shape:
-    """Return a shape with so many layers; None: its own."""
-    return replace(shape, num_layers=num_layers) if num_layers else shape
 
 
 def make_model(directory: Path, shape: Shape) -> Path:
