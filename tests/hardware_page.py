@@ -77,8 +77,7 @@ NOTES = """
 - **If a model does not fit:** use a shorter context, a smaller rank, or more cards. The refusal names the nearest
   settings that fit. [The operator's guide](operating.md#what-this-machine-can-serve) explains the options.
 - **Several cards** hold one model in parts: the trainer and the engine have separate cards, or the model is divided
-  over the cards. Further cards are idle until `--ranks N` trains on N cards. Then every card with room has an engine
-  too. The log and `doctor` name idle cards, and the N that uses them.
+  over the cards. Further cards are used too: each gets a rank of the trainer, and an engine if it has room.
 - **Disk** is needed for the model's files and for saved weights. An adapter of rank 32 on 4 billion parameters has
   {adapter_gib:.2f} GiB, or {state_gib:.2f} GiB with its optimizer.
 - **A CPU** can serve every kind of model, slowly. The server with its small model and the demo's client took 4.1 GiB of

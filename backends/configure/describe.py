@@ -101,7 +101,7 @@ def planned(
     sizes, device = [one.size for one in found], chosen_device(config, machine)
     plan = plan_or_suggest(sizes, config, machine, device)
     placed = [replace(one, spec=_placed(one, plan, config), demand=plan.demands[one.spec.name]) for one in found]
-    return plan, placed, idle_gpus(plan, sizes, config, machine, device)
+    return plan, placed, idle_gpus(plan, config)
 
 
 def _placed(model: FoundModel, plan: MemoryPlan, config: BackendConfig) -> ModelSpec:

@@ -36,32 +36,12 @@ def plan_or_suggest(sizes: Sequence[ModelSize], config: BackendConfig, machine: 
         raise BackendFailed(f"{error}; nearest that fits: {flags}") from None
 
 
-def idle_gpus(
-    plan: MemoryPlan, sizes: Sequence[ModelSize], config: BackendConfig, machine: Machine, device: Device
-) -> str | None:
-    """Say which GPUs a plan leaves idle that chose the number of ranks itself, and the option that uses them. None:
-    there is none."""
-    idle = _unused(plan)
-    if device == "cpu" or not idle or any((config.ranks, config.trainer_gpus, config.sampler_gpus)):
+def idle_gpus(plan: MemoryPlan, config: BackendConfig) -> str | None:
+    """Say which GPUs a plan leaves idle whose settings name none. None: there is none."""
+    idle = [str(gpu) for gpu in range(len(plan.totals)) if not plan.of(gpu)]
+    if plan.device == "cpu" or not idle or any((config.ranks, config.trainer_gpus, config.sampler_gpus)):
         return None
-    num_gpus = len(plan.totals)
-    ranks = max(len(one.trainer) for one in plan.layouts.values()) * (num_gpus // (num_gpus - len(idle)))
-    asked = {
-        "ranks": ranks,
-        "max_context_length": max(one.context for one in plan.demands.values()),
-        "max_lora_rank": max(one.lora_rank for one in plan.demands.values()),
-    }
-    said = f"GPU{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} will be idle"
-    try:
-        wider = make_plan(sizes, config.model_copy(update=asked), machine, device)
-    except BackendFailed:
-        return said
-    still = _unused(wider)
-    return said if len(still) == len(idle) else f"{said}: --ranks {ranks} uses {len(idle) - len(still)} of them"
-
-
-def _unused(plan: MemoryPlan) -> list[int]:
-    return [gpu for gpu in range(len(plan.totals)) if not plan.of(gpu)]
+    return f"GPU{'s' if len(idle) > 1 else ''} {', '.join(idle)} will be idle"
 
 
 def suggestions(

@@ -4,9 +4,10 @@ Trainer and engine map one copy of a model on each GPU where both can have it wh
 its trainer and once in each engine of its sampler, several trainer ranks share its weights unless each has room for
 all, and so do the ranks of an engine. On the CPU everything is in main memory. The operator's
 settings are kept. Those that are absent are chosen in this order: the fewest GPUs on which a model of rank 32 fits with
-the default context, trainer and engine on the same ones rather than apart; then the largest rank; then the most models
-at once. On each GPU what is left over is divided evenly among its models: a trainer takes at most half of it, for
-microbatches that recompute nothing, and the KV cache the rest.
+the default context, trainer and engine on the same ones rather than apart; then ranks and engines on all GPUs, which
+the models have evenly between them; then the largest rank; then the most models at once. On each GPU what is left over
+is divided evenly among its models: a trainer takes at most half of it, for microbatches that recompute nothing, and
+the KV cache the rest.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ def make_plan(sizes: Sequence[ModelSize], config: BackendConfig, machine: Machin
         for search in searches:
             for plan in search.laid_out(wish):
                 if plan.missing_bytes <= 0:
-                    return search.given_out(search.enlarged(plan, wish))
+                    return search.given_out(search.enlarged(search.widened(plan), wish))
                 tried.append(plan)
     least = min(tried, key=lambda plan: plan.missing_bytes)
     gpu = max(range(len(least.totals)), key=lambda gpu: least.of(gpu) - least.totals[gpu])
@@ -161,6 +162,25 @@ class _Search:
                 if at == 0 and len(kinds) > 1 and not self._is_comfortable(plan):
                     continue
                 yield plan
+
+    def widened(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan with as many ranks as there are GPUs for each model, where the settings leave that open; half
+        of them if trainer and engines are apart. More ranks need no more of a GPU than fewer."""
+        config = self._config
+        if self._device == "cpu" or any(
+            (config.ranks, config.trainer_gpus, config.sampler_gpus, config.base_precision)
+        ):
+            return plan
+        layout = next(iter(plan.layouts.values()))
+        tensor_parallel, is_apart = len(layout.engines[0]), not {*layout.trainer} & {*layout.engines[0]}
+        most = len(self._totals) // len(self._sizes) // (2 if is_apart else 1)
+        for ranks in range(most, len(layout.trainer), -1):
+            if ranks % config.context_parallel == 0:
+                layouts = self._layouts(ranks, tensor_parallel, replicates=layout.replicates, is_apart=is_apart)
+                wider = self._with_engines(plan.demands, layouts)
+                if wider.missing_bytes <= 0:
+                    return wider
+        return plan
 
     def enlarged(self, plan: MemoryPlan, wish: _Open) -> MemoryPlan:
         """Return the plan with the largest rank and the most models that fit on the same GPUs."""
@@ -273,15 +293,15 @@ class _Search:
 
     def _with_engines(self, demands: Mapping[str, Demand], most: Mapping[str, Layout]) -> MemoryPlan:
         """Keep the engines that are asked for, or one and all others that fit on the GPUs where they may be: those that
-        are named, or those of the model's trainer. Where ranks are asked for, GPUs without a trainer are used too."""
+        are named; or those of the model's trainer, and unless its GPUs are named those without a trainer."""
         asked = self._config.engines or 1
         layouts = {name: replace(one, engines=one.engines[:asked]) for name, one in most.items()}
         plan = self._counted(demands, layouts)
         if self._config.engines is not None or self._device == "cpu" or plan.missing_bytes > 0:
             return plan
         free: set[int] = set()
-        if self._config.ranks is not None:
-            free = set(self._trainer_gpus).difference(*(one.trainer for one in most.values()))
+        if not self._config.trainer_gpus:
+            free = set(range(len(self._totals))).difference(*(one.trainer for one in most.values()))
         for name, one in most.items():
             for engine in one.engines[1:]:
                 if not set(engine) <= set(self._sampler_gpus or {*one.trainer, *free}):

@@ -221,7 +221,7 @@ def test_doctor_says_what_a_model_needs_and_loads_nothing(tiny_vl: Path, tmp_pat
 def test_doctor_plans_for_gpus_that_are_not_there(tiny_text: Path, tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     model = ["--data-dir", str(tmp_path), "--model", f"tiny={tiny_text}"]
-    found = command("doctor", *model, "--gpu", "H200:2", "--ranks", "2", env=environment)
+    found = command("doctor", *model, "--gpu", "H200:2", env=environment)
     assert found.returncode == 0, found.stderr
     for said in (
         "GPU 1: H200, 139.8 GiB",
@@ -233,8 +233,16 @@ def test_doctor_plans_for_gpus_that_are_not_there(tiny_text: Path, tmp_path: Pat
     (together,) = [line for line in found.stdout.splitlines() if "together" in line]
     assert "139.80 GiB" in together, "the table has every byte of both, in one column"
     assert "idle" not in found.stdout
-    found = command("doctor", *model, "--gpu", "H200:2", env=environment)
-    assert "GPU 1 will be idle: --ranks 2 uses 1 of them" in found.stdout
+    found = command(
+        "doctor",
+        *model,
+        "--gpu",
+        "H200:3",
+        "--engines",
+        "1",
+        env=environment | {"TINKER_SERVER_BACKEND__CONTEXT_PARALLEL": "2"},
+    )
+    assert "GPU 2 will be idle" in found.stdout
 
 
 @pytest.mark.parametrize(

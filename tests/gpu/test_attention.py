@@ -116,12 +116,16 @@ def near_a_masked_softmax(
         # The log-sum-exp is of scores in float32; 2e-5 nats was seen on one H100.
         assert (lse_HT - wanted[1]).abs().max() < 1e-3
         got = [out, *torch.autograd.grad(out, qkv, grad_THD)]
+        norms = [[part.float().norm() for part in one.split(lengths)] for one in (grad_THD, wanted[0])]
         for name, one, other in zip(("out", "query", "key", "value"), got, [wanted[0], *wanted[2:]], strict=True):
             for number, (part, whole) in enumerate(zip(one.split(lengths), other.split(lengths), strict=True)):
                 # 0.003 is usual on an H100; a neighbour's token in a sample is off by far more. The gradients of query
                 # and key of a sample of one token, or with a window of one, are 0.
                 error, size = (part - whole).norm(), whole.norm()
-                # 0.012 of the keys' of samples of two tokens and heads of 16 values. With a sink even a single token's
-                # gradient is a small difference of rounded numbers: 0.035 was seen.
-                close = 0.02 if sinks_H is None or len(part) > 2 else 0.06
-                assert error < close * size + 1e-3 + 1e-5 * whole.numel() ** 0.5, (name, number, error, size)
+                # 0.012 of the keys' of samples of two tokens and heads of 16 values.
+                bound = 0.02 * size + 1e-3 + 1e-5 * whole.numel() ** 0.5
+                if sinks_H is not None and len(part) <= 2:
+                    # Backward subtracts the product of the output, which is rounded, and its gradient from a number
+                    # that is hardly larger if most of the softmax is one token's and the rest the sink's.
+                    bound += torch.finfo(torch.bfloat16).eps / 2 * norms[0][number] * norms[1][number] * scale
+                assert error < bound, (name, number, error, size)

@@ -94,12 +94,10 @@ SLICES = {"microbatches of their own": False, "slices of one": True}
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("slices", SLICES.values(), ids=SLICES)
-@pytest.mark.parametrize(
-    ("dtype", "memory", "close"), [("float32", None, 1e-4), ("bfloat16", None, 0.06), ("bfloat16", 20 << 30, 0.06)]
-)
-async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, close, slices):
-    """Sharded, and where memory is planned each with the whole base. In bfloat16 layers are compiled, and
-    microbatches of other lengths round differently. A long sample has kernels of its own."""
+@pytest.mark.parametrize(("dtype", "memory"), [("float32", None), ("bfloat16", None), ("bfloat16", 20 << 30)])
+async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, slices):
+    """Sharded, and where memory is planned each with the whole base. In bfloat16 layers are compiled, and microbatches
+    of other lengths round differently: two are to be as near float32 as one. A long sample has kernels of its own."""
     batches = [
         [datum(one, renderer, seed) for seed, one in enumerate(MIXED.values())],
         [datum(MIXED["text"], renderer, 1), datum(MIXED["one image"], renderer, 2)],
@@ -107,19 +105,22 @@ async def test_two_gpus_are_as_one(tiny_vl, renderer, tmp_path, dtype, memory, c
         [datum(prompt(words(3000, 4), image(640, 480, 5), words(3001, 6)), renderer, 4)],
     ]
     weights = []
-    for num_ranks in (1, 2):
+    for number, num_ranks in dict.fromkeys([("float32", 1), (dtype, 1), (dtype, 2)]):
         mesh = Mesh(shard=num_ranks) if memory is None else Mesh(replicate=num_ranks)
         settings = dataclasses.replace(
             config(tiny_vl, max_tokens=60, max_context_length=8192),
-            dtype=dtype,
+            dtype=number,
             shares_microbatches=True,
             mesh=dataclasses.replace(mesh, context=num_ranks if slices else 1),
             placement=Placement(trainer_bytes=memory or 0),
             **CUDA,
         )
-        weights.append(await stepped(settings, batches, tmp_path / str(num_ranks)))
-    assert weights[1].keys() == weights[0].keys()
-    assert relative_distance(weights[1].values(), weights[0].values()) < close
+        weights.append(await stepped(settings, batches, tmp_path / str(len(weights))))
+    exact, *_, one, two = [weights[0], *weights]
+    assert two.keys() == exact.keys()
+    of_one, of_two = (relative_distance(each.values(), exact.values()) for each in (one, two))
+    print(f"{dtype}: one GPU is {of_one:.4f} from float32, two are {of_two:.6f}")
+    assert of_two < (1e-4 if dtype == "float32" else 1.5 * of_one)
 
 
 def test_long_samples_are_near_float32_among_short_ones(tiny_vl, renderer):

@@ -151,10 +151,25 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         plan([SMALL], gpus(80), ranks=2)
 
 
-def test_ranks_and_engines_that_are_left_open_are_as_many_as_the_model_needs() -> None:
-    assert len(plan([LARGE], gpus(80, 4)).layouts["large"].trainer) == 1
-    found = plan([model("huge", 100, 4)], gpus(80, 4)).layouts["huge"]
-    assert len(found.trainer) == len(found.engines[0]) == 4 and not found.replicates
+def test_ranks_and_engines_that_are_left_open_are_on_all_gpus() -> None:
+    def of(*sizes: ModelSize, size_gib: int = 80, count: int, **settings: Any) -> list[tuple[object, object]]:
+        found = plan(list(sizes), gpus(size_gib, count), **settings)
+        return [(one.trainer, one.engines) for one in found.layouts.values()]
+
+    each = tuple((gpu,) for gpu in range(8))
+    assert of(LARGE, count=8) == [((0, 1, 2, 3, 4, 5, 6, 7), each)]
+    assert of(LARGE, count=4, engines=1) == [((0, 1, 2, 3), ((0,),))]
+    assert of(LARGE, count=5, context_parallel=2) == [((0, 1, 2, 3), each[:5])]
+    assert of(LARGE, count=3, base_precision="fp8") == [((0,), each[:3])]
+    assert of(LARGE, SMALL, count=5) == [((0, 1), (*each[:2], (4,))), ((2, 3), (*each[2:4], (4,)))]
+    assert of(LARGE, SMALL, model("other", 2), count=2)[0] == ((0,), ((0,),))
+    huge = plan([model("huge", 100, 4)], gpus(80, 4)).layouts["huge"]
+    assert len(huge.trainer) == len(huge.engines[0]) == 4 and not huge.replicates
+    # Fewer GPUs than there are would be enough: two that divide trainer and engine, or one each.
+    divided = plan([LARGE], gpus(30, 4)).layouts["large"]
+    assert (divided.trainer, divided.engines, divided.replicates) == ((0, 1, 2, 3), ((0, 1), (2, 3)), False)
+    assert of(LARGE, size_gib=28, count=4, tensor_parallel=1) == [((0, 1), ((2,), (3,)))]
+    assert of(LARGE, size_gib=28, count=5, tensor_parallel=1) == [((0, 1), ((2,), (3,), (4,)))]
 
 
 def test_trainers_and_engines_stay_on_the_gpus_that_they_may_use() -> None:
@@ -203,12 +218,11 @@ def test_what_training_all_weights_takes_is_counted_of_the_files_and_experts_are
 def test_every_gpu_of_a_model_has_an_engine_where_it_has_room() -> None:
     found = plan([LARGE], gpus(80, 8), ranks=8)
     assert found.layouts["large"].engines == tuple((gpu,) for gpu in range(8))
-    assert plan([LARGE], gpus(80, 8)).layouts["large"].engines == ((0,),)
     small = Machine(0, [80 * GIB, 36 * GIB, 80 * GIB])  # the second has room for one copy, not for two
     assert plan([LARGE], small, ranks=3).layouts["large"].engines == ((0,), (2,))
 
 
-def test_gpus_without_a_trainer_have_engines_where_ranks_are_asked_for() -> None:
+def test_gpus_without_a_trainer_have_engines_unless_its_gpus_are_named() -> None:
     together = plan([LARGE], gpus(80, 4), ranks=2).layouts["large"]
     assert (together.trainer, together.engines) == ((0, 1), ((0,), (1,), (2,), (3,)))
     apart = plan([LARGE], gpus(28, 4), ranks=2, tensor_parallel=1).layouts["large"]
@@ -220,17 +234,15 @@ def test_gpus_without_a_trainer_have_engines_where_ranks_are_asked_for() -> None
     assert (named.trainer, named.engines) == ((1, 2), ((1,), (2,)))
 
 
-def test_gpus_that_would_be_idle_are_named_with_the_ranks_that_use_them() -> None:
-    def said(size_gib: int, count: int, sizes: Sequence[ModelSize] = (LARGE,), **settings: Any) -> str | None:
-        config, machine = BackendConfig(base_copies=2, **settings), gpus(size_gib, count)
-        return idle_gpus(make_plan(sizes, config, machine, "cuda"), sizes, config, machine, "cuda")
+def test_gpus_that_would_be_idle_are_named() -> None:
+    def said(count: int, sizes: Sequence[ModelSize] = (LARGE,), **settings: Any) -> str | None:
+        config = BackendConfig(base_copies=2, **settings)
+        return idle_gpus(make_plan(sizes, config, gpus(80, count), "cuda"), config)
 
-    assert said(80, 4) == "GPUs 1, 2, 3 will be idle: --ranks 4 uses 3 of them"
-    assert said(80, 5, (LARGE, SMALL)) == "GPUs 2, 3, 4 will be idle: --ranks 2 uses 3 of them"
-    assert said(80, 1) is None and said(80, 4, ranks=1, engines=1) is None and said(80, 2, trainer_gpus=(1,)) is None
-    assert said(80, 3, engines=1) == "GPUs 1, 2 will be idle: --ranks 3 uses 2 of them"
-    divided = said(30, 5, engines=1, tensor_parallel=2, max_lora_rank=8)
-    assert divided == "GPUs 2, 3, 4 will be idle: --ranks 4 uses 2 of them"
+    assert said(4) is None and said(5, (LARGE, SMALL)) is None and said(4, engines=1) is None
+    assert said(4, ranks=1, engines=1) is None and said(2, trainer_gpus=(1,)) is None, "as asked"
+    assert said(5, (LARGE, SMALL), engines=1) == "GPU 4 will be idle"
+    assert said(7, engines=1, context_parallel=4) == "GPUs 4, 5, 6 will be idle"
 
 
 def test_an_engine_that_nobody_asked_for_takes_no_room_from_other_models() -> None:
@@ -241,7 +253,7 @@ def test_an_engine_that_nobody_asked_for_takes_no_room_from_other_models() -> No
 
 def test_engines_that_are_asked_for_are_beside_the_trainers_too_and_refused_where_they_do_not_fit() -> None:
     found = plan([LARGE], gpus(80, 4), engines=3).layouts["large"]
-    assert (found.trainer, found.engines) == ((0,), ((0,), (1,), (2,)))
+    assert (found.trainer, found.engines) == ((0, 1, 2, 3), ((0,), (1,), (2,)))
     with pytest.raises(BackendFailed, match=r"5 engines \(setting backend.engines\) .* need 5 GPUs; torch sees 4"):
         plan([LARGE], gpus(80, 4), engines=5)
     with pytest.raises(BackendFailed, match=r"GPU 1: 16\.0 GiB are there, 20\.0 GiB are needed: large"):
