@@ -188,11 +188,6 @@ def read_size(name: str, directory: Path, config: BackendConfig, device: Device)
     numbers = check_coverage(renderer.family, renderer.config, source, train_vision=config.train_vision)
     dtype = _dtype(renderer.family, device, config, source)
     text_config = renderer.config.get_text_config()
-    if renderer.family.sees_whole_images and device == "cuda":
-        raise BackendFailed(
-            f"{source}: {renderer.config.architectures[0]} is not supported on CUDA: its images' tokens see each other,"
-            " and no GPU has compared the engine with the trainer yet; set backend.device to cpu"
-        )
     _check_tensor_parallel(renderer, config, source)
     _check_context_parallel(renderer, config, source)
     _check_base_copies(renderer, config, device, source)

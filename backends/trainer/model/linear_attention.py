@@ -10,8 +10,12 @@ a step of the scan together. In bfloat16 on CUDA it has kernels (`kernels/delta_
 T tokens of the microbatch, H heads, K and V widths of a key and a value, C tokens of a chunk, R chunks, S samples
 """
 
+import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +25,7 @@ from transformers.activations import ACT2FN
 from backends.families.linear_attention import CONVOLUTIONS, DELTA_RULES, SCANS
 from backends.kernels.delta_rule import has_kernels, packed_delta_rule
 from backends.kernels.exchange import own_part, to_heads, to_tokens
+from backends.patches import Patch
 from backends.trainer.model.sample_chunks import Chunks, chunks_of
 from backends.trainer.model.state_space import packed_scan
 
@@ -32,13 +37,47 @@ _REPLACED: set[str] = set()
 
 def pack_linear_attention(decoder: nn.Module) -> None:
     """Let the decoder's layers of linear attention begin anew at each packed sample."""
-    modules = {type(one).__module__ for one in decoder.modules()} & CONVOLUTIONS.keys()
-    for module in modules - _REPLACED:
+    modules = _modules(decoder) - _REPLACED
+    for module in modules:
         for patches, make in ((CONVOLUTIONS, _convolution), (DELTA_RULES, _delta_rule), (SCANS, packed_scan)):
             if module in patches:
-                own = getattr(importlib.import_module(module), patches[module].target.rpartition(":")[2])
-                patches[module].replace(make(own))
-        _REPLACED.add(module)
+                own = _function(patches[module])
+                patches[module].replace(functools.wraps(own)(make(own)))
+    _REPLACED.update(modules)
+
+
+@contextmanager
+def in_plain_torch(decoder: nn.Module) -> Iterator[None]:
+    """While it is active, the decoder's layers of linear attention run transformers' own functions in plain torch, of a
+    single sample. Outside, transformers takes those of flash-linear-attention where it is installed, whose kernels do
+    not run on a CPU."""
+    with ExitStack() as replaced:
+        for module in _modules(decoder):
+            for patch in (patches[module] for patches in (CONVOLUTIONS, DELTA_RULES, SCANS) if module in patches):
+                function = _function(patch)
+                patch.replace(_of_one_sample(inspect.unwrap(function)))
+                replaced.callback(patch.replace, function)
+        yield
+
+
+def _of_one_sample(plain: Callable[..., object]) -> Callable[..., object]:
+    taken = inspect.signature(plain).parameters
+
+    def function(*args: object, **others: object) -> object:
+        return plain(*args, **{name: value for name, value in others.items() if name in taken})
+
+    return function
+
+
+def _modules(decoder: nn.Module) -> set[str]:
+    """Return the modules of transformers whose functions the decoder's layers of linear attention call."""
+    return {type(one).__module__ for one in decoder.modules()} & CONVOLUTIONS.keys()
+
+
+def _function(patch: Patch) -> Callable[..., Any]:
+    module, _, name = patch.target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:

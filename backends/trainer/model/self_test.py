@@ -15,6 +15,7 @@ from backends.protocol import BackendFailed
 from backends.trainer.distributed import Root
 from backends.trainer.lora.linear import SUMMED_TOKENS, add_product
 from backends.trainer.model import attention
+from backends.trainer.model.linear_attention import in_plain_torch
 from backends.trainer.model.packing import pack
 from backends.trainer.model.token_logprobs import Scorer
 
@@ -128,7 +129,7 @@ def _own_logprobs(root: Root, sample: Rendered, targets: np.ndarray, device: tor
             lambda _, inputs, output: seen.extend((inputs[0], output))
         ),
     ]
-    with torch.no_grad():
+    with torch.no_grad(), in_plain_torch(root.model.get_decoder()):
         logits: Tensor = root(root.model, input_ids=input_ids, use_cache=False, **extra).logits
     for hook in hooks:
         hook.remove()

@@ -30,6 +30,14 @@ KEEP_OPERATORS = Patch(
     "A router's choice is not recomputed: it could be another where two experts are equal.",
     device="cuda",
 )
+MOST_COMPILED = Patch(
+    "compiled-kinds-of-layers",
+    "torch._dynamo.config:recompile_limit",
+    "d19376c156e77957aa3bc1aa7215860be1ab3330126f3a2a4cea38914474a27c",
+    "A class of layers is compiled for each of its kinds, with and without a gradient, images and adapters; beyond the"
+    " limit it would run uncompiled.",
+    device="cuda",
+)
 CHECKPOINTED_LAYER = Patch(
     "recomputed-layers",
     "transformers.modeling_layers:GradientCheckpointingLayer.__call__",

@@ -1,6 +1,8 @@
 """Packed linear attention equals the recurrence of each sample alone, in float64, gradients included."""
 
+import functools
 import importlib
+import inspect
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from backends.configure import examine
 from backends.families import linear_attention as registered
 from backends.trainer.model import sample_chunks
-from backends.trainer.model.linear_attention import pack_linear_attention
+from backends.trainer.model.linear_attention import in_plain_torch, pack_linear_attention
 from backends.trainer.model.sample_chunks import Chunks, make_chunks
 
 CPU = torch.device("cpu")
@@ -32,19 +34,39 @@ LENGTHS = [
 ]
 
 
+def layer() -> nn.Module:
+    found = nn.Identity()
+    found.__class__ = type("Qwen3_5GatedDeltaNet", (nn.Identity,), {"__module__": MODULE})
+    return found
+
+
 @pytest.fixture(scope="module")
 def functions() -> tuple[object, object]:
     """The functions that a decoder of this kind calls: convolution and delta rule."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear_attn = nn.Identity()
-            self.linear_attn.__class__ = type("Qwen3_5GatedDeltaNet", (nn.Identity,), {"__module__": MODULE})
-
-    pack_linear_attention(nn.ModuleList([Layer()]))
+    pack_linear_attention(nn.ModuleList([layer()]))
     found = importlib.import_module(MODULE)
     return found.causal_conv1d_fn, found.torch_chunk_gated_delta_rule
+
+
+def test_the_models_own_forward_is_in_plain_torch_whatever_kernels_transformers_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = importlib.import_module(MODULE)
+    given, plain = inputs(70), inspect.unwrap(module.torch_chunk_gated_delta_rule)
+    wanted, _ = plain(*given, use_qk_l2norm_in_kernel=True)
+
+    @functools.wraps(plain)
+    def of_a_gpu(*_: object, **__: object) -> None:
+        raise ValueError("cannot be accessed from Triton (cpu tensor?)")
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", of_a_gpu)
+    with in_plain_torch(nn.ModuleList([layer()])):
+        found, _ = module.torch_chunk_gated_delta_rule(
+            *given, use_qk_l2norm_in_kernel=True, **lengths_as(lengths_of([70]))
+        )
+    assert torch.equal(found, wanted)
+    assert module.torch_chunk_gated_delta_rule is of_a_gpu
 
 
 def lengths_of(lengths: Sequence[int]) -> Tensor:
