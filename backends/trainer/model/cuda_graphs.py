@@ -134,7 +134,7 @@ class _Graph:
         }
         cu_seqlens = torch.full((num_samples + 1,), num_tokens, dtype=torch.int32, device=device)
         cu_seqlens[0] = 0
-        unknown = torch.zeros(2, dtype=torch.int32)  # on the host: a graph serves samples of any lengths
+        unknown = torch.zeros(num_samples + 1, dtype=torch.int32)  # on the host: a graph serves samples of any lengths
         targets_TK = zeros(num_tokens, 1, dtype=torch.int64)
         experts_LTK = None if scorer.router_replay is None else scorer.router_replay.blank(num_tokens)
         self.batch = Microbatch(
